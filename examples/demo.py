@@ -1,0 +1,70 @@
+"""Trains a 110M-parameter Llama with RAM for less than a quarter of its training state; SSD holds the rest.
+
+Run it with `make demo`. It writes runs/demo/ (a previous demo there is removed) and takes a minute or two on
+two CPU cores.
+"""
+
+import resource
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+from pagoda.memory.sizes import format_bytes
+from pagoda.train import MemoryConfig, OptimConfig, TrainConfig, run
+from pagoda.train.metrics import read_metrics
+
+OUT = Path(__file__).resolve().parent.parent / "runs" / "demo"
+HOST = "288MiB"
+STATE_BYTES_PER_PARAMETER = 12
+"""bf16 weight, the low half of its fp32 master, and two fp32 moments."""
+
+
+def main() -> None:
+    """Trains, then compares what was planned with what was measured."""
+    shutil.rmtree(OUT, ignore_errors=True)
+    ssd = OUT / "ssd"
+    ssd.mkdir(parents=True)
+    config = TrainConfig(
+        model="llama-110m",
+        steps=24,
+        batch_size=2,
+        seq_len=256,
+        memory=MemoryConfig(host=HOST, ssd=str(ssd)),
+        optim=OptimConfig(lr=1e-3, warmup_steps=4),
+        out=OUT,
+    )
+    console = Console()
+    rss_before = _peak_rss_bytes()
+    result = run(config, console)
+    steps = read_metrics(OUT / "metrics.jsonl")
+
+    plan = result.plan
+    state_bytes = plan.parameters * STATE_BYTES_PER_PARAMETER
+    budget = plan.budgets.host
+    planned = plan.peak_bytes["host"]
+    measured = max(line["peak_bytes"]["host"] for line in steps)
+    step_s = sum(line["step_s"] for line in steps) / len(steps)
+    stalls = {lane: sum(line["stall_s"][lane] for line in steps) / len(steps) for lane in steps[0]["stall_s"]}
+    lines = [
+        "",
+        f"loss            {result.first_loss:.3f} -> {result.final_loss:.3f} in {len(steps)} steps",
+        f"training state  {format_bytes(state_bytes)}, {state_bytes / budget:.1f} times the RAM it was given"
+        f" ({format_bytes(budget)})",
+        f"RAM for state   {format_bytes(measured)} at most; the plan said {format_bytes(planned)}",
+        f"whole process   {format_bytes(_peak_rss_bytes())} at most: {format_bytes(rss_before)} before the run"
+        " (Python and torch), the state, activations, the text and libraries",
+        f"speed           {result.tokens_per_s:,.0f} tokens/s, {step_s:.2f} s a step",
+        f"stalls          {sum(stalls.values()):.2f} s a step, "
+        + ", ".join(f"{lane} {seconds:.2f}" for lane, seconds in stalls.items() if seconds >= 0.005),
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()

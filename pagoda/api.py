@@ -1,0 +1,180 @@
+"""What the user touches: `wrap`, `Memory`, `init`, `gathered`, `plan_of`."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from pagoda.errors import ConfigError, StorageError, UsageError
+from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.sizes import parse_bytes
+from pagoda.optim.adamw import AdamW, Precision, check_precision
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.runtime.construct import Builder, describe, init, live_units
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.gathered import gathered, mark_homes
+from pagoda.runtime.optimizer import PagedOptimizer
+
+__all__ = ["AdamW", "Memory", "gathered", "init", "plan_of", "wrap"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_HOST_SHARE = 0.8
+"""Share of the RAM that is free now which a host budget left open may take; the rest is for activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """How much memory training state may use, per tier. Sizes are bytes or text such as "20GiB".
+
+    Budgets cover pages: weights, gradients, optimizer state and the buffers they stream through. Activations and
+    what torch allocates for them come on top.
+
+    Raises ConfigError for a size, page size or device that cannot be used.
+    """
+
+    device: str | None = None
+    """None: compute reads weights in host RAM. "cpu:SIZE": a separate arena in RAM stands in for a GPU's memory."""
+    host: str | int | None = None
+    """Host RAM for pages; None takes 80% of what is free now."""
+    ssd: str | None = None
+    """"DIR" or "DIR:SIZE": a directory on an SSD, and how much of it to use (by default what is needed)."""
+    page_size: str | int | None = None
+    """Unit of allocation and movement, a multiple of 4096; None chooses the largest that wastes little, up to 4 MiB."""
+    unit_limit: str | int | None = None
+    """Most bytes of weights fetched together; None chooses."""
+
+    def __post_init__(self) -> None:
+        self.budgets()
+        page = self.page_bytes
+        if page is not None and (page % PAGE_ALIGN or page & (page - 1)):
+            raise ConfigError(
+                f"memory.page_size is {page}; it must be a power of two and a multiple of {PAGE_ALIGN}."
+            )
+
+    @property
+    def page_bytes(self) -> int | None:
+        return None if self.page_size is None else parse_bytes(self.page_size, "memory.page_size")
+
+    @property
+    def unit_bytes(self) -> int | None:
+        return None if self.unit_limit is None else parse_bytes(self.unit_limit, "memory.unit_limit")
+
+    @property
+    def ssd_directory(self) -> str | None:
+        return None if self.ssd is None else self._ssd_parts()[0]
+
+    def budgets(self) -> Budgets:
+        """Bytes per tier; what was left open is read from the machine."""
+        host = (
+            parse_bytes(self.host, "memory.host") if self.host is not None else int(_free_ram() * _HOST_SHARE)
+        )
+        device = None
+        if self.device is not None:
+            kind, _, size = self.device.partition(":")
+            if kind != "cpu" or not size:
+                raise ConfigError(
+                    f"memory.device is {self.device!r}; this version computes on the CPU: leave it out, or use "
+                    "'cpu:SIZE' for a separate arena that stands in for a GPU's memory."
+                )
+            device = parse_bytes(size, "memory.device")
+        if self.ssd is None:
+            return Budgets(host, device)
+        directory, size = self._ssd_parts()
+        return Budgets(host, device, parse_bytes(size, "memory.ssd") if size else _free_disk(directory))
+
+    def _ssd_parts(self) -> tuple[str, str]:
+        assert self.ssd is not None
+        directory, colon, size = self.ssd.rpartition(":")
+        if not colon or os.sep in size:
+            return self.ssd, ""
+        return directory, size
+
+
+def wrap(
+    model: Model,
+    optimizer: AdamW,
+    *,
+    memory: Memory | None = None,
+    precision: Precision = "bf16",
+    clip_grad_norm: float | None = None,
+    accumulation_steps: int | None = None,
+) -> tuple[Model, PagedOptimizer]:
+    """Move a model's training state into pages and return the model with the optimizer that steps it.
+
+    The model is changed in place and used as before: forward, backward, `optimizer.step()`. Its parameters take
+    the compute dtype of `precision` ("bf16": bf16 weights that are the high half of an fp32 master; "fp32").
+    Buffers keep their dtype.
+
+    `clip_grad_norm` clips the global gradient norm, exactly, wherever the gradients live. `accumulation_steps`
+    announces how many backward passes precede each `step()`: then, without clipping, units are updated while
+    backward still runs. Left out, any number of passes may precede a step.
+
+    Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
+    SSD directory that is missing or full, ConfigError for other settings, UsageError for a model wrapped already.
+    """
+    memory = memory or Memory()
+    check_precision(precision)
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ConfigError(f"clip_grad_norm is {clip_grad_norm}; it must be above 0, or None for no clipping.")
+    if accumulation_steps is not None and accumulation_steps < 1:
+        raise ConfigError(f"accumulation_steps is {accumulation_steps}; it must be at least 1.")
+    if getattr(model, _ENGINE, None) is not None:
+        raise UsageError("This model is wrapped already; call optimizer.close() and build a new one.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            "Every parameter of the model is frozen (requires_grad=False): there is nothing to train."
+        )
+    states = optimizer.states(precision)
+    options = Options(memory.page_bytes, memory.unit_bytes, accumulation_steps, clip_grad_norm is not None)
+    plan = make_plan(describe(model), states, memory.budgets(), options)
+    units = live_units(model, plan.units, states[0].dtype)
+    poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
+    engine = Engine(plan, units, precision, memory.ssd_directory, clip_grad_norm, poison)
+    try:
+        builder = Builder(model, engine.store)
+        for unit in units:
+            builder.build(unit)
+        builder.finish(units)
+        paged = PagedOptimizer(model, optimizer, engine)
+    except BaseException:
+        engine.close()
+        raise
+    mark_homes(engine)
+    setattr(model, _ENGINE, engine)
+    return model, paged
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan a wrapped model runs by now. Raises UsageError for a model that is not wrapped."""
+    engine = getattr(model, _ENGINE, None)
+    if not isinstance(engine, Engine):
+        raise UsageError("This model is not wrapped: call pagoda.wrap(model, ...) first.")
+    return engine.plan
+
+
+_ENGINE = "_pagoda_engine"
+
+
+def _free_ram() -> int:
+    """Bytes of RAM that can be used without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    raise ConfigError("This system does not say how much RAM is free: set memory.host.")
+
+
+def _free_disk(directory: str) -> int:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError as error:
+        raise StorageError(
+            f"The SSD directory {directory!r} cannot be used: {error.strerror}. Create it, or name another in memory.ssd."
+        ) from error

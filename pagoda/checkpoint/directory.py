@@ -1,0 +1,78 @@
+"""A checkpoint directory: a manifest beside its tensor files, appearing whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pagoda.errors import CheckpointError, StorageError
+
+FORMAT, VERSION = "pagoda-checkpoint", 1
+MANIFEST = "manifest.json"
+
+
+@contextmanager
+def committed(directory: Path) -> Iterator[Path]:
+    """A temporary directory to fill; renamed to `directory` when the block ends well, removed when it does not.
+
+    Files in it must have been synced by whoever wrote them. Raises CheckpointError when `directory` exists already,
+    StorageError when the disk is full or cannot be written.
+    """
+    if directory.exists():
+        raise CheckpointError(
+            f"{directory} exists already; checkpoints are never overwritten. Name another one."
+        )
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        _sync(temporary)
+        temporary.rename(directory)
+        _sync(directory.parent)
+    except OSError as error:
+        raise StorageError(
+            f"The checkpoint {directory} could not be written: {error}. Free space there."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_manifest(directory: Path, content: dict[str, Any]) -> None:
+    """Write and sync the manifest."""
+    with (directory / MANIFEST).open("w") as file:
+        json.dump({"format": FORMAT, "version": VERSION, **content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises CheckpointError when there is none, or not one of this format."""
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} is not a checkpoint: {path.name} cannot be read ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a Pagoda manifest")
+    if content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {content.get('version')}; this Pagoda reads version {VERSION}"
+        )
+    return content
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,76 @@
+"""Entry of the `pagoda` command: picks the subcommand, and turns user errors into messages and exit codes.
+
+Exit codes: 0 done, 2 user error (message on stderr, no traceback), 128 + signal when interrupted.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Union
+
+import tyro
+from rich.console import Console
+
+from pagoda.cli.train import resumed_config, run_train
+from pagoda.errors import PagodaError
+from pagoda.train.config import TrainConfig
+
+USER_ERROR = 2
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the dataclass tyro fills from its flags, and what runs it."""
+
+    name: str
+    config: type
+    run: Callable[[Any, Console], int]
+    """Returns the exit code."""
+    defaults: Callable[[Sequence[str]], Any] | None = None
+    """From the flags, the configuration that flags not given keep; None for the dataclass's defaults."""
+
+
+COMMANDS = (Command("train", TrainConfig, run_train, resumed_config),)
+"""Every subcommand. A new one (plan, calibrate, ...) is a module beside `train.py` and a line here."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line `args` (by default the process's own) and returns its exit code.
+
+    Raises:
+        SystemExit: 0 after --help, 2 for flags that cannot be read.
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    try:
+        command, config = parse(args)
+        return command.run(config, Console())
+    except PagodaError as error:
+        print(f"pagoda: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("pagoda: interrupted; nothing after the last checkpoint is kept", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def parse(args: Sequence[str]) -> tuple[Command, Any]:
+    """The subcommand that `args` name, with its configuration."""
+    arms = []
+    for command in COMMANDS:
+        chosen = bool(args) and args[0] == command.name
+        default = command.defaults(args[1:]) if chosen and command.defaults else None
+        marker = (
+            tyro.conf.subcommand(command.name)
+            if default is None
+            else tyro.conf.subcommand(command.name, default=default)
+        )
+        arms.append(Annotated[command.config, marker])
+    # tyro makes subcommands of a union, and a union needs a second member.
+    union = Union[(*arms, Annotated[None, tyro.conf.Suppress])]  # type: ignore[valid-type]
+    config: Any = tyro.cli(
+        union,
+        args=args,
+        prog="pagoda",
+        description="Train PyTorch models larger than memory: state lives in pages on device, RAM and SSD.",
+    )
+    return next(command for command in COMMANDS if isinstance(config, command.config)), config

@@ -1,0 +1,37 @@
+"""What Pagoda refuses, and why. Each message says what was asked, what there is, and what to change."""
+
+
+class PagodaError(Exception):
+    """Base of every error Pagoda raises on purpose; the CLI prints it without a traceback and exits with 2."""
+
+
+class ConfigError(PagodaError, ValueError):
+    """A setting, path or model name that cannot be used as given."""
+
+
+class BudgetError(ConfigError):
+    """The training state does not fit the memory it was given.
+
+    `tier` and `needed_bytes` say which budget is too small and the least it would have to be, where that is known.
+    """
+
+    def __init__(self, message: str, tier: str | None = None, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.needed_bytes = needed_bytes
+
+
+class StorageError(PagodaError, OSError):
+    """The SSD directory is missing, full, or failed to read or write."""
+
+
+class UsageError(PagodaError, RuntimeError):
+    """The training loop did something that would silently give a wrong result."""
+
+
+class NonFiniteGradientError(PagodaError, FloatingPointError):
+    """A gradient is NaN or infinite; names the first such parameter."""
+
+
+class CheckpointError(PagodaError):
+    """A checkpoint is missing, incomplete, or does not belong to this model."""

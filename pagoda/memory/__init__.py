@@ -1,0 +1,32 @@
+"""Where bytes live: pages, the pools that hand them out, and the tiers that hold them.
+
+Knows nothing of modules, plans or optimizers. The nouns, from small to large:
+
+`Run` (consecutive frames) · `PagePool` (which frames are free) · `Arena` (the bytes of a RAM tier) ·
+`PageFile` (the bytes of an SSD tier) · `MemoryTier` and `SSDTier` (a pool over its bytes).
+"""
+
+from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
+from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES, Run, pages_for
+from pagoda.memory.pool import PagePool, SharedPool
+from pagoda.memory.sizes import format_bytes, parse_bytes
+from pagoda.memory.ssd import PageFile
+from pagoda.memory.tier import MemoryTier, SSDTier, Tier
+
+__all__ = [
+    "FRESH_USE_COUNT",
+    "PAGE_ALIGN",
+    "PAGE_BYTES",
+    "Arena",
+    "MemoryTier",
+    "PageFile",
+    "PagePool",
+    "Run",
+    "SSDTier",
+    "SharedPool",
+    "Tier",
+    "format_bytes",
+    "pages_for",
+    "parse_bytes",
+    "storage_use_count",
+]

@@ -1,0 +1,276 @@
+"""Which frames are free. Pure bookkeeping without bytes, so planner and runtime use the same class."""
+
+import threading
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from pagoda.memory.page import Run
+
+Price = Callable[[Run], float | None]
+"""What evicting an allocated run costs; lower is better (say, minus its next use in s), None pins it."""
+
+
+class PagePool:
+    """The frames `[first, first + frames)`, each free or in exactly one allocated run.
+
+    Invariants: allocated and free runs tile the space; no two free runs touch (they merge on `free`); the
+    same calls in the same order give the same addresses on every machine.
+
+    Cost: neighbours are found by boundary tags, and the free runs are one list sorted by (length, address),
+    so `alloc` and `free` are a binary search over the free runs, whatever the number of frames.
+
+    NOT thread-safe, on purpose: the planner needs no lock. Threads share a `SharedPool`.
+    """
+
+    def __init__(self, frames: int, first: int = 0) -> None:
+        """Raises ValueError when `frames` is below 1 or `first` is negative."""
+        if frames < 1 or first < 0:
+            raise ValueError(
+                f"a pool needs at least one frame and a start of 0 or more, not {frames} at {first}"
+            )
+        self.frames = frames
+        self.first = first
+        self._in_use = 0
+        self._peak = 0
+        self._allocated: dict[int, int] = {}  # start -> count
+        # Three views of the same free runs, changed together by _add_free and _drop_free.
+        self._free_by_start: dict[int, int] = {}  # start -> count
+        self._free_by_stop: dict[int, int] = {}  # stop -> count
+        self._free_by_fit: list[tuple[int, int]] = []  # (count, start), sorted
+        self._add_free(first, frames)
+
+    @property
+    def in_use(self) -> int:
+        """Frames allocated now."""
+        return self._in_use
+
+    @property
+    def peak(self) -> int:
+        """Most frames allocated at once since creation or `reset_peak`."""
+        return self._peak
+
+    @property
+    def largest_free(self) -> int:
+        """Frames in the longest free run: the largest `count` that `alloc` can serve now."""
+        return self._free_by_fit[-1][0] if self._free_by_fit else 0
+
+    def reset_peak(self) -> None:
+        """Start measuring `peak` again from what is in use now."""
+        self._peak = self._in_use
+
+    def alloc(self, count: int = 1) -> Run | None:
+        """`count` contiguous frames from the shortest free run that holds them (lowest address on ties).
+
+        None when no free run is long enough. Raises ValueError when `count` is below 1.
+        """
+        _check_count(count)
+        index = bisect_left(self._free_by_fit, (count, -1))
+        if index == len(self._free_by_fit):
+            return None
+        size, start = self._free_by_fit[index]
+        self._drop_free(start, size)
+        if size > count:
+            self._add_free(start + count, size - count)
+        self._allocated[start] = count
+        self._in_use += count
+        self._peak = max(self._peak, self._in_use)
+        return Run(start, count)
+
+    def free(self, run: Run) -> None:
+        """Give back exactly a run that `alloc` returned. Otherwise ValueError, and nothing changes."""
+        self.check(run)
+        del self._allocated[run.start]
+        self._in_use -= run.count
+        start, count = run.start, run.count
+        before = self._free_by_stop.get(start)
+        if before is not None:
+            self._drop_free(start - before, before)
+            start, count = start - before, count + before
+        after = self._free_by_start.get(run.stop)
+        if after is not None:
+            self._drop_free(run.stop, after)
+            count += after
+        self._add_free(start, count)
+
+    def check(self, run: Run) -> None:
+        """Raises ValueError, naming `run`, unless exactly it is allocated now."""
+        count = self._allocated.get(run.start)
+        if count is None:
+            raise ValueError(f"{run} is not allocated: no run starts at frame {run.start}")
+        if count != run.count:
+            raise ValueError(f"{run} is not allocated: the run at frame {run.start} has {count} frames")
+
+    def allocated(self) -> Iterator[Run]:
+        """The allocated runs, in address order. The pool must not change while this is read."""
+        return (Run(start, count) for start, count, is_free in self._tiles() if not is_free)
+
+    def cheapest_window(self, count: int, price: Price) -> list[Run] | None:
+        """Which allocated runs to free, at the least cost, so that `alloc(count)` succeeds.
+
+        A window is `count` contiguous frames, free or in runs whose `price` is not None. Its cost is
+        (highest price, total frames of the runs it overlaps); the cheapest is chosen, the lowest address on
+        ties. Returns the runs it overlaps in address order, [] when `count` fits already, None when no
+        window exists. `price` is called at most once for each run and must not return NaN. Linear in the
+        number of runs. Raises ValueError when `count` is below 1.
+
+        With price = minus next use this is PatrickStar's furthest-next-use eviction, for runs of pages.
+        """
+        _check_count(count)
+        if self.largest_free >= count:
+            return []
+        # Slide over the tiles (free or allocated runs). A cost never falls as a window grows, so only the
+        # shortest stretches of tiles that hold `count` frames matter: one for each right end.
+        stretch: deque[tuple[int, int, bool]] = deque()
+        ceiling: deque[tuple[float, int]] = deque()  # (price, start), prices falling: [0] is the highest
+        frames = evicted = 0
+        best: list[Run] | None = None
+        best_cost = (float("inf"), self.frames + 1)
+        for tile in self._tiles():
+            start, size, is_free = tile
+            if not is_free:
+                cost = price(Run(start, size))
+                if cost is None:
+                    stretch.clear()
+                    ceiling.clear()
+                    frames = evicted = 0
+                    continue
+                while ceiling and ceiling[-1][0] <= cost:
+                    ceiling.pop()
+                ceiling.append((cost, start))
+                evicted += size
+            stretch.append(tile)
+            frames += size
+            while frames - stretch[0][1] >= count:
+                old_start, old_size, old_is_free = stretch.popleft()
+                frames -= old_size
+                if not old_is_free:
+                    evicted -= old_size
+                    if ceiling[0][1] == old_start:
+                        ceiling.popleft()
+            # No free tile alone holds `count`, so a stretch that does has at least one run to evict.
+            if frames >= count and (ceiling[0][0], evicted) < best_cost:
+                best_cost = (ceiling[0][0], evicted)
+                best = [Run(start, size) for start, size, is_free in stretch if not is_free]
+        return best
+
+    def _tiles(self) -> Iterator[tuple[int, int, bool]]:
+        """(start, count, is_free) of every run, in address order: the boundary tags walk themselves."""
+        position, stop = self.first, self.first + self.frames
+        while position < stop:
+            taken = self._allocated.get(position)
+            count = self._free_by_start[position] if taken is None else taken
+            yield position, count, taken is None
+            position += count
+
+    def _add_free(self, start: int, count: int) -> None:
+        self._free_by_start[start] = count
+        self._free_by_stop[start + count] = count
+        insort(self._free_by_fit, (count, start))
+
+    def _drop_free(self, start: int, count: int) -> None:
+        del self._free_by_start[start]
+        del self._free_by_stop[start + count]
+        del self._free_by_fit[bisect_left(self._free_by_fit, (count, start))]
+
+
+class SharedPool:
+    """A `PagePool` for several threads: one waits for frames, others free them.
+
+    Every method is atomic. Between `cheapest_window` and freeing its runs another thread may allocate; that
+    is the caller's to order.
+    """
+
+    def __init__(self, frames: int, first: int = 0) -> None:
+        """Raises ValueError as `PagePool` does."""
+        self._pool = PagePool(frames, first)
+        self._freed = threading.Condition()
+
+    @property
+    def frames(self) -> int:
+        """All frames of the pool."""
+        return self._pool.frames
+
+    @property
+    def first(self) -> int:
+        """Index of the lowest frame."""
+        return self._pool.first
+
+    @property
+    def in_use(self) -> int:
+        """Frames allocated now."""
+        with self._freed:
+            return self._pool.in_use
+
+    @property
+    def peak(self) -> int:
+        """Most frames allocated at once since creation or `reset_peak`."""
+        with self._freed:
+            return self._pool.peak
+
+    @property
+    def largest_free(self) -> int:
+        """Frames in the longest free run."""
+        with self._freed:
+            return self._pool.largest_free
+
+    def reset_peak(self) -> None:
+        """Start measuring `peak` again from what is in use now."""
+        with self._freed:
+            self._pool.reset_peak()
+
+    def try_alloc(self, count: int = 1) -> Run | None:
+        """`PagePool.alloc`: never waits, None when no contiguous run is free."""
+        with self._freed:
+            return self._pool.alloc(count)
+
+    def alloc(self, count: int = 1, timeout_s: float | None = None) -> Run:
+        """`count` contiguous frames, waiting until other threads have freed them.
+
+        Raises ValueError when the pool could never hold `count`, and TimeoutError after `timeout_s` seconds
+        (None: no limit).
+        """
+        if count > self.frames:
+            raise ValueError(
+                f"asked for {count} frames of a pool that has {self.frames}: they never come free"
+            )
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._freed:
+            while (run := self._pool.alloc(count)) is None:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(
+                        f"asked for {count} contiguous frames; none came free in {timeout_s} s ("
+                        f"{self._pool.in_use} of {self.frames} in use, "
+                        f"longest free run {self._pool.largest_free})"
+                    )
+                self._freed.wait(left)
+            return run
+
+    def free(self, run: Run) -> None:
+        """`PagePool.free`, then wakes the threads that wait in `alloc`."""
+        with self._freed:
+            self._pool.free(run)
+            # All, not one: only some waiters may fit what came free.
+            self._freed.notify_all()
+
+    def check(self, run: Run) -> None:
+        """Raises ValueError, naming `run`, unless exactly it is allocated now."""
+        with self._freed:
+            self._pool.check(run)
+
+    def allocated(self) -> list[Run]:
+        """The allocated runs at this moment, in address order."""
+        with self._freed:
+            return list(self._pool.allocated())
+
+    def cheapest_window(self, count: int, price: Price) -> list[Run] | None:
+        """`PagePool.cheapest_window`. `price` runs under the pool's lock: it must not call the pool."""
+        with self._freed:
+            return self._pool.cheapest_window(count, price)
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise ValueError(f"asked for {count} frames; the least is 1")

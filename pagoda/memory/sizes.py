@@ -1,0 +1,54 @@
+"""Byte counts as people write them, and as messages show them."""
+
+import re
+from fractions import Fraction
+
+from pagoda.errors import ConfigError
+
+_PREFIXES = ("K", "M", "G", "T", "P")
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, 1)}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, 1)}
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_bytes(text: str | int, what: str = "size") -> int:
+    """The bytes in `text`: "20GiB", "512 MiB", "1.5GB" (decimal), "4096" or an int, in any case.
+
+    A fraction of a byte is dropped. `what` names the setting in the error. Raises ConfigError when the text
+    is not a size, when its unit is unknown (a bare "G" is refused: 20GiB and 20GB differ by 7%), or when it
+    is below one byte.
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise ConfigError(f"{what}: {text!r} is not a size; write bytes as an int or text such as '20GiB'")
+    if isinstance(text, int):
+        nbytes = text
+    else:
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"{what}: {text!r} is not a size; write for example '20GiB', '1.5GB' or '4096'")
+        number, unit = match.groups()
+        if unit.upper() not in _UNITS:
+            raise ConfigError(
+                f"{what}: {text!r} has the unknown unit {unit!r}; use B, "
+                f"{', '.join(p + 'iB' for p in _PREFIXES)} (powers of 1024) or "
+                f"{', '.join(p + 'B' for p in _PREFIXES)} (powers of 1000)"
+            )
+        nbytes = int(Fraction(number) * _UNITS[unit.upper()])
+    if nbytes < 1:
+        raise ConfigError(f"{what}: {text!r} is {nbytes} bytes; it must be at least 1 byte")
+    return nbytes
+
+
+def format_bytes(n: int) -> str:
+    """`n` bytes in the largest binary unit that keeps the number below 1024: "512 B", "1.50 GiB"."""
+    if abs(n) < 1024:
+        return f"{n} B"
+    value = float(n)
+    for prefix in _PREFIXES:
+        value /= 1024
+        # Compare what will be shown: 1 MiB less one byte is "1.00 MiB", not "1024.00 KiB".
+        if round(abs(value), 2) < 1024 or prefix == _PREFIXES[-1]:
+            return f"{value:.2f} {prefix}iB"
+    raise AssertionError("unreachable: the last prefix always returns")

@@ -1,0 +1,119 @@
+"""Builds a transformers causal language model from a built-in name or a local Hugging Face directory."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagoda.errors import ConfigError
+from pagoda.models.shapes import SHAPES, Shape, find_shape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def build_model(name_or_dir: str, *, seq_len: int, gradient_checkpointing: bool = True) -> "nn.Module":
+    """Builds a causal language model in training mode, its parameters fp32.
+
+    Call it inside `pagoda.init()` to keep parameters on the meta device. Nothing is downloaded and no code
+    from the directory runs. Built-in shapes attend with torch's `scaled_dot_product_attention`; the key-value
+    cache is off.
+
+    Args:
+        name_or_dir: a name in `SHAPES`, or a directory that holds a Hugging Face `config.json`.
+        seq_len: tokens per sequence the model must accept.
+        gradient_checkpointing: recompute each layer in backward (non-reentrant) instead of saving its
+            activations.
+
+    Raises:
+        ConfigError: unknown name, unusable `config.json`, `seq_len` above the model's positions, a model
+            without gradient checkpointing, or transformers is not installed.
+    """
+    import torch
+
+    config = _configuration(name_or_dir)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        raise ConfigError(
+            f"seq_len {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
+            f" use --seq-len {positions} or less"
+        )
+    config.get_text_config().use_cache = False
+    model = _instantiate(name_or_dir, config, dtype=torch.float32)
+    if gradient_checkpointing:
+        _enable_checkpointing(name_or_dir, model)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def parameter_count(name_or_dir: str) -> int:
+    """Parameters of the model, tied ones counted once. Builds it on the meta device, so it needs no memory.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    import torch
+
+    with torch.device("meta"):
+        model = _instantiate(name_or_dir, _configuration(name_or_dir), dtype=torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _configuration(name_or_dir: str) -> Any:
+    """The transformers configuration: a built-in name wins over a directory of the same name."""
+    directory = Path(name_or_dir)
+    if name_or_dir in SHAPES or not directory.exists():
+        return _shape_configuration(find_shape(name_or_dir))
+    if not directory.is_dir() or not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"model {name_or_dir!r} is not a directory with a Hugging Face config.json:"
+            f" give such a directory or one of {', '.join(SHAPES)}"
+        )
+    transformers = _transformers()
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers validates a bad file with many exception types
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot read {directory / 'config.json'}: {error}"
+        ) from error
+
+
+def _shape_configuration(shape: Shape) -> Any:
+    transformers = _transformers()
+    family = {"llama": transformers.LlamaConfig, "gpt2": transformers.GPT2Config}[shape.family]
+    config = family(**shape.settings)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _instantiate(name_or_dir: str, config: Any, **options: Any) -> Any:
+    try:
+        return _transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except ValueError as error:
+        raise ConfigError(
+            f"model {name_or_dir!r} (model_type {config.model_type!r}) cannot be built as a causal language"
+            f" model: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _enable_checkpointing(name_or_dir: str, model: Any) -> None:
+    arguments = {"use_reentrant": False}
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers renamed it in 5.x
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    except ValueError as error:
+        raise ConfigError(
+            f"model {name_or_dir!r} has no gradient checkpointing ({error}): use --no-gradient-checkpointing"
+        ) from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "the built-in models need transformers: pip install 'pagoda-train[transformers]'"
+        ) from error
+    return transformers

@@ -1,0 +1,28 @@
+"""Update rules as math on flat blocks.
+
+``adamw`` is the rule: settings, states, and the scalars of one step. ``kernels`` is its machine code, called
+by address from lane threads; ``flat`` is the checked front of the same code for tensors; ``reference`` is the
+same math in plain torch. The last three are imported by name, so that reading a config does not load Numba.
+"""
+
+from pagoda.optim.adamw import (
+    AdamW,
+    Hyper,
+    Precision,
+    Scalars,
+    StateSpec,
+    check_precision,
+    gradient_dtype,
+    step_scalars,
+)
+
+__all__ = [
+    "AdamW",
+    "Hyper",
+    "Precision",
+    "Scalars",
+    "StateSpec",
+    "check_precision",
+    "gradient_dtype",
+    "step_scalars",
+]

@@ -1,0 +1,288 @@
+"""Placement: which tier is home to each state of each unit, and how many pages each line of the ledger takes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from pagoda.errors import BudgetError
+from pagoda.memory.page import pages_for
+from pagoda.memory.sizes import format_bytes
+from pagoda.optim.adamw import StateSpec
+from pagoda.plan.ops import DEVICE, HOST, SSD
+from pagoda.plan.units import UnitSpec
+
+WEIGHT, GRAD = "weight", "grad"
+LEASES, STAGING, RING, FETCH_RING = "leases", "staging", "ring", "fetch_ring"
+
+RING_SLOTS = 4
+"""Blocks in flight on SSD at once: one being read, one updated, one written, one to spare."""
+FETCH_SLOTS = 4
+"""Pieces of weights between SSD and a separate device at once."""
+FETCH_PIECE_BYTES = 4 << 20
+BLOCK_ELEMENTS = 1 << 20
+"""Elements the update kernel takes at a time: its streams then stay a few MiB, and two threads share a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes each tier may use; `device` is None where device and host are the same RAM, `ssd` where there is none."""
+
+    host: int
+    device: int | None = None
+    ssd: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes that follow from units, states and page size alone."""
+
+    units: tuple[UnitSpec, ...]
+    states: tuple[StateSpec, ...]
+    """The optimizer's states in order; the first is the weight."""
+    page_bytes: int
+
+    @property
+    def weight(self) -> StateSpec:
+        return self.states[0]
+
+    @property
+    def moments(self) -> tuple[StateSpec, ...]:
+        """Every state beside the weight: low half of the master, first and second moment."""
+        return self.states[1:]
+
+    def itemsize(self, state: str) -> int:
+        """Bytes of an element; a gradient is stored in the weight's dtype."""
+        name = WEIGHT if state == GRAD else state
+        return next(s.dtype.itemsize for s in self.states if s.name == name)
+
+    def pages(self, unit: UnitSpec, state: str) -> int:
+        """Pages of one extent."""
+        numel = unit.numel if state == WEIGHT else unit.trainable_numel
+        return pages_for(numel * self.itemsize(state), self.page_bytes)
+
+    @property
+    def block_elements(self) -> int:
+        """Elements per streamed block, such that every state's share of it is whole pages."""
+        per_page = self.page_bytes // min(s.dtype.itemsize for s in self.states)
+        quarter = (
+            max(unit.numel for unit in self.units) // RING_SLOTS
+        )  # so that the ring holds one unit at most
+        return -(-min(BLOCK_ELEMENTS, quarter + 1) // per_page) * per_page
+
+    def block_pages(self, state: str) -> int:
+        return pages_for(self.block_elements * self.itemsize(state), self.page_bytes)
+
+    @property
+    def fetch_piece_pages(self) -> int:
+        """Pages of one slot of the fetch ring."""
+        widest = max(self.pages(unit, WEIGHT) for unit in self.units)
+        return min(widest, pages_for(FETCH_PIECE_BYTES, self.page_bytes))
+
+    def total_pages(self, state: str) -> int:
+        return sum(self.pages(unit, state) for unit in self.units)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Home of every extent, and the pages of every line of the ledger.
+
+    Lines named after states are homes; LEASES hold weights while they are used, STAGING holds gradients on their
+    way to the update or to SSD, RING blocks of weights and moments that stream through RAM, and FETCH_RING pieces
+    of weights on their way from SSD to a device of its own.
+    """
+
+    homes: Mapping[tuple[int, str], str]
+    """(unit, state) -> tier. A gradient's home is HOST, or SSD when it may have to be spilled there."""
+    lines: Mapping[str, Mapping[str, int]]
+    """tier -> line -> pages."""
+    reasons: tuple[str, ...] = field(default=())
+
+    def home(self, unit: int, state: str) -> str:
+        return self.homes[unit, state]
+
+    def pages(self, tier: str, line: str) -> int:
+        return self.lines.get(tier, {}).get(line, 0)
+
+
+def place(layout: Layout, budgets: Budgets, transient_gradients: bool) -> Placement:
+    """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
+
+    A byte of weights on SSD costs up to four transfers a step (forward, backward, update in and out), a byte of
+    gradients at least two, a byte of moments two: so weights get RAM first, then gradients, then moments, each in
+    the order of the forward pass, because the first units of the next forward have the least slack.
+    `transient_gradients` says that units are updated under backward, so that gradients need only a few buffers.
+
+    Raises BudgetError naming the tier, the shortfall and the setting that would help.
+    """
+    return _Filler(layout, budgets, transient_gradients).fill()
+
+
+class _Filler:
+    """Works through the levels of `place`, from everything in RAM to everything on SSD."""
+
+    def __init__(self, layout: Layout, budgets: Budgets, transient: bool) -> None:
+        self.layout = layout
+        self.budgets = budgets
+        self.transient = transient
+        self.separate = budgets.device is not None
+        self.reasons: list[str] = []
+        units = layout.units
+        self.weight = {u.index: layout.pages(u, WEIGHT) for u in units}
+        self.grad = {u.index: layout.pages(u, GRAD) for u in units}
+        self.moment = {u.index: sum(layout.pages(u, s.name) for s in layout.moments) for u in units}
+        self.widest = max(self.weight.values())
+        self.widest_grad = max(self.grad.values())
+        self.host = budgets.host // layout.page_bytes
+
+    def fill(self) -> Placement:
+        weights, grads, moments = (sum(m.values()) for m in (self.weight, self.grad, self.moment))
+        device = self._device_lines()
+        buffers = min(grads, 4 * self.widest_grad) if self.transient else grads
+        if weights + moments + buffers <= self.host:
+            room = min(grads, self.host - weights - moments)
+            resident = frozenset(u.index for u in self.layout.units)
+            return self._placement(
+                resident, resident, resident if room == grads else frozenset(), room, device
+            )
+        if self.budgets.ssd is None:
+            self._refuse(HOST, weights + moments + buffers, self.host, "memory.host, or add memory.ssd='DIR'")
+        return self._split(device)
+
+    def _split(self, device: dict[str, int]) -> Placement:
+        grads = sum(self.grad.values())
+        least_staging = min(grads, 2 * self.widest_grad)
+        ring_states = self._ring_pages(weights_on_ssd=False)
+        left = self.host - ring_states - least_staging
+        weights_in = self._prefix(self.weight, left)
+        lease_pages = 0
+        if len(weights_in) < len(self.layout.units):
+            lease_pages = min(sum(self.weight.values()), 3 * self.widest)
+            least = min(sum(self.weight.values()), 2 * self.widest)
+            if self.separate:
+                lease_pages = least = FETCH_SLOTS * self.layout.fetch_piece_pages
+            left = self.host - self._ring_pages(weights_on_ssd=True) - least_staging
+            if left < least:
+                needed = self.host - left + least
+                self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
+            lease_pages = min(lease_pages, left)
+            weights_in = self._prefix(self.weight, left - lease_pages)
+            left -= lease_pages
+        left -= sum(self.weight[u] for u in weights_in)
+        staging, left, grads_in = self._gradients(left + least_staging, least_staging)
+        moments_in = self._prefix(self.moment, left)
+        return self._placement(weights_in, moments_in, grads_in, staging, device, lease_pages)
+
+    def _gradients(self, left: int, least: int) -> tuple[int, int, frozenset[int]]:
+        """(staging pages, pages left for moments, units whose gradients live in RAM)."""
+        grads = sum(self.grad.values())
+        if grads <= left:
+            everything = frozenset(u.index for u in self.layout.units)
+            if not self.transient:
+                return 0, left - grads, everything
+            staging = min(grads, 4 * self.widest_grad)
+            return staging, left - staging, frozenset()
+        if self.transient:
+            staging = min(left, 4 * self.widest_grad)
+            return staging, left - staging, frozenset()
+        kept = self._prefix(self.grad, left - least)
+        return least, left - least - sum(self.grad[u] for u in kept), kept
+
+    def _prefix(self, pages: dict[int, int], room: int) -> frozenset[int]:
+        """The first units, in forward order, whose pages fit `room`."""
+        chosen = set()
+        for unit in self.layout.units:
+            room -= pages[unit.index]
+            if room < 0:
+                break
+            chosen.add(unit.index)
+        return frozenset(chosen)
+
+    def _ring_pages(self, weights_on_ssd: bool) -> int:
+        states = [s.name for s in self.layout.moments]
+        if weights_on_ssd:
+            states.append(WEIGHT)
+        return RING_SLOTS * sum(self.layout.block_pages(s) for s in states)
+
+    def _device_lines(self) -> dict[str, int]:
+        if self.budgets.device is None:
+            return {}
+        total = sum(self.weight.values())
+        leases = min(self.budgets.device // self.layout.page_bytes, total)
+        least = min(total, 2 * self.widest)
+        if leases < least:
+            self._refuse(DEVICE, least, leases, "memory.device, or lower memory.unit_limit")
+        return {LEASES: leases}
+
+    def _placement(
+        self,
+        weights_in: frozenset[int],
+        moments_in: frozenset[int],
+        grads_in: frozenset[int],
+        staging: int,
+        device: dict[str, int],
+        lease_pages: int = 0,
+    ) -> Placement:
+        layout = self.layout
+        homes: dict[tuple[int, str], str] = {}
+        host: dict[str, int] = {}
+        ssd: dict[str, int] = {}
+        lines = {HOST: host, SSD: ssd}
+
+        def put(unit: UnitSpec, state: str, in_ram: bool) -> None:
+            tier = HOST if in_ram else SSD
+            homes[unit.index, state] = tier
+            lines[tier][state] = lines[tier].get(state, 0) + layout.pages(unit, state)
+
+        for unit in layout.units:
+            put(unit, WEIGHT, unit.index in weights_in)
+            for state in layout.moments:
+                put(unit, state.name, unit.index in moments_in)
+            if unit.index in grads_in or self.budgets.ssd is not None:
+                put(unit, GRAD, unit.index in grads_in)
+            else:  # transient buffers only: nowhere to spill to
+                homes[unit.index, GRAD] = HOST
+        everything = len(layout.units)
+        if grads_in != frozenset(u.index for u in layout.units):
+            host[STAGING] = staging
+        if lease_pages:
+            host[FETCH_RING if self.separate else LEASES] = lease_pages
+        if len(moments_in) < everything or len(weights_in) < everything:
+            host[RING] = self._ring_pages(len(weights_in) < everything)
+            self.reasons.append(
+                f"SSD holds the weights of {everything - len(weights_in)} and the moments of "
+                f"{everything - len(moments_in)} of {everything} units: RAM goes first to weights (most transfers "
+                "per byte), then gradients, then moments, in forward order (least slack)."
+            )
+        elif ssd:
+            self.reasons.append(
+                "Weights and moments fit in host RAM; SSD keeps room for gradients that cannot be used at once."
+            )
+        else:
+            self.reasons.append("Every state fits in host RAM; SSD is not used.")
+        needed = sum(ssd.values()) * layout.page_bytes
+        if self.budgets.ssd is not None and needed > self.budgets.ssd:
+            self._refuse(
+                SSD, sum(ssd.values()), self.budgets.ssd // layout.page_bytes, "memory.ssd='DIR:SIZE'"
+            )
+        lines[DEVICE] = dict(device)
+        return Placement(homes, {t: pages for t, pages in lines.items() if pages}, tuple(self.reasons))
+
+    def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
+        page = self.layout.page_bytes
+        raise BudgetError(
+            f"The training state does not fit: {tier} needs at least {format_bytes(needed * page)} and has "
+            f"{format_bytes(available * page)}, {format_bytes((needed - available) * page)} short. "
+            f"Raise {setting}.",
+            tier=tier,
+            needed_bytes=needed * page,
+        )
+
+
+def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
+    """tier -> line -> bytes, in the order a table shows them."""
+    order: Sequence[str] = (*(s.name for s in layout.states), GRAD, LEASES, STAGING, RING, FETCH_RING)
+    return {
+        tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}
+        for tier in (DEVICE, HOST, SSD)
+        if (pages := placement.lines.get(tier))
+    }

@@ -1,0 +1,241 @@
+"""The planner: from a module tree, an optimizer's states and budgets to an immutable plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pagoda.errors import BudgetError
+from pagoda.memory.page import PAGE_BYTES
+from pagoda.memory.sizes import format_bytes
+from pagoda.optim.adamw import StateSpec
+from pagoda.plan.ops import DEVICE, HOST, SSD, Kind, Op
+from pagoda.plan.placement import GRAD, LEASES, WEIGHT, Budgets, Layout, Placement, bytes_by_state, place
+from pagoda.plan.schedule import schedule_leases
+from pagoda.plan.trace import STEP, Phase, Trace, assumed_trace
+from pagoda.plan.units import ModuleSpec, UnitSpec, discover
+
+_MAX_UNIT_BYTES = 512 << 20
+_MIN_UNIT_BYTES = 64 << 10
+_UNITS_WANTED = 8
+_MAX_WASTE = 0.02
+_MIN_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user fixed; None leaves the choice to the planner."""
+
+    page_bytes: int | None = None
+    unit_limit: int | None = None
+    accumulation_steps: int | None = None
+    """Micro-batches per step, if announced."""
+    clipping: bool = False
+
+    @property
+    def update_under_backward(self) -> bool:
+        """True when a gradient is known to be final, and its scale too, as soon as it has arrived."""
+        return self.accumulation_steps is not None and not self.clipping
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each extent lives, and the ops of each lane for one step. Nothing in it changes; see `retraced`."""
+
+    layout: Layout
+    budgets: Budgets
+    placement: Placement
+    options: Options
+    trace: Trace
+    ops: tuple[Op, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def units(self) -> tuple[UnitSpec, ...]:
+        return self.layout.units
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layout.page_bytes
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, each tied one counted once."""
+        return sum(slot.param.numel for unit in self.units for slot in unit.slots)
+
+    @cached_property
+    def bytes(self) -> Mapping[str, Mapping[str, int]]:
+        """tier -> state -> bytes: what each tier holds at its peak, in whole pages."""
+        return bytes_by_state(self.layout, self.placement)
+
+    @cached_property
+    def peak_bytes(self) -> Mapping[str, int]:
+        """tier -> bytes: the sum of its lines."""
+        return {tier: sum(lines.values()) for tier, lines in self.bytes.items()}
+
+    @cached_property
+    def ops_at(self) -> Mapping[int, tuple[Op, ...]]:
+        """tick -> FETCH and EVICT ops that become legal there."""
+        ticks: dict[int, list[Op]] = {}
+        for op in self.ops:
+            if op.kind in (Kind.FETCH, Kind.EVICT):
+                ticks.setdefault(op.tick, []).append(op)
+        return {tick: tuple(ops) for tick, ops in ticks.items()}
+
+    @property
+    def needs_leases(self) -> bool:
+        return self.lease_tier is not None
+
+    @property
+    def lease_tier(self) -> str | None:
+        """Where leases take frames: the device if it is a memory of its own, else host RAM for weights on SSD."""
+        if self.budgets.device is not None:
+            return DEVICE
+        return HOST if self.placement.pages(HOST, LEASES) else None
+
+    def leased_pages(self) -> dict[int, int]:
+        """unit -> frames of its lease, for units whose weights are not used where they live."""
+        everywhere = self.budgets.device is not None
+        return {
+            unit.index: self.layout.pages(unit, WEIGHT)
+            for unit in self.units
+            if everywhere or self.placement.home(unit.index, WEIGHT) == SSD
+        }
+
+    def retraced(self, trace: Trace) -> "Plan":
+        """The same placement, with ops for another trace."""
+        return replace(self, trace=trace, ops=_ops(self, trace))
+
+
+def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options) -> Plan:
+    """Choose units, page size and placement, and the ops of an assumed step.
+
+    Raises BudgetError, naming tier, shortfall and setting, when no choice fits.
+    """
+    params = list(root.walk())
+    if not params:
+        raise BudgetError(
+            "The model has no floating-point parameters, so there is nothing to train in pages."
+        )
+    itemsize = states[0].dtype.itemsize
+    total = sum(p.numel for p in params) * itemsize
+    limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
+    while True:
+        units = discover(root, limit, itemsize)
+        layout = _layout(units, states, options.page_bytes)
+        try:
+            placement = place(layout, budgets, options.update_under_backward)
+            break
+        except BudgetError:
+            smaller = _next_limit(units, limit, itemsize)
+            if options.unit_limit is not None or smaller is None:
+                raise
+            limit = smaller
+    reasons = (
+        f"{len(units)} units of at most {format_bytes(limit)} of weights"
+        + (
+            " (as asked)."
+            if options.unit_limit
+            else ": an eighth of the model at most, less where the budget is tight."
+        ),
+        f"Pages of {format_bytes(layout.page_bytes)}"
+        + (
+            " (as asked)."
+            if options.page_bytes
+            else f": the largest that waste at most {_MAX_WASTE:.0%} in padding."
+        ),
+        *placement.reasons,
+        _when(options),
+    )
+    trace = assumed_trace(len(units), options.accumulation_steps or 1)
+    draft = Plan(layout, budgets, placement, options, trace, (), reasons)
+    return draft.retraced(trace)
+
+
+def _when(options: Options) -> str:
+    if options.update_under_backward:
+        return "Units are updated under backward, as soon as their last gradient has arrived."
+    why = (
+        "the clipped norm is known only then"
+        if options.clipping
+        else "the number of backward passes is not announced"
+    )
+    return f"Units are updated after backward ({why}), just before the next forward needs each."
+
+
+def _layout(units: tuple[UnitSpec, ...], states: tuple[StateSpec, ...], asked: int | None) -> Layout:
+    """The layout with the page size asked for, or the largest one whose padding is small."""
+    if asked is not None:
+        return Layout(units, states, asked)
+    page = PAGE_BYTES
+    exact = sum(
+        (unit.numel if state is states[0] else unit.trainable_numel) * state.dtype.itemsize
+        for unit in units
+        for state in states
+    )
+    while page > _MIN_PAGE_BYTES:
+        layout = Layout(units, states, page)
+        if sum(layout.total_pages(s.name) for s in states) * page <= exact * (1 + _MAX_WASTE):
+            return layout
+        page //= 2
+    return Layout(units, states, page)
+
+
+def _next_limit(units: tuple[UnitSpec, ...], limit: int, itemsize: int) -> int | None:
+    """A limit that splits the largest unit that can be split, or None when each is a single parameter's."""
+    splittable = [
+        u.numel * itemsize for u in units if len(u.slots) > 1 and u.numel * itemsize > _MIN_PAGE_BYTES
+    ]
+    if not splittable or limit <= _MIN_PAGE_BYTES:
+        return None
+    return min(limit // 2, max(splittable) - 1)
+
+
+def _ops(plan: Plan, trace: Trace) -> tuple[Op, ...]:
+    """Every op of a step of `trace`, in the order of their ticks."""
+    layout, placement = plan.layout, plan.placement
+    page = layout.page_bytes
+    leased = plan.leased_pages()
+    lanes = dict.fromkeys(leased, "h2d" if plan.budgets.device is not None else "ssd_read")
+    trainable = frozenset(u.index for u in plan.units if u.trainable_numel)
+    ops: list[Op] = []
+    if (tier := plan.lease_tier) is not None:
+        slab = max(leased.values())
+        capacity = placement.pages(tier, LEASES)
+        ops += schedule_leases(trace, leased, lanes, trainable, capacity, slab, page)
+    last = len(trace.accesses) - 1
+    final_backward: dict[int, int] = {}
+    for tick, access in enumerate(trace.accesses):
+        if access.phase is Phase.BACKWARD and access.unit in trainable:
+            final_backward[access.unit] = tick
+            nbytes = layout.pages(plan.units[access.unit], GRAD) * page
+            ops.append(Op(Kind.OFFLOAD, access.unit, "d2h", nbytes, tick))
+            if placement.home(access.unit, GRAD) == SSD and not plan.options.update_under_backward:
+                ops.append(Op(Kind.SPILL, access.unit, "ssd_write", nbytes, tick))
+    if plan.options.update_under_backward:
+        order = sorted(final_backward.items(), key=lambda item: item[1])
+    else:
+        seen = dict.fromkeys(a.unit for a in trace.accesses if a != STEP and a.unit in trainable)
+        order = [(unit, last) for unit in seen]
+    for unit, tick in order:
+        ops += _update_ops(plan, unit, tick)
+    return tuple(sorted(ops, key=lambda op: op.tick))
+
+
+def _update_ops(plan: Plan, unit: int, tick: int) -> list[Op]:
+    layout, placement = plan.layout, plan.placement
+    spec = plan.units[unit]
+    read = write = touched = 0
+    for state in layout.states:
+        nbytes = spec.trainable_numel * state.dtype.itemsize
+        touched += 2 * nbytes
+        if placement.home(unit, state.name) == SSD:
+            read += nbytes
+            write += nbytes
+    grad = spec.trainable_numel * layout.itemsize(GRAD)
+    if placement.home(unit, GRAD) == SSD and not plan.options.update_under_backward:
+        read += grad
+    ops = [Op(Kind.READ, unit, "ssd_read", read, tick)] if read else []
+    ops.append(Op(Kind.UPDATE, unit, "update", touched + grad, tick))
+    if write:
+        ops.append(Op(Kind.WRITE, unit, "ssd_write", write, tick))
+    return ops

@@ -1,0 +1,116 @@
+"""Units: the parameters that are fetched together."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from pagoda.errors import BudgetError
+
+ALIGN_ELEMENTS = 128
+"""Every parameter starts on this many elements inside its extent: 256 bytes in bf16, because BLAS
+results may depend on alignment and CUDA wants 256."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter as the planner sees it. `name` is the first name it has in the model (ties have several)."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """A module tree in pre-order. A tied parameter appears once, under its first owner."""
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    children: tuple["ModuleSpec", ...] = ()
+
+    def walk(self) -> Iterator[ParamSpec]:
+        """Every parameter of the subtree, in pre-order."""
+        yield from self.params
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies in its unit's extents, in elements."""
+
+    param: ParamSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """Parameters fetched together, laid flat.
+
+    Trainable parameters come first, so that the extents of gradients and optimizer states are the prefix
+    [0, trainable_numel) of the weights' own layout; frozen parameters cost only their weights.
+    """
+
+    index: int
+    module: str
+    """Qualified name of the module whose forward needs the unit ("" is the model itself)."""
+    slots: tuple[Slot, ...]
+    numel: int
+    """Elements of the weight extent, padding included."""
+    trainable_numel: int
+    """Elements of the gradient and optimizer extents, padding included."""
+
+    @property
+    def name(self) -> str:
+        return self.module or "(model)"
+
+
+def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpec, ...]:
+    """Split a module tree into units, top down.
+
+    A subtree whose weights fit `limit_bytes` is one unit; a larger one is split into its children, and the
+    parameters it holds itself become a unit of their own, however large. Units come in pre-order.
+    """
+    units: list[UnitSpec] = []
+
+    def visit(module: ModuleSpec) -> None:
+        params = list(module.walk())
+        if not params:
+            return
+        if sum(p.numel for p in params) * itemsize <= limit_bytes:
+            units.append(_lay_out(len(units), module.name, params))
+            return
+        if module.params:
+            units.append(_lay_out(len(units), module.name, list(module.params)))
+        for child in module.children:
+            visit(child)
+
+    visit(root)
+    if not units:
+        raise BudgetError(
+            "The model has no floating-point parameters, so there is nothing to train in pages."
+        )
+    return tuple(units)
+
+
+def align(elements: int) -> int:
+    """`elements` rounded up to the alignment of a parameter."""
+    return -(-elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+
+
+def _lay_out(index: int, module: str, params: list[ParamSpec]) -> UnitSpec:
+    slots: list[Slot] = []
+    offset = 0
+    trainable = 0
+    for wanted in (True, False):
+        for param in params:
+            if param.trainable is wanted:
+                slots.append(Slot(param, offset))
+                offset += align(param.numel)
+        if wanted:
+            trainable = offset
+    return UnitSpec(index, module, tuple(slots), offset, trainable)

@@ -1,0 +1,458 @@
+"""The engine: follows the live step along the plan, and is the only one who knows all the parts."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any
+
+import torch
+
+from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
+from pagoda.memory.arena import Arena
+from pagoda.memory.slabs import SlabRegion
+from pagoda.memory.tier import MemoryTier
+from pagoda.optim.adamw import Hyper, Precision, step_scalars
+from pagoda.optim.kernels import kernels_for, warm_up
+from pagoda.plan.ops import DEVICE, HOST, SSD, Kind
+from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
+from pagoda.plan.planner import Plan
+from pagoda.plan.schedule import NextUse
+from pagoda.plan.trace import Access, Cursor, Phase, Recorder, Trace
+from pagoda.runtime.fetch import Fetcher
+from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.leases import Lease, Leases
+from pagoda.runtime.packing import Packing, outside_use
+from pagoda.runtime.stats import Meter, StepStats
+from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updates import Segment, Updater, non_finite_message
+
+Group = Mapping[str, Any]
+"""One of torch's `param_groups`, as it stands when a step is taken."""
+
+
+class Engine:
+    """Executes a plan on a live model.
+
+    The compute thread (whoever runs forward, backward and `step()`) calls `acquire` at every use of a unit and
+    `on_gradient` at every gradient; lanes and the updater do the rest. Where the model departs from the plan,
+    accesses are served on demand, correctly and counted as faults.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: list[LiveUnit],
+        precision: Precision,
+        directory: str | None,
+        clip_grad_norm: float | None,
+        poison: bool,
+    ) -> None:
+        self.plan = plan
+        self.units = units
+        self.clip_grad_norm = clip_grad_norm
+        self.stats = StepStats()
+        self.group_of: Callable[[LiveUnit, int], Group]
+        """The param group of a parameter; set by the optimizer."""
+        self._poison = poison
+        self._meter = Meter()
+        self._step = 0
+        self.store = Store(plan, directory, poison)
+        ssd_threads = 2
+        self._lanes = {
+            "h2d": Lane("h2d"),
+            "d2h": Lane("d2h"),
+            "ssd_read": Lane("ssd_read", ssd_threads),
+            "ssd_write": Lane("ssd_write", ssd_threads),
+            "update": Lane("update", torch.get_num_threads()),
+        }
+        warm_up(precision)
+        kernels = kernels_for(precision)
+        self.gradients = Gradients(
+            self.store,
+            self._open_staging(),
+            kernels,
+            self._lanes,
+            write_behind=not plan.options.update_under_backward,
+            stalled=self._meter.stalled,
+        )
+        self.leases = self._open_leases()
+        self.packing = Packing(self)
+        self.packing.register(units)
+        self._updater = Updater(
+            self.store, self.gradients, kernels, self._lanes, lambda record: self.gradients.release(record)
+        )
+        self._recorder = Recorder()
+        self._previous: Trace | None = None
+        self._follow(plan)
+        self._due: list[LiveUnit] = []
+        """Units whose update under backward waits for a graph to let go of their weights."""
+        self._norm_terms: dict[int, UnitGradient] = {}
+        self._used_groups: dict[int, Hyper] = {}
+        self._manual_scale: float | None = None
+        self._closed = False
+
+    # --- accesses -------------------------------------------------------------------------------------------
+
+    def acquire(self, unit: LiveUnit, phase: Phase) -> Lease:
+        """The unit's weights, where compute can read them, after every update that is due."""
+        if phase is Phase.BACKWARD and unit.updated:
+            raise UsageError(
+                f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
+                "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
+            )
+        unit.used = True
+        access = Access(unit.index, phase)
+        if phase is Phase.BACKWARD or torch.is_grad_enabled():
+            self._recorder.note(access)
+        before = self._cursor.position
+        tick = self._cursor.advance(access)
+        lease = self.leases.get(unit)
+        fault = lease is None
+        if lease is None:
+            lease = self._fetch_now(unit)
+        if tick is None or tick != before:
+            self._meter.fetched += lease.run is not None
+            self._meter.faults += fault
+            if tick is not None:
+                unit.active += 1  # nobody holds this lease yet: pin it while others make room
+                self._issue(tick)
+                unit.active -= 1
+        unit.wait_for_update(self._wait)
+        if lease.ready is not None and not lease.ready.done:
+            self._wait(lease.ready)
+        elif lease.ready is not None:
+            lease.ready.wait()
+        return lease
+
+    def enter(self, unit: LiveUnit) -> None:
+        """A module that uses the unit starts its forward."""
+        phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
+        if unit.gathered:
+            raise UsageError(
+                f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters."
+            )
+        lease = self.acquire(unit, phase)
+        unit.active += 1
+        if unit.active == 1:
+            unit.show(lease.base)
+
+    def leave(self, unit: LiveUnit) -> None:
+        """A module that uses the unit has ended its forward."""
+        unit.active -= 1
+        if unit.active == 0:
+            unit.hide()
+
+    # --- gradients ------------------------------------------------------------------------------------------
+
+    def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
+        """Autograd has finished one parameter's gradient."""
+        announced = self.plan.options.accumulation_steps
+        if not unit.used:
+            raise UsageError(outside_use(unit.name(slot)))
+        if unit.updated:
+            raise UsageError(
+                f"{unit.name(slot)!r} received a gradient after its update under backward: more backward passes than "
+                f"the {announced} announced by wrap(accumulation_steps=...) ran before optimizer.step(), or a "
+                "reentrant checkpoint delivers gradients in parts (use use_reentrant=False)."
+            )
+        if grad.layout is not torch.strided:
+            raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
+        if unit.update is not None:
+            unit.wait_for_update(self._wait)
+        record = self.gradients.add(unit, slot, grad, accumulate)
+        if announced is not None and record.arrivals[slot] > announced:
+            raise UsageError(
+                f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
+                f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run."
+            )
+        if self.plan.options.update_under_backward:
+            if record.complete and record.arrivals[slot] == announced:
+                self._due.append(unit)
+            self._update_due()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this step."""
+        if any(unit.updated for unit in self.units):
+            raise UsageError(
+                "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
+                "every announced backward, or leave out wrap(accumulation_steps=...)."
+            )
+        self.gradients.clear()
+
+    # --- the update -----------------------------------------------------------------------------------------
+
+    def grad_norm(self) -> float:
+        """Global 2-norm of this step's gradients; waits until all have arrived in their extents.
+
+        Raises NonFiniteGradientError, after dropping all gradients, when one is NaN or infinite.
+        """
+        terms = {**self._norm_terms, **{r.unit.index: r for r in self.gradients.records()}}
+        start = time.perf_counter()
+        for record in terms.values():
+            record.settle()
+        self._meter.stalled("d2h", time.perf_counter() - start)
+        for index in sorted(terms):
+            name = terms[index].non_finite()
+            if name is not None:
+                self.gradients.clear()
+                raise NonFiniteGradientError(non_finite_message(name))
+        return math.sqrt(math.fsum(s for i in sorted(terms) for s in self._square_sums(terms[i])))
+
+    def scale_for(self, norm: float, limit: float) -> float:
+        """The factor that clips gradients of 2-norm `norm` to `limit`, as torch's clip_grad_norm_ computes it."""
+        return min(1.0, limit / (norm + 1e-6))
+
+    def clip(self, limit: float) -> float:
+        """Clip this step's gradients; returns their norm before."""
+        if self.plan.options.update_under_backward:
+            raise UsageError(
+                "optimizer.clip_grad_norm_ comes too late: units are updated under backward. Pass "
+                "wrap(clip_grad_norm=...), or leave out accumulation_steps."
+            )
+        norm = self.grad_norm()
+        self._manual_scale = self.scale_for(norm, limit)
+        return norm
+
+    def step(self) -> None:
+        """Queue every update whose gradients have arrived; they run ahead of the next forward."""
+        self._check_hyper()
+        norm = self.grad_norm()
+        scale = 1.0
+        if self._manual_scale is not None:
+            scale = self._manual_scale
+        elif self.clip_grad_norm is not None:
+            scale = self.scale_for(norm, self.clip_grad_norm)
+        for record in self.gradients.records():
+            self._queue_update(record, scale)
+        self._due.clear()
+        had_gradients = bool(self._norm_terms)
+        self._norm_terms.clear()
+        self._used_groups.clear()
+        self._manual_scale = None
+        for unit in self.units:
+            unit.used = False
+            unit.updated = False
+        replanned = self._end_of_trace()
+        self._step += 1
+        self._take_stats(norm if had_gradients else None, replanned)
+
+    def drain(self) -> None:
+        """Wait until every state is as the last `step()` left it, in its home."""
+        self._updater.drain()
+
+    def close(self) -> None:
+        """Drain, join every thread, give memory and SSD space back. The model keeps placeholders."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.drain()
+        finally:
+            self._updater.close()
+            for lane in self._lanes.values():
+                lane.close()
+            self.leases.close()
+            self.store.close()
+
+    # --- parts ----------------------------------------------------------------------------------------------
+
+    def _square_sums(self, record: UnitGradient) -> list[float]:
+        """Square sums of the parameters whose gradient this step uses, in slot order."""
+        used = record.used
+        if used is None:
+            params = record.unit.params
+            used = [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
+        return [record.square_sums[slot] for slot in used]
+
+    def _queue_update(self, record: UnitGradient, scale: float) -> None:
+        """Queue one unit's update with the hyperparameters as they are now."""
+        unit = record.unit
+        segments: list[Segment] = []
+        record.used = [slot for slot in range(unit.trainable) if unit.params[slot].grad is not None]
+        for slot in record.used:
+            placed = unit.spec.slots[slot]
+            unit.params[slot].grad = None
+            unit.steps[slot] += 1
+            hyper = Hyper.from_group(self.group_of(unit, slot), unit.steps[slot], scale)
+            self._used_groups[id(unit.params[slot])] = hyper
+            scalars = step_scalars(hyper)
+            numel = placed.param.numel
+            last = segments[-1] if segments else None
+            if last is not None and last.stop == placed.offset and last.scalars == scalars:
+                segments[-1] = Segment(last.start, placed.offset + numel, scalars)
+            else:
+                segments.append(Segment(placed.offset, placed.offset + numel, scalars))
+        self._norm_terms[unit.index] = record
+        self.gradients.take(record)
+        if not segments:
+            self.gradients.release(record)
+            return
+        unit.version += 1
+        unit.update = self._updater.submit(record, segments, self._urgency[unit.index])
+        self.leases.drop(unit)
+
+    def _update_due(self) -> None:
+        """Queue updates under backward, except where a graph may still read the weights."""
+        waiting = []
+        for unit in self._due:
+            lease = self.leases.get(unit)
+            if unit.packed or unit.active or (lease is not None and lease.held):
+                waiting.append(unit)
+                continue
+            record = self.gradients.get(unit)
+            assert record is not None
+            unit.updated = True
+            self._queue_update(record, 1.0)
+        self._due = waiting
+
+    def _check_hyper(self) -> None:
+        """Hyperparameters must be what the updates under backward used."""
+        for unit in self.units:
+            if not unit.updated:
+                continue
+            for slot in range(unit.trainable):
+                used = self._used_groups.get(id(unit.params[slot]))
+                if used is not None and used != Hyper.from_group(self.group_of(unit, slot), used.step):
+                    raise UsageError(
+                        "param_groups changed between backward and step(), but units were updated under backward "
+                        "with the old values. Change them before backward or after step(), or leave out "
+                        "wrap(accumulation_steps=...)."
+                    )
+
+    def _issue(self, tick: int) -> None:
+        for op in self.plan.ops_at.get(tick, ()):
+            unit = self.units[op.unit]
+            if op.kind is Kind.EVICT:
+                self.leases.evict(unit)
+            elif self.leases.get(unit) is None:
+                self.leases.fetch(unit, self._later_than(unit))
+
+    def _later_than(self, wanted: LiveUnit) -> Callable[[LiveUnit], float]:
+        """Prices for a prefetch: never evict a unit that is needed before the wanted one."""
+        position = self._cursor.position
+        due = self._uses.after(wanted.index, position)
+
+        def price(other: LiveUnit) -> float:
+            ahead = self._uses.after(other.index, position)
+            return inf if ahead <= due else -ahead
+
+        return price
+
+    def _fetch_now(self, unit: LiveUnit) -> Lease:
+        """Serve an access on demand: make room by furthest next use, waiting for frames in flight if need be."""
+        position = self._cursor.position
+
+        def price(other: LiveUnit) -> float:
+            return -min(self._uses.after(other.index, position), 1e9)
+
+        lease = self.leases.fetch(unit, price)
+        if lease is None:
+            for other in self.units:
+                on_its_way = self.leases.get(other)
+                if on_its_way is not None and on_its_way.ready is not None:
+                    self._wait(on_its_way.ready)
+            lease = self.leases.fetch(unit, price)
+        if lease is None:
+            gc.collect()  # reference cycles may keep views of leases alive
+            lease = self.leases.fetch(unit, price)
+        if lease is None:
+            tier = self.plan.lease_tier
+            raise BudgetError(
+                f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are "
+                f"{', '.join(repr(n) for n in self.leases.holders())}. Raise memory.{tier}, or lower "
+                "memory.unit_limit; with gradient checkpointing, everything inside one checkpoint is in use at once."
+            )
+        return lease
+
+    def _wait(self, handle: Handle) -> None:
+        if handle.done:
+            handle.wait()
+            return
+        start = time.perf_counter()
+        handle.wait()
+        self._meter.stalled(handle.lane, time.perf_counter() - start)
+
+    def _end_of_trace(self) -> bool:
+        """Compare the step with the plan; plan anew for what has been seen twice, or at once if it was a guess."""
+        trace = self._recorder.finish()
+        if len(trace.accesses) == 1:
+            return False
+        known = trace.accesses == self.plan.trace.accesses
+        persists = self._previous is not None and trace.accesses == self._previous.accesses
+        self._previous = trace
+        if not known and (persists or self.plan.trace.assumed):
+            self._follow(self.plan.retraced(trace))
+        self._cursor.position = len(self.plan.trace.accesses) - 1
+        self._issue(self._cursor.position)
+        return not known
+
+    def _follow(self, plan: Plan) -> None:
+        self.plan = plan
+        self._cursor = Cursor(plan.trace)
+        self._uses = NextUse(plan.trace)
+        first = len(plan.trace.accesses) - 1
+        self._urgency = [self._uses.after(unit.index, first) for unit in self.units]
+
+    def _take_stats(self, norm: float | None, replanned: bool) -> None:
+        counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
+        meter = self._meter
+        self.stats = StepStats(
+            step=self._step,
+            grad_norm=norm,
+            step_s=time.perf_counter() - meter.started,
+            stall_s=dict(meter.stall_s),
+            busy_s={name: busy for name, (busy, _) in counters.items()},
+            bytes_moved={name: nbytes for name, (_, nbytes) in counters.items()},
+            peak_bytes=self.peak_bytes(),
+            prefetch_hit_rate=meter.hit_rate,
+            faults=meter.faults,
+            replanned=replanned,
+        )
+        meter.reset()
+
+    def peak_bytes(self) -> dict[str, int]:
+        """tier -> most bytes of pages in use at once: what to hold against the plan's ledger."""
+        peaks = {HOST: self.store.host_bytes + self.gradients.staging_peak_bytes}
+        if self.leases.region is not None:
+            tier = self.plan.lease_tier or HOST
+            peaks[tier] = peaks.get(tier, 0) + self.leases.region.peak_bytes
+        if self.store.ssd is not None:
+            peaks[SSD] = self.store.ssd.peak_bytes
+        return peaks
+
+    def _open_leases(self) -> Leases:
+        """Lease host-resident weights in place where compute can read them, and open the frames for the others."""
+        plan = self.plan
+        pages = plan.leased_pages()
+        tier = self.store.host
+        separate = plan.budgets.device is not None
+        fetcher = Fetcher(self.store, self._lanes, separate)
+        if separate:
+            arena = Arena(plan.placement.pages(DEVICE, LEASES) * plan.page_bytes)
+            tier = MemoryTier(DEVICE, arena, plan.page_bytes, poison=self._poison)
+        region = None
+        if plan.lease_tier is not None:
+            region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), max(pages.values()))
+        leases = Leases(region, pages, self.store.dtype(WEIGHT), fetcher.fill)
+        for unit in self.units:
+            if unit.index not in pages:
+                leases.add_home(unit, self.store.in_place(unit.index, WEIGHT, unit.spec.numel))
+        return leases
+
+    def _open_staging(self) -> SlabRegion | None:
+        """Frames for gradients whose home is not host RAM."""
+        plan = self.plan
+        pages = plan.placement.pages(HOST, STAGING)
+        if not pages:
+            return None
+        widest = max(plan.layout.pages(unit, GRAD) for unit in plan.units)
+        return SlabRegion(self.store.host, pages, widest)
+
+    def weights_changed(self, unit: LiveUnit) -> None:
+        """A unit's weights were overwritten at home: leases and graphs that hold the old ones are out of date."""
+        unit.version += 1
+        self.leases.drop(unit)

@@ -1,0 +1,83 @@
+"""Fetching: weights from their home to the frames of a lease."""
+
+import queue
+
+import torch
+
+from pagoda.memory.page import PAGE_ALIGN
+from pagoda.plan.ops import HOST
+from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, WEIGHT
+from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit
+
+_PIECE_BYTES = 8 << 20
+"""A fetch from SSD into host frames is cut into pieces of this size, for the lane's threads to share."""
+
+
+class Fetcher:
+    """Fills leases over the lanes, after the update that is due for the unit.
+
+    Three ways: host RAM to a device of its own (h2d); SSD straight into host frames (ssd_read); SSD to a device of
+    its own through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
+    """
+
+    def __init__(self, store: Store, lanes: dict[str, Lane], separate_device: bool) -> None:
+        self._store = store
+        self._lanes = lanes
+        self._separate = separate_device
+        plan = store.plan
+        pages = plan.placement.pages(HOST, FETCH_RING)
+        self._piece_bytes = pages // FETCH_SLOTS * plan.page_bytes if pages else _PIECE_BYTES
+        self._ring = [store.host.alloc(pages // FETCH_SLOTS) for _ in range(FETCH_SLOTS)] if pages else []
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(len(self._ring)):
+            self._slots.put(slot)
+
+    def fill(self, unit: LiveUnit, into: memoryview) -> Handle:
+        """Start bringing a unit's weights into `into`, whole pages long."""
+        after = () if unit.update is None else (unit.update,)
+        home = self._store.tensor(unit.index, WEIGHT)
+        if home is not None:
+            target = torch.frombuffer(into, dtype=home.dtype)
+            source = home[: target.numel()]
+
+            def copy_home() -> None:
+                target.copy_(source)
+
+            return self._lanes["h2d"].submit(copy_home, after, into.nbytes)
+        pieces = range(0, into.nbytes, self._piece_bytes)
+        fill = self._through_ring if self._separate else self._straight
+        return Latch("ssd_read", [fill(unit, into[at : at + self._piece_bytes], at, after) for at in pieces])
+
+    def _straight(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...]) -> Handle:
+        return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, into), after, into.nbytes)
+
+    def _through_ring(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...]) -> Handle:
+        taken: list[int] = []
+
+        def view() -> memoryview:
+            return self._store.host.view(self._ring[taken[0]], 0, into.nbytes)
+
+        def read() -> None:
+            taken.append(self._slots.get())
+            self._load(unit, at, view())
+
+        def copy() -> None:
+            torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(view(), dtype=torch.uint8))
+
+        def copied(_: BaseException | None) -> None:
+            for slot in taken:
+                self._slots.put(slot)
+
+        read_handle = self._lanes["ssd_read"].submit(read, after, into.nbytes)
+        handle = self._lanes["h2d"].submit(copy, (read_handle,), into.nbytes)
+        handle.then(copied)
+        return handle
+
+    def _load(self, unit: LiveUnit, at: int, into: memoryview) -> None:
+        run, ssd = self._store.run(unit.index, WEIGHT), self._store.ssd
+        assert run is not None
+        assert ssd is not None
+        assert into.nbytes % PAGE_ALIGN == 0
+        ssd.load(run, at, into)

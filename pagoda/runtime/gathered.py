@@ -1,0 +1,90 @@
+"""Gathered parameters: real tensors outside forward."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pagoda.errors import UsageError
+from pagoda.plan.placement import WEIGHT
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.store import LOW
+from pagoda.runtime.unit import LiveUnit
+
+_HOME = "_pagoda_home"
+
+
+def mark_homes(engine: Engine) -> None:
+    """Let every managed parameter say where it lives."""
+    for unit in engine.units:
+        for slot, param in enumerate(unit.params):
+            setattr(param, _HOME, (engine, unit, slot))
+
+
+@contextmanager
+def gathered(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False
+) -> Iterator[None]:
+    """Inside the block, `params` (a module means all of its parameters) hold real tensors in their compute dtype.
+
+    With `modify` what was written to them becomes the new weight when the block ends; elements left alone keep
+    their full-precision master. Without it changes are dropped. RAM for a copy of `params` is used meanwhile;
+    forwards of their modules are not possible inside the block. Parameters not managed by Pagoda are left alone.
+
+    Raises UsageError inside the forward of a module that uses one of them.
+    """
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, nn.Parameter):
+        params = [params]
+    homes: dict[int, tuple[Engine, LiveUnit, int]] = {
+        id(p): getattr(p, _HOME) for p in params if hasattr(p, _HOME)
+    }
+    taken: list[tuple[Engine, LiveUnit, int]] = []
+    try:
+        for engine, unit, slot in homes.values():
+            if slot in unit.gathered:
+                continue
+            if unit.active:
+                raise UsageError(
+                    f"{unit.name(slot)!r} cannot be gathered while its module's forward is running."
+                )
+            engine.drain()
+            placed = unit.spec.slots[slot]
+            flat = engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
+            unit.params[slot].data = flat.view(placed.param.shape)
+            unit.gathered.add(slot)
+            taken.append((engine, unit, slot))
+        yield
+        if modify:
+            for engine, unit, slot in taken:
+                overwrite(engine, unit, slot, unit.params[slot].data)
+    finally:
+        for _, unit, slot in taken:
+            unit.gathered.discard(slot)
+            unit.params[slot].data = unit.placeholders[slot]
+
+
+def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) -> None:
+    """Make `value` (any float dtype) the parameter's master weight.
+
+    Elements whose compute-dtype value does not change keep their low half when `value` has no more precision.
+    """
+    store = engine.store
+    placed = unit.spec.slots[slot]
+    if tuple(value.shape) != placed.param.shape:
+        raise UsageError(
+            f"{unit.name(slot)!r} has shape {placed.param.shape}; {tuple(value.shape)} was written to it."
+        )
+    flat = value.detach().reshape(-1)
+    dtype = store.dtype(WEIGHT)
+    if flat.dtype == dtype and slot < unit.trainable and store.has_low:
+        old = store.read(unit.index, WEIGHT, placed.offset, flat.numel())
+        low = store.read(unit.index, LOW, placed.offset, flat.numel())
+        low.masked_fill_(old.view(torch.int16) != flat.view(torch.int16), 0)
+        store.write(unit.index, WEIGHT, placed.offset, flat)
+        store.write(unit.index, LOW, placed.offset, low)
+    else:
+        store.write_master(unit.spec, slot, flat)
+    engine.weights_changed(unit)

@@ -1,0 +1,282 @@
+"""Gradient extents: where gradients go as soon as autograd has accumulated them."""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from pagoda.errors import BudgetError
+from pagoda.memory.page import Run
+from pagoda.memory.sizes import format_bytes
+from pagoda.memory.slabs import SlabRegion
+from pagoda.optim.kernels import Kernels
+from pagoda.plan.placement import GRAD
+from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit
+
+_IN_FLIGHT_BYTES = 128 << 20
+"""Gradients on their way to an extent at once: bounds what autograd's own copies add to peak memory."""
+
+
+class UnitGradient:
+    """The gradient of one unit for one step, from its first arrival to its update."""
+
+    def __init__(self, unit: LiveUnit, home: torch.Tensor | None) -> None:
+        self.unit = unit
+        self.buffer = home
+        """Flat gradient in host RAM, or None while it is on SSD only."""
+        self.run: Run | None = None
+        """Frames of a staging buffer; None for an extent whose home is host RAM."""
+        self.on_ssd = False
+        """True while the SSD extent holds all that has arrived."""
+        self.users = 0
+        """Lane work and updates that touch the buffer; above zero its frames stay."""
+        self.queued = False
+        """True once an update that will consume it has been queued."""
+        self.used: list[int] | None = None
+        """Slots whose gradient the update takes, from when it is queued on."""
+        self.arrivals = [0] * unit.trainable
+        self.square_sums = [0.0] * unit.trainable
+        self.pending: list[Handle] = []
+
+    @property
+    def complete(self) -> bool:
+        """Every trainable parameter has had the same number of arrivals: this backward is through with the unit."""
+        return self.arrivals[0] > 0 and len(set(self.arrivals)) == 1
+
+    def settle(self) -> None:
+        """Wait until what has arrived lies in the extent. Both the compute thread and the updater may wait."""
+        pending = list(self.pending)
+        wait_all(pending)
+        self.pending = [handle for handle in self.pending if not handle.succeeded]
+
+    def non_finite(self) -> str | None:
+        """Name of the first parameter whose gradient is NaN or infinite."""
+        for slot, square_sum in enumerate(self.square_sums):
+            if self.arrivals[slot] and not math.isfinite(square_sum):
+                return self.unit.name(slot)
+        return None
+
+
+class Gradients:
+    """All gradient extents.
+
+    A unit whose extent lives in host RAM has its buffer for good. Others share the staging region: a buffer is
+    taken at the unit's first arrival and, when `write_behind` says so, written to SSD once the unit is complete;
+    it keeps its frames until another unit needs them, so a gradient that is used soon never comes back from SSD.
+
+    `add`, `take` and `clear` are the compute thread's, `load` and `release` the updater's; `_lock` guards records
+    and frames. Frames are waited for only while lanes or updates are sure to free some.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        staging: SlabRegion | None,
+        kernels: Kernels,
+        lanes: dict[str, Lane],
+        write_behind: bool,
+        stalled: Callable[[str, float], None],
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._kernels = kernels
+        self._lanes = lanes
+        self._write_behind = write_behind
+        self._stalled = stalled
+        self._lock = threading.Condition()
+        self._records: dict[int, UnitGradient] = {}
+        self._staged: list[UnitGradient] = []
+        """Records with a staging buffer, oldest first."""
+        self._in_flight: deque[tuple[Handle, int]] = deque()
+        self._in_flight_bytes = 0
+
+    @property
+    def staging_peak_bytes(self) -> int:
+        """Most bytes of staging in use at once."""
+        return 0 if self._staging is None else self._staging.peak_bytes
+
+    def get(self, unit: LiveUnit) -> UnitGradient | None:
+        """The unit's gradient of this step, if any has arrived."""
+        return self._records.get(unit.index)
+
+    def records(self) -> list[UnitGradient]:
+        """Gradients of this step, in unit order."""
+        return [self._records[index] for index in sorted(self._records)]
+
+    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+        """Take a parameter's gradient into the unit's extent: store it, or add it to what is there.
+
+        The copy runs on the d2h lane, which also computes the square sum of the result in float64.
+        """
+        record = self._records.get(unit.index)
+        if record is None:
+            record = self._records[unit.index] = UnitGradient(unit, self._store.tensor(unit.index, GRAD))
+        start = time.perf_counter()
+        took_frames = record.buffer is None
+        with self._lock:
+            self._hold(record, block=True)
+            record.on_ssd = False
+        if took_frames:
+            self._stalled("ssd_write" if self._write_behind else "update", time.perf_counter() - start)
+        assert record.buffer is not None
+        spec = unit.spec.slots[slot]
+        into = record.buffer[spec.offset : spec.offset + spec.param.numel]
+        grad = grad.to(into.dtype).contiguous()
+        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
+
+        def take() -> None:
+            record.square_sums[slot] = kernel(into.data_ptr(), grad.data_ptr(), into.numel())
+
+        nbytes = grad.numel() * grad.element_size()
+        handle = self._lanes["d2h"].submit(take, record.pending[-1:], nbytes)
+        handle.then(lambda _: self._let_go(record))
+        record.pending.append(handle)
+        record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
+        self._hold_back(handle, nbytes)
+        if self._write_behind and record.run is not None and record.complete:
+            with self._lock:
+                self._spill(record)
+        return record
+
+    def take(self, record: UnitGradient) -> None:
+        """Hand a record to its update; arrivals from now on belong to the next step."""
+        with self._lock:
+            record.queued = True
+            del self._records[record.unit.index]
+
+    def clear(self) -> None:
+        """Drop every gradient that no update has been queued for."""
+        records, self._records = self._records, {}
+        for record in records.values():
+            record.settle()
+            self.release(record)
+
+    def load(self, record: UnitGradient, block: bool) -> bool:
+        """Bring a gradient into host RAM for its update; returns whether it is there or on its way.
+
+        With `block` False it gives up when that takes waiting for frames.
+        """
+        with self._lock:
+            return self._hold(record, block)
+
+    def release(self, record: UnitGradient) -> None:
+        """Nobody needs the gradient any more: its frames are free."""
+        with self._lock:
+            record.queued = False
+            if record.run is not None:
+                self._drop_buffer(record)
+            self._lock.notify_all()
+
+    # Everything below is called with the lock held, except `_hold_back` and lane callbacks.
+
+    def _hold(self, record: UnitGradient, block: bool) -> bool:
+        """Count one more user of the record's buffer, taking frames and reading it back from SSD if need be."""
+        if record.buffer is None:
+            assert self._staging is not None, "a gradient without a home in host RAM has a staging region"
+            count = self._store.plan.layout.pages(record.unit.spec, GRAD)
+            if not self._make_room(count, record, block):
+                return False
+            run = self._staging.pool.alloc(count)
+            assert run is not None, "room for the run has just been made"
+            record.run = run
+            record.buffer = self._staging.tensor(
+                run, self._store.dtype(GRAD), record.unit.spec.trainable_numel
+            )
+            self._staged.append(record)
+            if record.on_ssd:
+                self._reload(record)
+        record.users += 1
+        return True
+
+    def _let_go(self, record: UnitGradient) -> None:
+        with self._lock:
+            record.users -= 1
+            self._lock.notify_all()
+
+    def _make_room(self, count: int, record: UnitGradient, block: bool) -> bool:
+        """Free frames until `count` adjoin: clean buffers first, oldest first; else wait for lanes or updates."""
+        assert self._staging is not None
+        while self._staging.pool.cheapest_window(count, lambda _: None) != []:
+            idle = [other for other in self._staged if other.users == 0]
+            clean = next((other for other in idle if other.on_ssd), None)
+            if clean is not None:
+                self._drop_buffer(clean)
+                continue
+            if not block:
+                return False
+            if not any(other.users or other.queued for other in self._staged):
+                victim = next((o for o in idle if self._store.run(o.unit.index, GRAD) is not None), None)
+                if victim is None:
+                    raise BudgetError(self._exhausted(record))
+                self._spill(victim)
+            self._lock.wait()
+        return True
+
+    def _drop_buffer(self, record: UnitGradient) -> None:
+        assert self._staging is not None
+        assert record.run is not None
+        self._staged.remove(record)
+        self._staging.free(record.run)
+        record.run = None
+        record.buffer = None
+
+    def _spill(self, record: UnitGradient) -> None:
+        """Write a buffer to its SSD extent; it is clean afterwards unless more has arrived meanwhile."""
+        arrivals = list(record.arrivals)
+        view, run = self._ssd_extent(record)
+        ssd = self._store.ssd
+        assert ssd is not None
+        handle = self._lanes["ssd_write"].submit(lambda: ssd.store(run, 0, view), record.pending, view.nbytes)
+
+        def written(error: BaseException | None) -> None:
+            with self._lock:
+                record.on_ssd = error is None and record.arrivals == arrivals
+            self._let_go(record)
+
+        record.users += 1
+        handle.then(written)
+        record.pending.append(handle)
+
+    def _reload(self, record: UnitGradient) -> None:
+        view, run = self._ssd_extent(record)
+        ssd = self._store.ssd
+        assert ssd is not None
+        handle = self._lanes["ssd_read"].submit(lambda: ssd.load(run, 0, view), (), view.nbytes)
+        record.users += 1
+        handle.then(lambda _: self._let_go(record))
+        record.pending.append(handle)
+
+    def _ssd_extent(self, record: UnitGradient) -> tuple[memoryview, Run]:
+        run = self._store.run(record.unit.index, GRAD)
+        assert run is not None
+        assert self._staging is not None
+        assert record.run is not None
+        return self._staging.view(record.run, 0, run.count * self._staging.page_bytes), run
+
+    def _exhausted(self, record: UnitGradient) -> str:
+        waiting = ", ".join(repr(other.unit.spec.name) for other in self._staged)
+        page = self._store.plan.page_bytes
+        return (
+            f"No room for the gradient of unit {record.unit.spec.name!r}: the buffers are held by {waiting}, whose "
+            "parameters have not all received a gradient in this backward. Give wrap() no accumulation_steps, add "
+            f"memory.ssd, or raise memory.host by {format_bytes(self._store.plan.layout.total_pages(GRAD) * page)}."
+        )
+
+    def _hold_back(self, handle: Handle, nbytes: int) -> None:
+        """Keep the bytes on their way to extents bounded."""
+        self._in_flight.append((handle, nbytes))
+        self._in_flight_bytes += nbytes
+        start = time.perf_counter()
+        stalled = False
+        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > _IN_FLIGHT_BYTES):
+            oldest, size = self._in_flight.popleft()
+            stalled = stalled or not oldest.done
+            oldest.wait()
+            self._in_flight_bytes -= size
+        if stalled:
+            self._stalled("d2h", time.perf_counter() - start)

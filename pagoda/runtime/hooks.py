@@ -1,0 +1,138 @@
+"""Hooks on the live model: where its uses of units and its gradients reach the engine."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.unit import LiveUnit
+
+
+class _GradientElsewhere(torch.Tensor):
+    """Stands in `param.grad` for a gradient that lies in its extent.
+
+    Its presence means what a gradient's presence means (`is None` works, `zero_grad` clears it); its shape, dtype
+    and device are true; any use of its value raises, because it would silently be wrong.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__" or name in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(
+            f"{name}() was called on a gradient that lies in Pagoda's pages, not in param.grad. To clip, pass "
+            "wrap(clip_grad_norm=...) or call optimizer.clip_grad_norm_(max_norm) instead of "
+            "torch.nn.utils.clip_grad_norm_; the norm is in optimizer.stats.grad_norm."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<gradient in Pagoda's pages, shape {tuple(self.shape)}>"
+
+
+_HARMLESS = frozenset(
+    {
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "detach",
+        "requires_grad_",
+    }
+    | {"is_complex", "is_contiguous", "__len__", "__hash__", "untyped_storage", "data_ptr", "__repr__"}
+)
+
+
+class ModelHooks:
+    """Everything installed on a model, and its removal.
+
+    A unit's forward is bracketed at the module that is its root, so that it is leased once for all of it, and again
+    at every module that holds one of its parameters: tied weights are used far from their root, and a checkpoint
+    inside the root's own call (as transformers' layers have it) recomputes without calling the root.
+    The outermost bracket also packs what graphs save.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._engine = engine
+        self._handles: list[RemovableHandle] = []
+        needed = _units_of_modules(model, engine.units)
+        needed.setdefault(model, [])
+        for module, units in needed.items():
+            self._bracket(module, units)
+        for unit in engine.units:
+            for slot in range(unit.trainable):
+                self._catch_gradient(unit, slot)
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _bracket(self, module: nn.Module, units: list[LiveUnit]) -> None:
+        engine = self._engine
+        # What each running forward of this module has entered; forwards nest when a module calls itself.
+        running: list[tuple[bool, list[LiveUnit]]] = []
+
+        def before(_module: nn.Module, _args: Any) -> None:
+            entered: list[LiveUnit] = []
+            packing = engine.packing.enter()
+            running.append((packing, entered))
+            for unit in units:
+                engine.enter(unit)
+                entered.append(unit)
+
+        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+            if not running:
+                return
+            packing, entered = running.pop()
+            for unit in entered:
+                engine.leave(unit)
+            if packing:
+                engine.packing.leave()
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        # always_call: a forward also ends by an exception, such as a checkpoint stopping its recomputation early.
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
+        param = unit.params[slot]
+        marker = unit.placeholders[slot].as_subclass(_GradientElsewhere)  # type: ignore[arg-type]
+        accumulate = False
+
+        def before(_grad: torch.Tensor) -> None:
+            nonlocal accumulate
+            accumulate = param.grad is marker
+            param.grad = None
+
+        def after(_param: torch.Tensor) -> None:
+            grad = param.grad
+            assert grad is not None
+            param.grad = marker
+            self._engine.on_gradient(unit, slot, grad, accumulate)
+
+        self._handles.append(param.register_hook(before))
+        self._handles.append(param.register_post_accumulate_grad_hook(after))
+
+
+def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
+    """module -> the units its forward must find leased: those it is the root of, and those it holds a parameter of."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owner = {id(param): unit for unit in units for param in unit.params}
+    needed: dict[nn.Module, list[LiveUnit]] = {modules[unit.spec.module]: [] for unit in units}
+    for unit in units:
+        needed[modules[unit.spec.module]].append(unit)
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            unit = owner.get(id(param))
+            if unit is not None and unit not in needed.setdefault(module, []):
+                needed[module].append(unit)
+    return needed

@@ -1,0 +1,86 @@
+"""`model.state_dict()` and `model.load_state_dict()` on a wrapped model."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagoda.errors import UsageError
+from pagoda.plan.placement import WEIGHT
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.gathered import overwrite
+
+
+class WeightStateDicts:
+    """Hooks that put real weights into state dicts and take them from there.
+
+    `state_dict()` copies weights to RAM in their compute dtype; tied names share one tensor, as they do in any
+    model. `load_state_dict()` takes values at whatever precision they have, straight to the master.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._engine = engine
+        self._homes = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
+        self._copies: dict[tuple[int, int, int], weakref.ref[torch.Tensor]] = {}
+        """(parameter, version, state dict) -> the copy made for it, for tied names."""
+        self._handles = []
+
+        def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+            self._fill(
+                module, state_dict, prefix
+            )  # torch marks the hook, which a bound method does not allow
+
+        for module in model.modules():
+            if any(id(p) in self._homes for p in module.parameters(recurse=False)):
+                self._handles += [
+                    module.register_state_dict_post_hook(fill),
+                    module.register_load_state_dict_pre_hook(self._take),
+                    module.register_load_state_dict_post_hook(self._hide),
+                ]
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        self._engine.drain()
+        self._copies = {key: ref for key, ref in self._copies.items() if ref() is not None}
+        for name, param in module.named_parameters(recurse=False):
+            home = self._homes.get(id(param))
+            if home is None or prefix + name not in state_dict or home[1] in home[0].gathered:
+                continue
+            unit, slot = home
+            key = (id(param), unit.version, id(state_dict))
+            known = self._copies.get(key)
+            value = known() if known is not None else None
+            if value is None:
+                placed = unit.spec.slots[slot]
+                flat = self._engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
+                value = flat.view(placed.param.shape)
+                self._copies[key] = weakref.ref(value)
+            state_dict[prefix + name] = value
+
+    def _take(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError("load_state_dict(assign=True) would replace paged parameters; leave assign out.")
+        self._engine.drain()
+        for name, param in module.named_parameters(recurse=False):
+            home = self._homes.get(id(param))
+            value = state_dict.get(prefix + name)
+            if home is None or value is None or value.shape != param.shape:
+                continue  # torch reports what is missing or has the wrong shape
+            overwrite(self._engine, *home, value)
+            param.data = torch.empty(
+                param.shape, dtype=param.dtype
+            )  # takes the copy torch makes after this hook
+
+    def _hide(self, module: nn.Module, _incompatible: Any) -> None:
+        for param in module.parameters(recurse=False):
+            home = self._homes.get(id(param))
+            if home is not None:
+                unit, slot = home
+                param.data = unit.placeholders[slot]

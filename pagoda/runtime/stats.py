@@ -1,0 +1,58 @@
+"""What the last step cost: the figures behind `optimizer.stats`."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from pagoda.plan.ops import LANES
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Figures of one step, from the end of the previous `step()` to the end of this one.
+
+    Updates that run under the next forward count there: their bytes and stalls belong to the next step.
+    """
+
+    step: int = 0
+    grad_norm: float | None = None
+    """Global 2-norm of the gradients before clipping."""
+    step_s: float = 0.0
+    stall_s: dict[str, float] = field(default_factory=dict)
+    """lane -> seconds compute waited for it."""
+    busy_s: dict[str, float] = field(default_factory=dict)
+    """lane -> seconds its threads worked, summed over threads."""
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+    """lane -> bytes."""
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """tier -> most bytes in use since `wrap()`."""
+    prefetch_hit_rate: float = 1.0
+    """Share of accesses that needed a fetch and found it done or under way; 1.0 when none needed one."""
+    faults: int = 0
+    """Accesses the plan had not foreseen, served on demand."""
+    replanned: bool = False
+    """True when this step changed the plan, because the model was used in another order than planned."""
+
+
+class Meter:
+    """Counts what happens during a step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a step."""
+        self.started = time.perf_counter()
+        self.stall_s = dict.fromkeys(LANES, 0.0)
+        self.fetched = 0
+        self.faults = 0
+
+    def stalled(self, lane: str, seconds: float) -> None:
+        """Compute waited for `lane`."""
+        with self._lock:
+            self.stall_s[lane] += seconds
+
+    @property
+    def hit_rate(self) -> float:
+        return 1.0 if self.fetched == 0 else 1.0 - self.faults / self.fetched

@@ -1,0 +1,168 @@
+"""The store: the home of every extent, and access to it element by element off the hot path."""
+
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from pagoda.memory.arena import Arena
+from pagoda.memory.page import PAGE_ALIGN, Run
+from pagoda.memory.ssd import PageFile
+from pagoda.memory.tier import MemoryTier, SSDTier
+from pagoda.optim.flat import split
+from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.placement import BLOCK_ELEMENTS, GRAD, LEASES, RING, RING_SLOTS, STAGING, WEIGHT
+from pagoda.plan.planner import Plan
+from pagoda.plan.units import UnitSpec
+
+LOW = "weight_low"
+
+
+class Store:
+    """Allocates every extent where the plan puts it.
+
+    Host extents are tensors over the host arena; SSD extents are runs of slots in the page file. Element-wise
+    `read` and `write` serve construction, checkpoints and inspection; they run only while no update is in flight
+    (they borrow the ring to bounce SSD pages through).
+    """
+
+    def __init__(self, plan: Plan, directory: str | None, poison: bool) -> None:
+        self.plan = plan
+        layout, placement = plan.layout, plan.placement
+        page = plan.page_bytes
+        lines = placement.lines
+        self.host = MemoryTier(HOST, Arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
+        self.page_file: PageFile | None = None
+        self.ssd: SSDTier | None = None
+        if SSD in lines:
+            assert directory is not None, "a plan uses SSD only where there is a directory"
+            self.page_file = PageFile(directory, sum(lines[SSD].values()), page)
+            self.ssd = SSDTier(SSD, self.page_file)
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+        self._runs: dict[tuple[int, str], Run] = {}
+        for unit in plan.units:
+            for state in (*(s.name for s in layout.states), GRAD):
+                pages = layout.pages(unit, state)
+                home = placement.home(unit.index, state)
+                if pages and home == SSD and state in lines[SSD]:
+                    assert self.ssd is not None
+                    self._runs[unit.index, state] = self.ssd.alloc(pages)
+                elif pages and home == HOST and state in lines[HOST]:
+                    run = self.host.alloc(pages)
+                    numel = pages * page // layout.itemsize(state)
+                    tensor = self.host.tensor(run, self.dtype(state), numel)
+                    self._tensors[unit.index, state] = tensor.zero_() if state != GRAD else tensor
+        self.ring_bytes = placement.pages(HOST, RING) * page // RING_SLOTS
+        self.ring = (
+            [self.host.alloc(placement.pages(HOST, RING) // RING_SLOTS) for _ in range(RING_SLOTS)]
+            if (self.ring_bytes)
+            else []
+        )
+        self._bounce = threading.Lock()
+        self.host_bytes = page * sum(n for line, n in lines[HOST].items() if line not in (LEASES, STAGING))
+        """Bytes of homes and rings; leases and staging come on top, as they are used."""
+
+    def dtype(self, state: str) -> torch.dtype:
+        """Dtype of a state; a gradient has the weight's."""
+        states = self.plan.layout.states
+        return next((s.dtype for s in states if s.name == state), states[0].dtype)
+
+    def tensor(self, unit: int, state: str) -> torch.Tensor | None:
+        """A host extent, shape [elements of its pages], or None when its home is elsewhere."""
+        return self._tensors.get((unit, state))
+
+    def in_place(self, unit: int, state: str, numel: int) -> torch.Tensor:
+        """A host extent's first `numel` elements, with a storage object that nobody else holds."""
+        home = self._tensors[unit, state]
+        return self.host.arena.tensor(home.data_ptr() - self.host.arena.address, numel, home.dtype)
+
+    def run(self, unit: int, state: str) -> Run | None:
+        """The slots of an SSD extent, or None when its home is elsewhere."""
+        return self._runs.get((unit, state))
+
+    def ring_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
+        """Bytes of one slot of the ring."""
+        return self.host.view(self.ring[slot], offset, nbytes)
+
+    def ring_address(self, slot: int) -> int:
+        return self.host.arena.address + self.ring[slot].start * self.plan.page_bytes
+
+    def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
+        """A copy of elements [start, start + count), shape [count]."""
+        home = self.tensor(unit, state)
+        if home is not None:
+            return home[start : start + count].clone()
+        out = torch.empty(count, dtype=self.dtype(state))
+        with self._bounce:
+            for first, last, window, offset in self._windows(unit, state, start, count):
+                self._load(unit, state, offset, window)
+                out[first - start : last - start] = self._elements(state, window, offset, first, last)
+        return out
+
+    def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
+        """Overwrite elements from `start` on with `values`, shape [count], of the state's dtype."""
+        home = self.tensor(unit, state)
+        if home is not None:
+            home[start : start + values.numel()] = values
+            return
+        with self._bounce:
+            for first, last, window, offset in self._windows(unit, state, start, values.numel()):
+                itemsize = values.element_size()
+                if offset != first * itemsize or len(window) != (last - first) * itemsize:
+                    self._load(unit, state, offset, window)
+                self._elements(state, window, offset, first, last).copy_(values[first - start : last - start])
+                assert self.ssd is not None
+                self.ssd.store(self._runs[unit, state], offset, window)
+
+    @property
+    def has_low(self) -> bool:
+        """True when the fp32 master is kept as two halves."""
+        return any(s.name == LOW for s in self.plan.layout.states)
+
+    def write_master(self, unit: UnitSpec, slot: int, values: torch.Tensor) -> None:
+        """Make `values` (shape [numel of the parameter], any float dtype) a parameter's master weight.
+
+        A frozen parameter keeps only the compute dtype's rounding of it.
+        """
+        placed = unit.slots[slot]
+        for start in range(0, placed.param.numel, BLOCK_ELEMENTS):
+            master = values[start : start + BLOCK_ELEMENTS].float().contiguous()
+            at = placed.offset + start
+            if not self.has_low:
+                self.write(unit.index, WEIGHT, at, master)
+                continue
+            weight = torch.empty(master.shape, dtype=torch.bfloat16)
+            low = torch.empty(master.shape, dtype=torch.int16)
+            split(master, weight, low)
+            self.write(unit.index, WEIGHT, at, weight)
+            if placed.param.trainable:
+                self.write(unit.index, LOW, at, low)
+
+    def close(self) -> None:
+        """Release the SSD file; host memory goes with the last tensor over it."""
+        self._tensors.clear()
+        if self.page_file is not None:
+            self.page_file.close()
+
+    def _windows(
+        self, unit: int, state: str, start: int, count: int
+    ) -> Iterator[tuple[int, int, memoryview, int]]:
+        """(first element, end element, bounce window, byte offset of the window) covering a range of elements."""
+        itemsize = self.dtype(state).itemsize
+        end = start + count
+        first = start
+        while first < end:
+            offset = first * itemsize // PAGE_ALIGN * PAGE_ALIGN
+            nbytes = min(self.ring_bytes, -(-(end * itemsize - offset) // PAGE_ALIGN) * PAGE_ALIGN)
+            last = min(end, (offset + nbytes) // itemsize)
+            yield first, last, self.ring_view(0, 0, nbytes), offset
+            first = last
+
+    def _load(self, unit: int, state: str, offset: int, window: memoryview) -> None:
+        assert self.ssd is not None, "extents that are not in RAM are on SSD"
+        self.ssd.load(self._runs[unit, state], offset, window)
+
+    def _elements(self, state: str, window: memoryview, offset: int, first: int, last: int) -> torch.Tensor:
+        dtype = self.dtype(state)
+        skip = first - offset // dtype.itemsize
+        return torch.frombuffer(window, dtype=dtype)[skip : skip + last - first]

@@ -1,0 +1,266 @@
+"""Updates: the optimizer's math, unit by unit, in the order the next forward needs them."""
+
+import heapq
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pagoda.errors import NonFiniteGradientError
+from pagoda.memory.page import PAGE_ALIGN
+from pagoda.optim.adamw import Scalars
+from pagoda.optim.kernels import Kernels
+from pagoda.plan.ops import SSD
+from pagoda.plan.placement import WEIGHT
+from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Adjoining elements [start, stop) of a unit that are updated with the same scalars."""
+
+    start: int
+    stop: int
+    scalars: Scalars
+
+
+@dataclass(order=True)
+class Update:
+    """One unit's update. `urgency` is when the next forward needs its weights."""
+
+    urgency: float
+    sequence: int
+    record: UnitGradient = field(compare=False)
+    segments: tuple[Segment, ...] = field(compare=False)
+    published: Handle = field(compare=False)
+    """Ends when the new weights are in their home."""
+    written: Handle = field(compare=False)
+    """Ends when every state is."""
+
+
+class Updater:
+    """Feeds queued updates to the lanes, most urgent first.
+
+    Under backward that order is last in, first out, because backward ends with the units that forward starts
+    with: what is due first is updated first, and what was left behind has the whole forward to catch up.
+
+    A unit whose states are in RAM is cut into blocks for the update lane's threads. States on SSD stream through
+    the ring: a block is read, updated and written back while others are read and written; the ring's size bounds
+    what is in flight. The next unit's gradient is read while this one is being fed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        gradients: Gradients,
+        kernels: Kernels,
+        lanes: dict[str, Lane],
+        finished: Callable[[UnitGradient], None],
+    ) -> None:
+        self._store = store
+        self._gradients = gradients
+        self._kernels = kernels
+        self._lanes = lanes
+        self._finished = finished
+        self._block = store.plan.layout.block_elements
+        self._states = store.plan.layout.states
+        self._lock = threading.Condition()
+        self._queue: list[Update] = []
+        self._sequence = itertools.count()
+        self._closed = False
+        self._latest: dict[int, Handle] = {}
+        """unit -> `written` of its latest update."""
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(len(store.ring)):
+            self._slots.put(slot)
+        self._ring_offsets: dict[str, int] = {}
+        offset = 0
+        for state in self._states[1:] + self._states[:1]:
+            self._ring_offsets[state.name] = offset
+            offset += store.plan.layout.block_pages(state.name) * store.plan.page_bytes
+        self._thread = threading.Thread(target=self._run, name="pagoda-updater", daemon=True)
+        self._thread.start()
+
+    def submit(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Handle:
+        """Queue a unit's update; the handle ends when its new weights can be used."""
+        unit = record.unit
+        on_ssd = [s.name for s in self._states if self._store.plan.placement.home(unit.index, s.name) == SSD]
+        lane = "ssd_write" if WEIGHT in on_ssd else "ssd_read" if on_ssd else "update"
+        update = Update(
+            urgency, next(self._sequence), record, tuple(segments), Handle(lane), Handle("ssd_write")
+        )
+        with self._lock:
+            self._latest[unit.index] = update.written
+            heapq.heappush(self._queue, update)
+            self._lock.notify_all()
+        return update.published
+
+    def drain(self) -> None:
+        """Wait until every queued update has been written home; raises the first error."""
+        with self._lock:
+            latest = list(self._latest.values())
+        for handle in latest:
+            handle.wait()
+
+    def close(self) -> None:
+        """Finish what is queued and join the thread."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        loaded: Update | None = None
+        previous: dict[int, Handle] = {}
+        while True:
+            current = loaded or self._next(wait=True)
+            if current is None:
+                return
+            try:
+                if loaded is None:
+                    current = self._loaded(current)
+                loaded = self._next(wait=False)
+                if loaded is not None and not self._gradients.load(loaded.record, block=False):
+                    self._put_back(loaded)
+                    loaded = None
+                index = current.record.unit.index
+                if index in previous:
+                    previous[index].wait()
+                previous[index] = current.written
+                self._feed(current)
+            except BaseException as error:
+                self._gradients.release(current.record)
+                current.written.finish(error)
+                current.published.finish(error)
+
+    def _next(self, wait: bool) -> Update | None:
+        with self._lock:
+            while wait and not self._queue and not self._closed:
+                self._lock.wait()
+            return heapq.heappop(self._queue) if self._queue else None
+
+    def _loaded(self, update: Update) -> Update:
+        """`update` with its gradient in RAM; or, while other gradients leave no room for it, one of theirs."""
+        if self._gradients.load(update.record, block=False):
+            return update
+        with self._lock:
+            resident = next((other for other in sorted(self._queue) if other.record.buffer is not None), None)
+            if resident is not None:
+                self._queue.remove(resident)
+                heapq.heapify(self._queue)
+                heapq.heappush(self._queue, update)
+                update = resident
+        self._gradients.load(update.record, block=True)
+        return update
+
+    def _put_back(self, update: Update) -> None:
+        with self._lock:
+            heapq.heappush(self._queue, update)
+
+    def _feed(self, update: Update) -> None:
+        """Submit every block of one unit to the lanes."""
+        record = update.record
+        record.settle()
+        name = record.non_finite()
+        if name is not None:
+            raise NonFiniteGradientError(non_finite_message(name))
+        homes = {s.name: self._store.tensor(record.unit.index, s.name) for s in self._states}
+        streamed = [name for name, tensor in homes.items() if tensor is None]
+        total = record.unit.spec.trainable_numel
+        computed: list[Handle] = []
+        written: list[Handle] = []
+        for start in range(0, total, self._block):
+            stop = min(start + self._block, total)
+            pieces = [
+                Segment(max(start, s.start), min(stop, s.stop), s.scalars)
+                for s in update.segments
+                if s.start < stop and s.stop > start
+            ]
+            if pieces:
+                self._feed_block(record, start, stop, pieces, streamed, computed, written)
+        all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *written])
+        all_computed.then(lambda _: self._finished(record))
+        ready = all_written if WEIGHT in streamed else all_computed
+        ready.then(update.published.finish)
+        all_written.then(update.written.finish)
+
+    def _feed_block(
+        self,
+        record: UnitGradient,
+        start: int,
+        stop: int,
+        pieces: list[Segment],
+        streamed: list[str],
+        computed: list[Handle],
+        written: list[Handle],
+    ) -> None:
+        unit = record.unit.index
+        store = self._store
+        slot = self._slots.get() if streamed else -1
+        addresses: list[int] = []
+        transfers: list[tuple[str, int, int]] = []
+        for state in self._states:
+            itemsize = state.dtype.itemsize
+            home = store.tensor(unit, state.name)
+            if home is not None:
+                addresses.append(home.data_ptr() + start * itemsize)
+            else:
+                offset = self._ring_offsets[state.name]
+                addresses.append(store.ring_address(slot) + offset)
+                nbytes = -(-(stop - start) * itemsize // PAGE_ALIGN) * PAGE_ALIGN
+                transfers.append((state.name, offset, nbytes))
+        reads = [self._transfer("ssd_read", unit, slot, start, *transfer) for transfer in transfers]
+        itemsizes = [state.dtype.itemsize for state in self._states]
+        assert record.buffer is not None
+        gradient, gradient_itemsize = record.buffer.data_ptr(), record.buffer.element_size()
+
+        def compute() -> None:
+            for piece in pieces:
+                ahead = piece.start - start
+                states = [a + ahead * size for a, size in zip(addresses, itemsizes, strict=True)]
+                at = gradient + piece.start * gradient_itemsize
+                self._kernels.adamw(*states, at, piece.stop - piece.start, *piece.scalars)
+
+        touched = 2 * sum(itemsizes) + gradient_itemsize
+        handle = self._lanes["update"].submit(compute, reads, (stop - start) * touched)
+        computed.append(handle)
+        writes = [
+            self._transfer("ssd_write", unit, slot, start, *transfer, after=(handle,))
+            for transfer in transfers
+        ]
+        written.extend(writes)
+        if streamed:
+            Latch("ssd_write", writes).then(lambda _: self._slots.put(slot))
+
+    def _transfer(
+        self,
+        lane: str,
+        unit: int,
+        slot: int,
+        start: int,
+        state: str,
+        ring_offset: int,
+        nbytes: int,
+        after: tuple[Handle, ...] = (),
+    ) -> Handle:
+        """Move one state's share of a block between its SSD extent and the ring."""
+        store = self._store
+        run, ssd = store.run(unit, state), store.ssd
+        assert run is not None
+        assert ssd is not None
+        view = store.ring_view(slot, ring_offset, nbytes)
+        move = ssd.load if lane == "ssd_read" else ssd.store
+        offset = start * store.dtype(state).itemsize
+        return self._lanes[lane].submit(lambda: move(run, offset, view), after, nbytes)
+
+
+def non_finite_message(name: str) -> str:
+    """The message for a gradient that is NaN or infinite."""
+    return (
+        f"The gradient of {name!r} is not finite; no weight of its unit was changed. Lower the learning rate, check "
+        "the loss and the batch, or set clip_grad_norm if it is off. A parameter read outside its module's forward "
+        "gives NaN too: read it under `with pagoda.gathered([param]):`."
+    )

@@ -1,0 +1,18 @@
+"""The ready-made training loop on top of `pagoda.wrap`: configuration, text, metrics, progress, resuming."""
+
+from pagoda.train.config import MemoryConfig, OptimConfig, TrainConfig
+
+__all__ = ["MemoryConfig", "OptimConfig", "TrainConfig", "TrainResult", "run"]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pagoda.train.loop import TrainResult, run
+
+
+def __getattr__(name: str) -> object:
+    """Imports the loop, and with it torch, at first use: reading a configuration needs neither."""
+    if name in ("TrainResult", "run"):
+        from pagoda.train import loop
+
+        return getattr(loop, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

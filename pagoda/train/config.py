@@ -1,0 +1,225 @@
+"""The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
+
+What a resumed run may change: `steps`, `out`, `checkpoint_every`, everything under `memory` (any split over
+tiers gives the same bits), and `data` if its bytes are the same (a moved file). Everything else decides the
+bits of the run and stays as the run was started; `check_resumes` names what differs. With the cosine
+schedule, other `steps` mean other learning rates from there on.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+
+import tyro
+
+from pagoda.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pagoda.api import Memory
+    from pagoda.optim import AdamW
+
+_Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
+_FREE_ON_RESUME = frozenset({"steps", "out", "checkpoint_every", "data", "resume"})
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Where training state may live and how much of it. Sizes read like 20GiB (1024s) or 20GB (1000s)."""
+
+    device: _Size = None
+    """Memory for weights in use: a size on the GPU, or cpu:SIZE for a CPU arena that stands in for one."""
+    host: _Size = None
+    """RAM for training state. By default chosen from what is free."""
+    ssd: Annotated[str | None, tyro.conf.arg(metavar="DIR[:SIZE]")] = None
+    """Existing directory for the state that does not fit RAM, with an optional limit."""
+    page_size: _Size = None
+    """Bytes per page. By default chosen by the planner."""
+    unit_limit: _Size = None
+    """Largest weights fetched together. By default chosen by the planner."""
+
+    def build(self) -> "Memory":
+        """The library's memory description.
+
+        Raises:
+            ConfigError: a size or directory that cannot be used.
+        """
+        from pagoda.api import Memory
+
+        return Memory(
+            device=self.device,
+            host=self.host,
+            ssd=self.ssd,
+            page_size=self.page_size,
+            unit_limit=self.unit_limit,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its learning rate over the run."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on every parameter."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up to the peak."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after warm-up: down a cosine to its minimum at the last step, or constant."""
+    min_lr_ratio: float = 0.1
+    """Minimum learning rate of the cosine, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "must be above 0")
+        _require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "must be in [0, 1)")
+        _require(self.eps > 0, "optim.eps", self.eps, "must be above 0")
+        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must be 0 or more")
+        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be 0 or more")
+        _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
+
+    def build(self) -> "AdamW":
+        """The library's update rule."""
+        from pagoda.optim import AdamW
+
+        return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Share of the peak learning rate at `step` (from 0) of `steps`: a pure function, with no state."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a language model whose training state may be larger than memory."""
+
+    model: str
+    """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
+    gpt2-medium, gpt2-large, gpt2-xl) or a directory with a Hugging Face config.json."""
+    data: str = "stdlib"
+    """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
+    steps: int
+    """Optimizer steps in all, counted from the start of the run even when it is resumed."""
+    batch_size: int
+    """Sequences per forward pass."""
+    seq_len: int
+    """Tokens per sequence."""
+    accumulation_steps: int = 1
+    """Forward and backward passes per optimizer step."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    clip_grad_norm: float | None = 1.0
+    """Largest global norm of the gradient, or None for no clipping."""
+    gradient_checkpointing: bool = True
+    """Recompute layers in backward instead of saving their activations."""
+    seed: int = 0
+    """Seed of initialisation, data order and dropout."""
+    out: Path
+    """Run directory, created: config.json, metrics.jsonl, checkpoints."""
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint; settings not given are those of the run."""
+    checkpoint_every: int = 0
+    """Save a checkpoint every so many steps and at the end. 0: only when the run is interrupted."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "accumulation_steps"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        _require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
+        _require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
+        if self.clip_grad_norm is not None:
+            _require(
+                self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None"
+            )
+
+    def to_json(self) -> str:
+        """The configuration as indented JSON; `from_json` reads it back to an equal one."""
+        return json.dumps(asdict(self), indent=2, default=str) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "TrainConfig":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ConfigError: not JSON, or a setting is unknown, missing or out of range.
+        """
+        try:
+            settings = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the configuration is not JSON: {error}") from error
+        return _decode(TrainConfig, settings)
+
+    def check_resumes(self, started: "TrainConfig") -> None:
+        """Checks that this configuration continues the run that was started with `started`.
+
+        Raises:
+            ConfigError: a setting differs that decides the bits of the run; names each with both values.
+        """
+        mine, theirs = dict(_flat(asdict(self))), dict(_flat(asdict(started)))
+        differing = [
+            f"{_flag(name)} {value} (the run has {theirs[name]})"
+            for name, value in mine.items()
+            if value != theirs[name] and name not in _FREE_ON_RESUME and not name.startswith("memory.")
+        ]
+        if differing:
+            raise ConfigError(
+                f"cannot resume {started.out} with other settings: {', '.join(differing)}. Leave them out"
+                " to keep the run's own, or start a new run with another --out"
+            )
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{_flag(name)} is {value}: it {rule}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as (dotted name, value)."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _decode(kind: type[_T], settings: Any) -> _T:
+    """A dataclass of type `kind` from decoded JSON."""
+    assert is_dataclass(kind)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"the configuration holds {settings!r} where {kind.__name__} has settings by name")
+    hints = get_type_hints(kind)
+    unknown = sorted(set(settings) - {f.name for f in fields(kind)})
+    if unknown:
+        raise ConfigError(f"the configuration has unknown settings: {', '.join(unknown)}")
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        if is_dataclass(hints[name]):
+            values[name] = _decode(hints[name], value)
+        elif hints[name] is Path:
+            values[name] = Path(value)
+        else:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(
+            f"the configuration is incomplete or has a value of the wrong type: {error}"
+        ) from error

@@ -1,0 +1,285 @@
+"""The training loop: checks every input, then trains, writing nothing before a first step has succeeded."""
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from pagoda.api import init, plan_of, wrap
+from pagoda.errors import CheckpointError, ConfigError
+from pagoda.memory.sizes import format_bytes
+from pagoda.models import build_model
+from pagoda.train.config import TrainConfig
+from pagoda.train.data import VOCABULARY, Batches, ByteText
+from pagoda.train.metrics import MetricsFile, StepMetrics
+from pagoda.train.plan_table import plan_table
+from pagoda.train.progress import Progress
+from pagoda.train.run_dir import Checkpoint, RunDir
+from pagoda.train.stop_signal import StopSignal
+
+if TYPE_CHECKING:
+    from pagoda.plan.planner import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What one call of `run` did."""
+
+    out: Path
+    plan: "Plan"
+    first_step: int
+    """First step this call ran, counted from 1."""
+    last_step: int
+    """Last step it ran: below the configured steps only if it was interrupted."""
+    first_loss: float
+    final_loss: float
+    tokens_per_s: float
+    """Over all of this call's steps, without checkpoints."""
+    checkpoint: Path | None
+    """The last checkpoint it saved."""
+    stopped_by: int | None
+    """Number of the signal that interrupted it, or None."""
+
+
+def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
+    """Trains as `config` says and shows plan and progress on `console`.
+
+    Interrupted by SIGINT or SIGTERM it ends its step, saves a checkpoint and returns. A user error before the
+    end of the first step leaves `config.out` as it was.
+
+    Raises:
+        ConfigError: a setting, path, text or model that cannot be used; `out` holds a run already, or none to
+            resume.
+        BudgetError, StorageError: the state does not fit, or a directory cannot be used.
+        CheckpointError: nothing to resume from, or a checkpoint of another model or text.
+        NonFiniteGradientError: a gradient is NaN or infinite.
+    """
+    console = console or Console()
+    run_dir = RunDir(config.out)
+    checkpoint = _checkpoint_to_resume(config, run_dir)
+    memory = config.memory.build()
+    text = ByteText.open(config.data)
+    batches = Batches(
+        text=text,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        accumulation_steps=config.accumulation_steps,
+        seed=config.seed,
+    )
+    _show_text(console, batches)
+    _seed(config.seed)
+    model, optimizer = wrap(
+        _built_model(config),
+        config.optim.build(),
+        memory=memory,
+        precision=config.precision,
+        clip_grad_norm=config.clip_grad_norm,
+        accumulation_steps=config.accumulation_steps,
+    )
+    try:
+        console.print(plan_table(plan_of(model)))
+        loop = _Loop(config, run_dir, batches, model, optimizer, console)
+        return loop.run(loop.restore(checkpoint) if checkpoint else 0)
+    finally:
+        optimizer.close()
+
+
+class _Loop:
+    """The state of a run between its steps."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: RunDir,
+        batches: Batches,
+        model: nn.Module,
+        optimizer: Any,
+        console: Console,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.batches = batches
+        self.model = model
+        self.optimizer = optimizer
+        self.console = console
+        self.scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
+        self.device = next(model.parameters()).device
+        self.saved: Checkpoint | None = None
+        # Initialisation draws random numbers in an order that may follow the memory split; dropout must not.
+        _seed(config.seed)
+
+    def restore(self, checkpoint: Checkpoint) -> int:
+        """Loads `checkpoint` and returns the steps done."""
+        extra = self.optimizer.load_checkpoint(checkpoint.path)
+        if extra.get("text") != self.batches.text.fingerprint:
+            raise CheckpointError(
+                f"{checkpoint.path} was trained on another text than data {self.config.data!r}:"
+                " give --data the bytes that the run started with"
+            )
+        self.scheduler.load_state_dict(extra["scheduler"])
+        # Recomputed because `steps` may have changed; otherwise this is the value it has already.
+        factor = self.config.optim.lr_factor(checkpoint.step, self.config.steps)
+        for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = base * factor
+        self.console.print(f"Resuming {self.run_dir.path} after step {checkpoint.step}", highlight=False)
+        return checkpoint.step
+
+    def run(self, done: int) -> TrainResult:
+        """Runs the steps after `done`."""
+        config = self.config
+        losses: list[float] = []
+        seconds = 0.0
+        step = done
+        metrics_file: MetricsFile | None = None
+        try:
+            with StopSignal() as stop, Progress(self.console, config.steps, done) as progress:
+                while True:
+                    metrics = self._step(step)
+                    step += 1
+                    losses.append(metrics.loss)
+                    seconds += metrics.step_s
+                    if metrics_file is None:
+                        self.run_dir.create(config)
+                        metrics_file = MetricsFile(self.run_dir.metrics, after_step=done)
+                    metrics_file.write(metrics)
+                    progress.show(metrics)
+                    if config.checkpoint_every and (
+                        step % config.checkpoint_every == 0 or step == config.steps
+                    ):
+                        self._save(step, metrics_file)
+                    if stop.received is not None:
+                        self._save(step, metrics_file)
+                    if stop.received is not None or step == config.steps:
+                        break
+        finally:
+            if metrics_file is not None:
+                metrics_file.close()
+        result = TrainResult(
+            out=self.run_dir.path,
+            plan=plan_of(self.model),
+            first_step=done + 1,
+            last_step=step,
+            first_loss=losses[0],
+            final_loss=losses[-1],
+            tokens_per_s=len(losses) * self.batches.tokens_per_step / seconds,
+            checkpoint=self.saved.path if self.saved else None,
+            stopped_by=stop.received,
+        )
+        self._show_end(result)
+        return result
+
+    def _step(self, step: int) -> StepMetrics:
+        """Runs step number `step`, counted from 0."""
+        started = time.perf_counter()
+        passes = self.config.accumulation_steps
+        loss_sum = torch.zeros((), device=self.device)
+        for index in range(passes):
+            ids, labels = self.batches.batch(step, index)
+            loss = self.model(input_ids=ids.to(self.device), labels=labels.to(self.device)).loss
+            (loss / passes).backward()
+            loss_sum += loss.detach().float()
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        loss_mean = (loss_sum / passes).item()
+        step_s = time.perf_counter() - started
+        stats = self.optimizer.stats
+        return StepMetrics(
+            step=step + 1,
+            loss=loss_mean,
+            grad_norm=stats.grad_norm,
+            lr=lr,
+            step_s=step_s,
+            tokens_per_s=self.batches.tokens_per_step / step_s,
+            stall_s=dict(stats.stall_s),
+            bytes_moved=dict(stats.bytes_moved),
+            peak_bytes=dict(stats.peak_bytes),
+            prefetch_hit_rate=stats.prefetch_hit_rate,
+            faults=stats.faults,
+        )
+
+    def _save(self, step: int, metrics_file: MetricsFile) -> None:
+        """Saves the state after `step` steps, once; the metrics up to it are on disk before it is."""
+        if self.saved is not None and self.saved.step == step:
+            return
+        metrics_file.sync()
+        path = self.run_dir.checkpoint(step)
+        path.parent.mkdir(exist_ok=True)
+        extra = {
+            "step": step,
+            "scheduler": self.scheduler.state_dict(),
+            "text": self.batches.text.fingerprint,
+        }
+        self.optimizer.save_checkpoint(path, extra)
+        self.saved = Checkpoint(step, path)
+
+    def _show_end(self, result: TrainResult) -> None:
+        lines = [
+            f"Steps {result.first_step} to {result.last_step}: loss {result.first_loss:.4f} ->"
+            f" {result.final_loss:.4f}, {result.tokens_per_s:,.0f} tokens/s. Metrics: {self.run_dir.metrics}"
+        ]
+        if result.checkpoint is not None:
+            lines.append(f"Checkpoint: {result.checkpoint}")
+        elif result.stopped_by is None:
+            lines.append(
+                "No checkpoint was saved: --checkpoint-every is 0, so the trained weights are not kept."
+            )
+        if result.stopped_by is not None:
+            lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self.run_dir.path}")
+        for line in lines:
+            self.console.print(line, soft_wrap=True, highlight=False)
+
+
+def _checkpoint_to_resume(config: TrainConfig, run_dir: RunDir) -> Checkpoint | None:
+    """The checkpoint that the run continues from, or None for a new run in a directory that is free."""
+    if not config.resume:
+        run_dir.check_free()
+        return None
+    config.check_resumes(run_dir.started_config())
+    checkpoint = run_dir.latest()
+    if checkpoint.step >= config.steps:
+        raise ConfigError(
+            f"the run in {run_dir.path} has done {checkpoint.step} of {config.steps} steps:"
+            " give a larger --steps to continue it"
+        )
+    return checkpoint
+
+
+def _built_model(config: TrainConfig) -> nn.Module:
+    with init():
+        model = build_model(
+            config.model, seq_len=config.seq_len, gradient_checkpointing=config.gradient_checkpointing
+        )
+    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if vocabulary < VOCABULARY:
+        raise ConfigError(
+            f"model {config.model!r} has a vocabulary of {vocabulary}, but byte-level text has {VOCABULARY}"
+            " tokens: set vocab_size in its config.json to 256 or more"
+        )
+    return model
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _show_text(console: Console, batches: Batches) -> None:
+    text = batches.text
+    line = (
+        f"Text: {text.source}, {format_bytes(len(text))} in {text.files} files, {batches.windows:,} sequences"
+    )
+    console.print(line, soft_wrap=True, highlight=False)
+    if text.skipped:
+        shown = ", ".join(f"{entry.path.name} ({entry.reason})" for entry in text.skipped[:3])
+        more = f" and {len(text.skipped) - 3} more" if len(text.skipped) > 3 else ""
+        console.print(f"Skipped {len(text.skipped)} files: {shown}{more}", soft_wrap=True, highlight=False)

@@ -1,0 +1,103 @@
+"""metrics.jsonl: one line of JSON per optimizer step, no step twice, also over interruptions."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """The figures of one optimizer step; its fields are the keys of a line."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Mean over the tokens of the step, before its update."""
+    grad_norm: float | None
+    """Global norm before clipping."""
+    lr: float
+    step_s: float
+    """Seconds from the end of the step before to the end of this one, without checkpoints."""
+    tokens_per_s: float
+    stall_s: Mapping[str, float]
+    """Seconds compute waited, per lane."""
+    bytes_moved: Mapping[str, int]
+    """Bytes each lane moved."""
+    peak_bytes: Mapping[str, int]
+    """Most bytes in use so far, per tier."""
+    prefetch_hit_rate: float
+    """Share of the fetches compute asked for that were done or under way."""
+    faults: int
+    """Accesses the plan did not foresee, served on demand."""
+
+    def to_json(self) -> str:
+        """One line of JSON, without the newline. A number that is not finite becomes null."""
+        return json.dumps(_finite(asdict(self)), allow_nan=False)
+
+
+class MetricsFile:
+    """Appends a line per step. A line is in the file, for any reader, once `write` returns.
+
+    Args:
+        path: the file, created if missing.
+        after_step: keep lines up to this step and drop the rest: what an interrupted run did after the
+            checkpoint that it resumes from, and a line cut short by a crash.
+    """
+
+    def __init__(self, path: Path, after_step: int = 0) -> None:
+        if path.exists():
+            _truncate(path, after_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Appends one step."""
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Returns once every line would survive a power loss; called before a checkpoint of the same step."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "MetricsFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics.jsonl, in order; a last line cut short by a crash is left out."""
+    steps = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            steps.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return steps
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Replaces the file, atomically, by its lines up to `step`."""
+    temporary = path.with_suffix(".jsonl.tmp")
+    with temporary.open("w", encoding="utf-8") as kept:
+        kept.writelines(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step)
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.replace(temporary, path)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with every float that JSON cannot hold replaced by None."""
+    if isinstance(value, Mapping):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,81 @@
+"""Progress of a run: a live bar on a terminal, a plain line every few steps elsewhere."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from pagoda.train.metrics import StepMetrics
+
+_PLAIN_LINES = 10
+_PLAIN_EVERY = 10
+
+
+class Progress:
+    """Shows loss, tokens per second, stalls and time left of each step.
+
+    Args:
+        console: where to show it; a bar if it is a terminal.
+        steps: last step of the run.
+        done: steps done before, by the run that is resumed.
+    """
+
+    def __init__(self, console: Console, steps: int, done: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._left = steps - done
+        self._every = max(1, min(self._left // _PLAIN_LINES, _PLAIN_EVERY))
+        self._elapsed_s = 0.0
+        self._seen = 0
+        self._bar = Bar(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            disable=not console.is_terminal,
+            expand=True,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=done, figures="")
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Shows one finished step."""
+        self._seen += 1
+        self._elapsed_s += metrics.step_s
+        figures = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {_stalls(metrics)}"
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=metrics.step, figures=figures)
+        elif self._seen == 1 or metrics.step % self._every == 0 or metrics.step == self._steps:
+            left_s = (self._left - self._seen) * self._elapsed_s / self._seen
+            self._console.print(
+                f"step {metrics.step}/{self._steps}  {figures}  {_duration(left_s)} left",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+
+def _stalls(metrics: StepMetrics) -> str:
+    """Share of the step that compute waited, and the lane it waited for most."""
+    waited_s = sum(metrics.stall_s.values())
+    if waited_s < 0.005 * metrics.step_s:
+        return "no stalls"
+    lane = max(metrics.stall_s, key=lambda name: metrics.stall_s[name])
+    return f"stalls {waited_s / metrics.step_s:.0%} ({lane})"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,0 +1,121 @@
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli.main import main, parse
+from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
+from pagoda.train.run_dir import RunDir
+
+REQUIRED = ("--model", "llama-15m", "--steps", "20", "--batch-size", "4", "--seq-len", "128")
+
+
+def parsed(*flags: str | Path) -> TrainConfig:
+    config: TrainConfig = parse(["train", *map(str, flags)])[1]
+    return config
+
+
+def exit_code(*args: str) -> int:
+    try:
+        return main(args)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def test_only_model_sizes_and_run_directory_must_be_given() -> None:
+    assert parsed(*REQUIRED, "--out", "run") == TrainConfig(
+        model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run")
+    )
+
+
+def test_every_documented_flag_reaches_the_configuration() -> None:
+    flags = (
+        "--data corpus --memory.host 64MiB --memory.ssd dir:1GiB --memory.device cpu:512MiB"
+        " --memory.page-size 1MiB --memory.unit-limit 8MiB --optim.lr 1e-3 --optim.betas 0.8 0.9"
+        " --optim.schedule constant --optim.warmup-steps 5 --clip-grad-norm 0.5 --accumulation-steps 2"
+        " --precision fp32 --no-gradient-checkpointing --seed 7 --checkpoint-every 10 --out run"
+    )
+    assert parsed(*REQUIRED, *flags.split()) == TrainConfig(
+        model="llama-15m",
+        data="corpus",
+        steps=20,
+        batch_size=4,
+        seq_len=128,
+        accumulation_steps=2,
+        precision="fp32",
+        memory=MemoryConfig(
+            host="64MiB", ssd="dir:1GiB", device="cpu:512MiB", page_size="1MiB", unit_limit="8MiB"
+        ),
+        optim=OptimConfig(lr=1e-3, betas=(0.8, 0.9), schedule="constant", warmup_steps=5),
+        clip_grad_norm=0.5,
+        gradient_checkpointing=False,
+        seed=7,
+        checkpoint_every=10,
+        out=Path("run"),
+    )
+
+
+def test_clipping_can_be_turned_off() -> None:
+    assert parsed(*REQUIRED, "--out", "run", "--clip-grad-norm", "None").clip_grad_norm is None
+
+
+@pytest.mark.parametrize("form", ["--out {}", "--out={}"])
+def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path, form: str) -> None:
+    started = TrainConfig(
+        model="gpt2",
+        steps=20,
+        batch_size=2,
+        seq_len=64,
+        optim=OptimConfig(lr=1e-3),
+        memory=MemoryConfig(host="1GiB"),
+        out=Path("where-it-was-started"),
+    )
+    RunDir(tmp_path).create(started)
+    flags = (*form.format(tmp_path).split(), "--resume")
+    assert parsed(*flags) == replace(started, out=tmp_path, resume=True)
+    changed = parsed(*flags, "--steps", "40", "--memory.host", "2GiB")
+    assert (changed.steps, changed.memory.host, changed.optim.lr) == (40, "2GiB", 1e-3)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("no-such-command",),
+        ("train",),
+        ("train", *REQUIRED),
+        ("train", *REQUIRED, "--out", "run", "--no-such-flag"),
+        ("train", *REQUIRED, "--out", "run", "--precision", "fp8"),
+        ("train", *REQUIRED, "--out", "run", "--optim.lr", "-1"),
+        ("train", *REQUIRED, "--resume"),
+    ],
+)
+def test_flags_that_cannot_be_read_exit_with_2(
+    args: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*args) == 2
+    out, err = capfd.readouterr()
+    assert err
+    assert not out
+
+
+def test_a_setting_out_of_range_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("train", *REQUIRED, "--out", "run", "--seed", "-1") == 2
+    assert "--seed is -1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "shows"), [(["--help"], "train"), (["train", "--help"], "--memory.ssd DIR[:SIZE]")]
+)
+def test_help_works_as_a_module_and_does_not_import_transformers(args: list[str], shows: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv[1:] = {args!r}\n"
+        "try: runpy.run_module('pagoda', run_name='__main__')\n"
+        "finally: assert 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shows in done.stdout

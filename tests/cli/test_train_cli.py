@@ -1,0 +1,268 @@
+"""`pagoda train` end to end: what a run writes, resuming to the same bits, what bad input leaves behind."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli.main import main
+from pagoda.train.data import Batches
+from pagoda.train.metrics import read_metrics
+
+KEYS = [
+    "step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "stall_s",
+    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults",
+]  # fmt: skip
+LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update"}
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+STEPS = 6
+
+
+class Workspace:
+    """A folder with a tiny model, a text, an SSD directory, and runs of `pagoda train` on them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = root / "model"
+        self.text = root / "text.txt"
+        self.ssd = root / "ssd"
+        self.model.mkdir()
+        self.ssd.mkdir()
+        self.write_model()
+        self.text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+
+    def write_model(self, **changes: object) -> None:
+        (self.model / "config.json").write_text(json.dumps({**TINY, **changes}))
+
+    def args(self, out: str, /, *flags: str, **changes: object) -> list[str]:
+        """The command line of a run in `out`; `changes` replace flags of the same name."""
+        settings: dict[str, object] = {
+            "model": self.model,
+            "data": self.text,
+            "steps": STEPS,
+            "batch-size": 2,
+            "seq-len": 32,
+            "optim.lr": 3e-3,
+            "memory.host": "1MiB",
+            "memory.ssd": self.ssd,
+            "out": self.root / out,
+        }
+        settings |= {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
+        given = ((f"--{name}", str(value)) for name, value in settings.items() if value is not None)
+        return ["train", *(part for pair in given for part in pair), *flags]
+
+    def train(self, out: str, /, *flags: str, **changes: object) -> list[dict[str, object]]:
+        """Runs to the end and returns the metrics."""
+        assert main(self.args(out, *flags, **changes)) == 0
+        return self.metrics(out)
+
+    def metrics(self, out: str) -> list[dict[str, object]]:
+        return read_metrics(self.root / out / "metrics.jsonl")
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path)
+
+
+def curve(metrics: list[dict[str, object]]) -> list[tuple[object, ...]]:
+    """What must not differ by a bit between runs of the same arithmetic."""
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in metrics]
+
+
+def test_a_run_writes_metrics_and_configuration_and_its_loss_falls(
+    work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = work.train("run", steps=12)
+    assert [line["step"] for line in metrics] == list(range(1, 13))
+    for line in metrics:
+        assert list(line) == KEYS
+        assert set(line["stall_s"]) == set(line["bytes_moved"]) == LANES
+        assert line["grad_norm"] > 0
+        assert line["step_s"] > 0
+        assert 0 <= line["prefetch_hit_rate"] <= 1
+    assert metrics[-1]["bytes_moved"]["ssd_read"] > 0
+    assert metrics[-1]["peak_bytes"]["host"] <= 1 << 20
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.2
+    saved = json.loads((work.root / "run" / "config.json").read_text())
+    assert (saved["steps"], saved["memory"]["host"]) == (12, "1MiB")
+    assert sorted(entry.name for entry in (work.root / "run").iterdir()) == ["config.json", "metrics.jsonl"]
+    shown = capsys.readouterr().out
+    assert shown.index("Plan:") < shown.index("step 1/12")
+    for word in ("host", "ssd", "budget", "weight", "exp_avg"):
+        assert word in shown
+
+
+def test_any_memory_split_gives_the_same_bits(work: Workspace) -> None:
+    resident = work.train("resident", memory__host="1GiB", memory__ssd=None)
+    ssd = work.train("ssd")
+    arena = work.train("arena", memory__device="cpu:512KiB", memory__host="1GiB", memory__ssd=None)
+    assert curve(resident) == curve(ssd) == curve(arena)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_crashed_run_resumes_to_the_bits_of_an_unbroken_one(
+    work: Workspace, monkeypatch: pytest.MonkeyPatch, accumulation: int
+) -> None:
+    flags = {"accumulation_steps": accumulation, "optim__warmup_steps": 2}
+    unbroken = work.train("unbroken", **flags)
+
+    batch = Batches.batch
+
+    def crashing(self: Batches, step: int, index: int = 0) -> object:
+        if step == 5:
+            raise RuntimeError("power cut")
+        return batch(self, step, index)
+
+    monkeypatch.setattr(Batches, "batch", crashing)
+    with pytest.raises(RuntimeError, match="power cut"):
+        main(work.args("broken", checkpoint_every=2, **flags))
+    monkeypatch.undo()
+    assert [line["step"] for line in work.metrics("broken")] == [1, 2, 3, 4, 5]
+    checkpoints = sorted(entry.name for entry in (work.root / "broken" / "checkpoints").iterdir())
+    assert checkpoints == ["step-000002", "step-000004"]
+
+    assert main(["train", "--resume", "--out", str(work.root / "broken")]) == 0
+    assert curve(work.metrics("broken")) == curve(unbroken)
+
+
+def test_a_run_resumes_in_another_memory_split_with_the_same_bits(work: Workspace) -> None:
+    constant = {"optim__schedule": "constant"}
+    whole = work.train("whole", **constant)
+    work.train("parts", steps=3, checkpoint_every=3, **constant)
+    resumed = ["--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS), "--memory.host", "1GiB"]
+    assert main(["train", *resumed]) == 0
+    assert curve(work.metrics("parts")) == curve(whole)
+
+
+@pytest.fixture
+def running(work: Workspace) -> Iterator["subprocess.Popen[str]"]:
+    """A run of very many steps in a process of its own, past its second step."""
+    args = [sys.executable, "-m", "pagoda", *work.args("run", steps=1_000_000)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    metrics = work.root / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(read_metrics(metrics)) >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no second step in two minutes"
+        time.sleep(0.05)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
+    work: Workspace, running: "subprocess.Popen[str]"
+) -> None:
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=120)
+    assert running.returncode == 128 + signal.SIGINT
+    assert err == ""
+    assert f"pagoda train --resume --out {work.root / 'run'}" in out
+    done = len(work.metrics("run"))
+    assert (work.root / "run" / "checkpoints" / f"step-{done:06d}").is_dir()
+    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", str(done + 1)]) == 0
+    assert [line["step"] for line in work.metrics("run")] == list(range(1, done + 2))
+
+
+BAD_INPUT = {
+    "unknown model": ({"model": "lama-15m"}, "Did you mean 'llama-15m'"),
+    "model directory without config.json": ({"model": "{root}/ssd"}, "config.json"),
+    "missing text": ({"data": "{root}/missing"}, "does not exist"),
+    "empty text": ({"data": "{root}/empty.txt"}, "holds no text"),
+    "text shorter than a sequence": ({"data": "{root}/short.txt"}, "--seq-len"),
+    "sequence longer than the model's positions": ({"seq_len": 129}, "--seq-len 128 or less"),
+    "no size": ({"memory__host": "lots"}, "memory.host"),
+    "host budget too small": ({"memory__host": "8KiB", "memory__ssd": None}, "memory.host"),
+    "host budget too small even with SSD": ({"memory__host": "8KiB"}, "memory.host"),
+    "device arena too small": ({"memory__device": "cpu:8KiB"}, "memory.device"),
+    "SSD directory missing": ({"memory__ssd": "{root}/missing"}, "memory.ssd"),
+    "SSD limit too small": ({"memory__ssd": "{root}/ssd:64KiB"}, "memory.ssd"),
+    "run directory is a file": ({"out": "{root}/text.txt"}, "is a file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_explained_and_leaves_nothing_behind(
+    work: Workspace, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work.root / "empty.txt").touch()
+    (work.root / "short.txt").write_text("short")
+    before = sorted(work.root.rglob("*"))
+    changes, message = BAD_INPUT[case]
+    filled = {
+        name: value.format(root=work.root) if isinstance(value, str) else value
+        for name, value in changes.items()
+    }
+    assert main(work.args("run", **filled)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert sorted(work.root.rglob("*")) == before
+
+
+def test_a_vocabulary_too_small_for_bytes_is_explained(
+    work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work.write_model(vocab_size=255)
+    assert main(work.args("run")) == 2
+    assert "vocab_size" in capsys.readouterr().err
+    assert not (work.root / "run").exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(
+    work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(work.args("run", optim__lr=1e30)) == 2
+    assert "gradient" in capsys.readouterr().err
+    assert all(math.isfinite(line["loss"]) for line in work.metrics("run"))
+
+
+def test_a_finished_run_is_neither_overwritten_nor_resumed(
+    work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work.train("run", steps=2, checkpoint_every=1)
+    before = (work.root / "run" / "metrics.jsonl").read_bytes()
+    assert main(work.args("run", steps=2)) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main(work.args("run", "--resume", steps=2)) == 2
+    assert "larger --steps" in capsys.readouterr().err
+    assert (work.root / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_names_what_does_not_belong_to_the_run(
+    work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work.train("run", steps=2, checkpoint_every=1)
+    assert main(work.args("run", "--resume", steps=4, batch_size=3)) == 2
+    assert "--batch-size 3 (the run has 2)" in capsys.readouterr().err
+    (work.root / "other.txt").write_text("another text, as long as it takes. " * 20)
+    assert main(work.args("run", "--resume", steps=4, data=work.root / "other.txt")) == 2
+    assert "another text" in capsys.readouterr().err
+    assert main(work.args("elsewhere", "--resume")) == 2
+    assert "no run to resume" in capsys.readouterr().err
+    work.train("unsaved", steps=2)
+    assert main(work.args("unsaved", "--resume", steps=4)) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+    assert len(work.metrics("run")) == len(work.metrics("unsaved")) == 2

@@ -1,0 +1,210 @@
+"""The pool against a naive model that keeps one owner per frame."""
+
+import copy
+import random
+import threading
+import time
+from itertools import groupby
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagoda.memory import PagePool, Run, SharedPool
+
+Prices = dict[Run, float | None]
+
+
+def brute_force_window(owners: list[Run | None], first: int, count: int, prices: Prices) -> list[Run] | None:
+    """Tries every window; the cheapest by (highest price, frames evicted), then the lowest address."""
+    best, best_cost = None, None
+    for start in range(len(owners) - count + 1):
+        runs = list(dict.fromkeys(run for run in owners[start : start + count] if run is not None))
+        costs = [prices[run] for run in runs]
+        if None in costs:
+            continue
+        cost = (max(costs, default=float("-inf")), sum(run.count for run in runs))
+        if best_cost is None or cost < best_cost:
+            best, best_cost = runs, cost
+    return best
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """Promises of PagePool, each checked by what a list of owners says."""
+
+    @initialize(frames=st.integers(1, 24), first=st.integers(0, 5))
+    def start(self, frames: int, first: int) -> None:
+        self.pool = PagePool(frames, first)
+        self.first = first
+        self.owners: list[Run | None] = [None] * frames
+        self.peak = 0
+
+    def runs(self) -> list[Run]:
+        return list(dict.fromkeys(run for run in self.owners if run is not None))
+
+    def holes(self) -> list[tuple[int, int]]:
+        """(length, start) of each maximal stretch of free frames."""
+        found = []
+        for is_free, group in groupby(enumerate(self.owners, self.first), key=lambda pair: pair[1] is None):
+            frames = list(group)
+            if is_free:
+                found.append((len(frames), frames[0][0]))
+        return found
+
+    @rule(count=st.integers(1, 8))
+    def alloc_takes_the_best_fit_at_the_lowest_address(self, count: int) -> None:
+        fits = [hole for hole in self.holes() if hole[0] >= count]
+        run = self.pool.alloc(count)
+        assert run == (Run(min(fits)[1], count) if fits else None)
+        if run is not None:
+            mine = slice(run.start - self.first, run.stop - self.first)
+            assert self.owners[mine] == [None] * count
+            self.owners[mine] = [run] * count
+        self.peak = max(self.peak, len(self.owners) - self.owners.count(None))
+
+    @precondition(lambda self: self.runs())
+    @rule(data=st.data())
+    def free_gives_the_frames_back(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.runs()))
+        self.pool.free(run)
+        self.owners = [None if owner == run else owner for owner in self.owners]
+
+    @rule(start=st.integers(0, 30), count=st.integers(1, 8))
+    def freeing_anything_else_is_refused_and_changes_nothing(self, start: int, count: int) -> None:
+        run = Run(start, count)
+        if run not in self.runs():
+            with pytest.raises(ValueError, match=rf"start={start}, count={count}"):
+                self.pool.free(run)
+
+    @rule()
+    def reset_peak_starts_from_what_is_in_use(self) -> None:
+        self.pool.reset_peak()
+        self.peak = len(self.owners) - self.owners.count(None)
+
+    @rule(count=st.integers(1, 26), data=st.data())
+    def cheapest_window_is_the_cheapest_and_frees_the_frames(self, count: int, data: st.DataObject) -> None:
+        price = st.none() | st.sampled_from([float("-inf"), -2.0, 0.0, 1.0, float("inf")])
+        prices: Prices = {run: data.draw(price) for run in self.runs()}
+        asked: list[Run] = []
+
+        def price_once(run: Run) -> float | None:
+            asked.append(run)
+            return prices[run]
+
+        window = self.pool.cheapest_window(count, price_once)
+        assert window == brute_force_window(self.owners, self.first, count, prices)
+        assert len(asked) == len(set(asked))
+        if window is not None:
+            assert all(prices[run] is not None for run in window)
+            after = copy.deepcopy(self.pool)
+            for run in window:
+                after.free(run)
+            assert after.alloc(count) is not None
+
+    @invariant()
+    def counters_say_what_the_owners_say(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        assert self.pool.in_use == len(self.owners) - self.owners.count(None)
+        assert self.pool.peak == self.peak
+        assert self.pool.largest_free == max((length for length, _ in self.holes()), default=0)
+        assert list(self.pool.allocated()) == self.runs()
+
+
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_free_merges_with_both_neighbours() -> None:
+    pool = PagePool(3)
+    left, middle, right = (pool.alloc() for _ in range(3))
+    for run in (left, right, middle):
+        assert run is not None
+        pool.free(run)
+    assert pool.alloc(3) == Run(0, 3)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_asking_for_no_frames_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} frames"):
+        PagePool(4).alloc(count)
+    with pytest.raises(ValueError, match=f"{count} frames"):
+        PagePool(4).cheapest_window(count, lambda run: 0.0)
+
+
+def test_a_pool_without_frames_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one frame"):
+        PagePool(0)
+
+
+def test_a_large_pool_allocates_in_microseconds_when_half_its_frames_are_holes() -> None:
+    pool = PagePool(100_000)
+    runs = [pool.alloc() for _ in range(100_000)]
+    for run in runs[::2]:
+        assert run is not None
+        pool.free(run)
+    start = time.perf_counter()
+    for _ in range(1000):
+        run = pool.alloc()
+        assert run is not None
+        pool.free(run)
+    # About 10 us for the pair; a scan of the 50,000 holes takes 1,000 us or more.
+    assert (time.perf_counter() - start) / 1000 < 500e-6
+
+
+def test_a_waiting_thread_gets_the_frames_another_frees() -> None:
+    pool = SharedPool(2)
+    first, second = pool.alloc(), pool.alloc()
+    got: list[Run] = []
+    waiter = threading.Thread(target=lambda: got.append(pool.alloc(2, timeout_s=30)))
+    waiter.start()
+    pool.free(first)  # not enough: the waiter needs both
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    pool.free(second)
+    waiter.join(30)
+    assert got == [Run(0, 2)]
+
+
+def test_waiting_ends_with_an_error_that_says_what_is_in_use() -> None:
+    pool = SharedPool(4)
+    pool.alloc(3)
+    with pytest.raises(TimeoutError, match=r"2 contiguous frames.*3 of 4 in use, longest free run 1"):
+        pool.alloc(2, timeout_s=0.01)
+    assert pool.try_alloc(2) is None
+
+
+def test_waiting_for_more_than_the_pool_has_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="pool that has 4"):
+        SharedPool(4).alloc(5)
+
+
+def test_threads_never_hold_the_same_frame() -> None:
+    pool = SharedPool(6)
+    holders = [0] * 6
+    clashes: list[Run] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(300):
+            run = pool.alloc(rng.randint(1, 3), timeout_s=30)
+            for frame in range(run.start, run.stop):
+                if holders[frame] != 0:
+                    clashes.append(run)
+                holders[frame] = seed
+            if rng.random() < 0.1:
+                time.sleep(0)  # lets another thread run while this one holds frames
+            for frame in range(run.start, run.stop):
+                holders[frame] = 0
+            pool.free(run)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert clashes == []
+    assert (pool.in_use, pool.largest_free) == (0, 6)
+    assert pool.peak >= 3

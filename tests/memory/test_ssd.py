@@ -1,0 +1,290 @@
+"""A page file keeps every byte, leaves nothing behind, and says what it asked for when it fails."""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+import torch
+
+from pagoda.errors import ConfigError, StorageError
+from pagoda.memory import PAGE_ALIGN, Arena, PageFile
+
+PAGE = 16 * PAGE_ALIGN
+
+
+def raising(number: int) -> Callable[..., NoReturn]:
+    def fail(*args: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def refuse_direct_flag(patch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses O_DIRECT when it is switched on."""
+    real = fcntl.fcntl
+
+    def fcntl_without_direct(fd: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, command, value)
+
+    patch.setattr(fcntl, "fcntl", fcntl_without_direct)
+
+
+def refuse_direct_transfer(patch: pytest.MonkeyPatch) -> None:
+    """A file system that takes O_DIRECT and refuses the first transfer."""
+    real = os.pwritev
+
+    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, buffers, offset)
+
+    patch.setattr(os, "pwritev", pwritev)
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def page_file(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PageFile]:
+    """Eight pages, once with direct I/O and once without."""
+    if request.param == "buffered":
+        refuse_direct_flag(monkeypatch)
+    with PageFile(tmp_path, 8, PAGE) as file:
+        if request.param == "direct" and not file.direct:
+            pytest.skip(f"direct I/O refused here: {file.fallback_reason}")
+        assert file.direct is (request.param == "direct")
+        yield file
+
+
+def open_inodes() -> set[int]:
+    """Inodes of the files this process has open."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        # The listing's own descriptor is gone by now.
+        with contextlib.suppress(OSError):
+            found.add(os.fstat(int(fd)).st_ino)
+    return found
+
+
+def random_arena(nbytes: int, seed: int) -> Arena:
+    arena = Arena(nbytes)
+    generator = torch.Generator().manual_seed(seed)
+    arena.tensor(0, nbytes, torch.uint8).random_(1, 256, generator=generator)
+    return arena
+
+
+def test_two_threads_read_back_what_they_wrote(page_file: PageFile) -> None:
+    source, target = random_arena(8 * PAGE, 0), Arena(8 * PAGE)
+
+    def round_trip(pages: range) -> None:
+        for page in pages:
+            page_file.pwrite(page, source.view(page * PAGE, PAGE))
+        for page in pages:
+            page_file.pread(page, target.view(page * PAGE, PAGE))
+
+    threads = [threading.Thread(target=round_trip, args=(range(k, 8, 2),)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert target.view(0, 8 * PAGE) == source.view(0, 8 * PAGE)
+
+
+def test_a_short_buffer_moves_only_its_part_of_a_page(page_file: PageFile) -> None:
+    source, target = random_arena(2 * PAGE_ALIGN, 1), Arena(PAGE)
+    page_file.pwrite(3, source.view(0, 2 * PAGE_ALIGN), PAGE_ALIGN)
+    page_file.pread(3, target.view(0, PAGE))
+    assert target.view(PAGE_ALIGN, 2 * PAGE_ALIGN) == source.view(0, 2 * PAGE_ALIGN)
+    assert not any(target.view(0, PAGE_ALIGN))
+    assert not any(target.view(3 * PAGE_ALIGN, PAGE - 3 * PAGE_ALIGN))
+
+
+def test_one_transfer_spans_consecutive_pages(page_file: PageFile) -> None:
+    source, target = random_arena(2 * PAGE, 2), Arena(PAGE)
+    page_file.pwrite(5, source.view(0, 2 * PAGE))
+    page_file.pread(6, target.view(0, PAGE))
+    assert target.view(0, PAGE) == source.view(PAGE, PAGE)
+
+
+def test_pages_never_written_read_as_zeros(page_file: PageFile) -> None:
+    target = random_arena(8 * PAGE, 3)
+    page_file.pread(0, target.view(0, 8 * PAGE))
+    assert not any(target.view(0, 8 * PAGE))
+
+
+def test_the_file_has_no_name_from_the_start_and_its_space_is_reserved(tmp_path: Path) -> None:
+    free_before = os.listdir(tmp_path)
+    with PageFile(tmp_path, 8, PAGE) as file:
+        assert os.listdir(tmp_path) == free_before == []
+        assert os.fstat(file._fd).st_blocks * 512 >= 8 * PAGE
+
+
+def test_a_dropped_page_file_gives_its_space_back(tmp_path: Path) -> None:
+    file = PageFile(tmp_path, 1, PAGE)
+    inode = os.fstat(file._fd).st_ino
+    assert inode in open_inodes()
+    del file
+    assert inode not in open_inodes()
+
+
+def test_short_transfers_go_on_from_the_last_whole_block(
+    page_file: PageFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets: list[int] = []
+
+    def short(real: Callable[[int, Sequence[memoryview], int], int]) -> Callable[..., int]:
+        def call(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            offsets.append(offset)
+            return min(real(fd, buffers, offset), PAGE_ALIGN + 904)
+
+        return call
+
+    # One verb short at a time: the same mistake in both could cancel.
+    for verb in ("pwritev", "preadv"):
+        source, target = random_arena(PAGE, len(verb)), Arena(PAGE)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, verb, short(getattr(os, verb)))
+            page_file.pwrite(1, source.view(0, PAGE))
+            page_file.pread(1, target.view(0, PAGE))
+        assert target.view(0, PAGE) == source.view(0, PAGE)
+    assert len(offsets) > 2 * PAGE // (PAGE_ALIGN + 904)
+    if page_file.direct:
+        assert all(offset % PAGE_ALIGN == 0 for offset in offsets)
+
+
+def test_a_file_that_ends_early_is_an_error_not_stale_bytes(page_file: PageFile) -> None:
+    os.ftruncate(page_file._fd, 4 * PAGE)
+    with pytest.raises(StorageError, match=rf"read {PAGE} bytes at offset {6 * PAGE}: end of file"):
+        page_file.pread(6, Arena(PAGE).view(0, PAGE))
+
+
+def test_a_failing_disk_is_named_with_offset_size_and_cause(
+    page_file: PageFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwritev", raising(errno.EIO))
+    with pytest.raises(StorageError, match=rf"write {PAGE} bytes at offset {2 * PAGE}: Input/output error"):
+        page_file.pwrite(2, Arena(PAGE).view(0, PAGE))
+
+
+@pytest.mark.parametrize(("page", "offset", "nbytes"), [(8, 0, PAGE), (-1, 0, PAGE), (7, PAGE_ALIGN, PAGE)])
+def test_bytes_outside_the_file_are_refused(page_file: PageFile, page: int, offset: int, nbytes: int) -> None:
+    view = Arena(PAGE).view(0, nbytes)
+    with pytest.raises(ValueError, match=f"page file of {8 * PAGE} bytes"):
+        page_file.pread(page, view, offset)
+    with pytest.raises(ValueError, match=f"page file of {8 * PAGE} bytes"):
+        page_file.pwrite(page, view, offset)
+
+
+@pytest.mark.parametrize(
+    ("address", "offset", "nbytes"), [(8, 0, PAGE_ALIGN), (0, 8, PAGE_ALIGN), (0, 0, 100)]
+)
+def test_unaligned_transfers_are_refused_with_and_without_direct_io(
+    page_file: PageFile, address: int, offset: int, nbytes: int
+) -> None:
+    with pytest.raises(ValueError, match="multiples of 4096"):
+        page_file.pread(0, Arena(PAGE).view(address, nbytes), offset)
+
+
+def test_a_closed_page_file_refuses_transfers_and_closes_again(page_file: PageFile) -> None:
+    page_file.close()
+    page_file.close()
+    with pytest.raises(StorageError, match="closed"):
+        page_file.pread(0, Arena(PAGE).view(0, PAGE))
+
+
+@pytest.mark.parametrize("refuse", [refuse_direct_flag, refuse_direct_transfer])
+def test_refused_direct_io_falls_back_with_a_reason_and_one_warning(
+    refuse: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refuse(monkeypatch)
+    source, target = random_arena(PAGE, 5), Arena(PAGE)
+    with caplog.at_level(logging.WARNING, logger="pagoda"), PageFile(tmp_path, 2, PAGE) as file:
+        assert not file.direct
+        assert file.fallback_reason is not None
+        assert "Invalid argument" in file.fallback_reason
+        file.pwrite(1, source.view(0, PAGE))
+        file.pread(1, target.view(0, PAGE))
+    assert target.view(0, PAGE) == source.view(0, PAGE)
+    assert [record.name for record in caplog.records] == ["pagoda"]
+    assert str(tmp_path) in caplog.text
+
+
+def test_a_disk_that_fails_the_probe_is_an_error_not_a_fallback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwritev", raising(errno.EIO))
+    with pytest.raises(StorageError, match="Input/output error"):
+        PageFile(tmp_path, 1, PAGE)
+
+
+def test_a_missing_directory_is_refused_naming_it_and_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"nowhere.*No such file.*mkdir"):
+        PageFile(tmp_path / "nowhere", 1, PAGE)
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plain"
+    path.touch()
+    with pytest.raises(StorageError, match=r"plain is not a directory"):
+        PageFile(path, 1, PAGE)
+
+
+def test_an_unwritable_directory_is_refused_naming_it_and_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Patched, because the superuser may write anywhere.
+    monkeypatch.setattr(os, "open", raising(errno.EACCES))
+    with pytest.raises(StorageError, match=rf"{tmp_path}.*Permission denied.*make it writable"):
+        PageFile(tmp_path, 1, PAGE)
+
+
+def test_too_little_free_space_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=PAGE // 4))
+    monkeypatch.setattr(os, "open", raising(errno.EIO))
+    with pytest.raises(
+        StorageError, match=r"asked 128\.00 KiB \(2 pages\), free 48\.00 KiB, 80\.00 KiB short"
+    ):
+        PageFile(tmp_path, 2, PAGE)
+
+
+def test_space_lost_to_others_meanwhile_is_refused_with_the_shortfall_and_no_file_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([2 * PAGE, PAGE])  # when checked, and after the reservation failed
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=next(free), f_frsize=1))
+    monkeypatch.setattr(os, "posix_fallocate", raising(errno.ENOSPC))
+    with pytest.raises(StorageError, match=r"asked 128\.00 KiB .*64\.00 KiB short") as caught:
+        PageFile(tmp_path, 2, PAGE)
+    assert os.listdir(tmp_path) == []
+    # Nor an unnamed one that lives as long as the error is held.
+    links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert caught.value.__traceback__ is not None
+    assert not [link for link in links if link.startswith(str(tmp_path))]
+
+
+def test_a_quota_is_not_reported_as_a_negative_shortfall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", raising(errno.EDQUOT))
+    with pytest.raises(StorageError, match="refused by a quota"):
+        PageFile(tmp_path, 2, PAGE)
+
+
+@pytest.mark.parametrize(("pages", "page_bytes"), [(0, PAGE), (1, 0), (1, PAGE_ALIGN + 1)])
+def test_pages_that_direct_io_cannot_move_are_refused(tmp_path: Path, pages: int, page_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="multiple of 4096"):
+        PageFile(tmp_path, pages, page_bytes)

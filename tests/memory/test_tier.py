@@ -1,0 +1,187 @@
+"""Tiers keep one contract: what is stored is loaded, quotas hold, ended leases show."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.memory import (
+    FRESH_USE_COUNT,
+    PAGE_ALIGN,
+    Arena,
+    MemoryTier,
+    PageFile,
+    Run,
+    SSDTier,
+    Tier,
+    storage_use_count,
+)
+
+PAGE = 2 * PAGE_ALIGN
+
+
+@pytest.fixture(params=["memory", "ssd"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+    """Eight pages of either kind."""
+    if request.param == "memory":
+        yield MemoryTier("host", Arena(8 * PAGE), PAGE)
+    else:
+        with PageFile(tmp_path, 8, PAGE) as file:
+            yield SSDTier("ssd", file)
+
+
+def pattern(nbytes: int, start: int = 1) -> memoryview:
+    view = Arena(nbytes).view(0, nbytes)
+    view[:] = bytes((start + k) % 251 for k in range(nbytes))
+    return view
+
+
+def test_what_is_stored_in_a_run_is_loaded_from_it(tier: Tier) -> None:
+    other, run = tier.alloc(1), tier.alloc(3)
+    tier.store(other, 0, pattern(PAGE, 7))
+    tier.store(run, PAGE_ALIGN, pattern(2 * PAGE))
+    got = Arena(2 * PAGE).view(0, 2 * PAGE)
+    tier.load(run, PAGE_ALIGN, got)
+    assert got == pattern(2 * PAGE)
+    beside = Arena(PAGE).view(0, PAGE)
+    tier.load(other, 0, beside)
+    assert beside == pattern(PAGE, 7)
+
+
+def test_bytes_are_counted_from_alloc_to_free(tier: Tier) -> None:
+    run = tier.alloc(5)
+    assert (tier.capacity_bytes, tier.in_use_bytes, tier.peak_bytes) == (8 * PAGE, 5 * PAGE, 5 * PAGE)
+    tier.free(run)
+    assert (tier.in_use_bytes, tier.peak_bytes) == (0, 5 * PAGE)
+
+
+def test_a_full_tier_says_its_name_what_was_asked_and_what_there_is(tier: Tier) -> None:
+    tier.alloc(6)
+    with pytest.raises(
+        BudgetError,
+        match=rf"'{tier.name}' has no 3 contiguous .*24\.00 KiB asked; 64\.00 KiB in all, 48\.00 KiB in use",
+    ):
+        tier.alloc(3)
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(-PAGE_ALIGN, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, PAGE_ALIGN)]
+)
+def test_bytes_outside_the_run_are_refused_although_the_tier_has_them(
+    tier: Tier, offset: int, nbytes: int
+) -> None:
+    tier.alloc(1)
+    run = tier.alloc(2)
+    with pytest.raises(ValueError, match=r"Run\(start=1, count=2\) in tier"):
+        tier.load(run, offset, pattern(nbytes))
+    with pytest.raises(ValueError, match=r"Run\(start=1, count=2\) in tier"):
+        tier.store(run, offset, pattern(nbytes))
+
+
+def test_a_freed_run_is_refused(tier: Tier) -> None:
+    run = tier.alloc(2)
+    tier.free(run)
+    with pytest.raises(ValueError, match="not allocated"):
+        tier.free(run)
+    with pytest.raises(ValueError, match="not allocated"):
+        tier.load(run, 0, pattern(PAGE))
+    with pytest.raises(ValueError, match="not allocated"):
+        tier.store(run, 0, pattern(PAGE))
+
+
+def test_carved_parts_cannot_take_each_others_pages(tier: Tier) -> None:
+    ring, leases = tier.carve("ring", 3), tier.carve("leases", 4)
+    assert (ring.name, leases.name) == (f"{tier.name}.ring", f"{tier.name}.leases")
+    assert (ring.capacity_bytes, leases.capacity_bytes) == (3 * PAGE, 4 * PAGE)
+    first = ring.alloc(3)
+    with pytest.raises(BudgetError, match=rf"'{tier.name}\.ring'"):
+        ring.alloc(1)
+    second, rest = leases.alloc(4), tier.alloc(1)
+    frames = [frame for run in (first, second, rest) for frame in range(run.start, run.stop)]
+    assert sorted(frames) == list(range(8))
+    for owner, run, start in ((ring, first, 1), (leases, second, 2), (tier, rest, 3)):
+        owner.store(run, 0, pattern(PAGE, start))
+    for owner, run, start in ((ring, first, 1), (leases, second, 2), (tier, rest, 3)):
+        got = Arena(PAGE).view(0, PAGE)
+        owner.load(run, 0, got)
+        assert got == pattern(PAGE, start)
+
+
+def test_carving_more_than_is_left_is_refused_naming_the_part(tier: Tier) -> None:
+    tier.carve("resident", 6)
+    assert tier.in_use_bytes == 6 * PAGE
+    with pytest.raises(BudgetError, match=rf"carve 'gradients': tier '{tier.name}'"):
+        tier.carve("gradients", 3)
+
+
+def test_leases_of_one_run_have_their_own_storages() -> None:
+    host = MemoryTier("host", Arena(4 * PAGE), PAGE)
+    host.alloc(1)
+    run = host.alloc(2)
+    one = host.tensor(run, torch.bfloat16, 8, offset_bytes=64)
+    two = host.tensor(run, torch.bfloat16, 8, offset_bytes=64)
+    one.fill_(1.5)
+    assert two.tolist() == [1.5] * 8
+    assert one.data_ptr() == host.arena.address + PAGE + 64
+    assert storage_use_count(one) == storage_use_count(two) == FRESH_USE_COUNT
+
+
+def test_a_tensor_that_leaves_its_run_is_refused() -> None:
+    host = MemoryTier("host", Arena(4 * PAGE), PAGE)
+    run = host.alloc(1)
+    assert host.tensor(run, torch.float32, PAGE // 4).numel() == PAGE // 4
+    with pytest.raises(ValueError, match="in tier 'host'"):
+        host.tensor(run, torch.float32, PAGE // 4 + 1)
+
+
+def test_poisoned_pages_are_nan_before_alloc_and_after_free_even_in_a_carved_part() -> None:
+    host = MemoryTier("host", Arena(4 * PAGE), PAGE, poison=True)
+    for tier in (host, host.carve("leases", 2)):
+        neighbour, run = tier.alloc(1), tier.alloc(1)
+        kept, lease = (
+            tier.tensor(neighbour, torch.float32, PAGE // 4),
+            tier.tensor(run, torch.float32, PAGE // 4),
+        )
+        assert lease.isnan().all()
+        kept.fill_(1.0)
+        lease.fill_(2.0)
+        tier.free(run)
+        assert lease.isnan().all()
+        assert kept.eq(1.0).all()
+
+
+def test_carving_does_not_poison_pages_in_use_elsewhere() -> None:
+    host = MemoryTier("host", Arena(4 * PAGE), PAGE, poison=True)
+    lease = host.tensor(host.alloc(1), torch.float32, PAGE // 4)
+    lease.fill_(1.0)
+    host.carve("ring", 2)
+    assert lease.eq(1.0).all()
+
+
+def test_freeing_a_run_never_allocated_does_not_poison_it() -> None:
+    host = MemoryTier("host", Arena(4 * PAGE), PAGE, poison=True)
+    lease = host.tensor(host.alloc(2), torch.float32, PAGE // 2)
+    lease.fill_(1.0)
+    with pytest.raises(ValueError, match="not allocated"):
+        host.free(Run(0, 1))
+    assert lease.eq(1.0).all()
+
+
+def test_pages_keep_their_bytes_after_free_without_poison() -> None:
+    host = MemoryTier("host", Arena(PAGE), PAGE)
+    run = host.alloc(1)
+    lease = host.tensor(run, torch.float32, PAGE // 4)
+    lease.fill_(1.0)
+    host.free(run)
+    assert lease.eq(1.0).all()
+
+
+def test_memory_below_one_page_is_refused_naming_tier_and_sizes() -> None:
+    with pytest.raises(ConfigError, match=r"'host' has 8\.00 KiB, less than one page of 4\.00 MiB"):
+        MemoryTier("host", Arena(PAGE), 4 * 2**20)
+
+
+def test_bytes_beyond_the_last_whole_page_are_not_counted() -> None:
+    assert MemoryTier("host", Arena(3 * PAGE - 1), PAGE).capacity_bytes == 2 * PAGE

@@ -1,0 +1,104 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.errors import ConfigError
+from pagoda.models import SHAPES, build_model, parameter_count
+
+PARAMETERS = {
+    "llama-15m": 15_191_712,
+    "llama-110m": 109_529_856,
+    "llama-215m": 215_380_992,
+    "llama-1b": 1_038_682_112,
+    "llama-3b": 2_917_051_392,
+    "llama-5b": 5_093_167_104,
+    "llama-8b": 8_030_261_248,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def checkpoints(model: torch.nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def write_config(directory: Path, **changes: object) -> str:
+    (directory / "config.json").write_text(json.dumps({**TINY, **changes}))
+    return str(directory)
+
+
+def test_every_shape_has_its_published_parameter_count() -> None:
+    assert {name: parameter_count(name) for name in SHAPES} == PARAMETERS
+
+
+def test_a_built_in_shape_is_ready_to_train() -> None:
+    with torch.device("meta"):
+        model = build_model("llama-15m", seq_len=128)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.training
+    assert checkpoints(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.use_cache is False
+    assert model.config.vocab_size == 32_000
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_gradient_checkpointing_is_non_reentrant_and_can_be_off(tmp_path: Path) -> None:
+    directory = write_config(tmp_path)
+    plain = build_model(directory, seq_len=16, gradient_checkpointing=False)
+    assert not checkpoints(plain)
+    checkpointed = build_model(directory, seq_len=16)
+    ids = torch.arange(16)[None]
+    # Reentrant checkpointing of inputs without gradients would lose the layers' gradients.
+    checkpointed(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in checkpointed.parameters())
+
+
+def test_a_directory_builds_what_its_config_says(tmp_path: Path) -> None:
+    directory = write_config(tmp_path, dtype="bfloat16")
+    model = build_model(directory, seq_len=128)
+    assert model.config.num_hidden_layers == 2
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert parameter_count(directory) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_an_unknown_name_lists_the_shapes_and_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean 'llama-15m'\?.*gpt2-xl"):
+        build_model("lama-15m", seq_len=16)
+
+
+def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        build_model(str(tmp_path), seq_len=16)
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", "{}", '{"model_type": "no-such-model"}', '{"model_type": "t5"}']
+)
+def test_an_unusable_config_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError):
+        build_model(str(tmp_path), seq_len=16)
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--seq-len 128 or less"):
+        build_model(write_config(tmp_path), seq_len=129)
+    with pytest.raises(ConfigError, match="1024 positions"):
+        build_model("gpt2", seq_len=1025)

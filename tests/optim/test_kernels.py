@@ -1,0 +1,203 @@
+"""The AdamW kernels keep the contract: bits, blocks, threads, and how they were compiled."""
+
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagoda.errors import ConfigError
+from pagoda.optim import AdamW, Hyper, Precision, Scalars, flat, kernels, reference, step_scalars
+
+from .blocks import EDGES, copy_of, random_block, same_bits
+
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+precisions = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+def scalars_at(step: int = 1, grad_scale: float = 1.0, **settings: float) -> Scalars:
+    return step_scalars(Hyper.from_group(AdamW(**settings).defaults(), step, grad_scale))
+
+
+def step_in_blocks(
+    states: dict[str, torch.Tensor],
+    gradient: torch.Tensor,
+    scalars: Scalars,
+    cuts: list[int],
+    threads: int = 1,
+) -> None:
+    """One step by address, with block boundaries at ``cuts``, on plain Python threads."""
+    n = gradient.numel()
+    tensors = [*states.values(), gradient]
+    kernel = kernels.kernels_for("bf16" if gradient.dtype is torch.bfloat16 else "fp32").adamw
+    bounds = sorted({0, n, *(cut for cut in cuts if 0 < cut < n)})
+
+    def block(start: int, end: int) -> None:
+        kernel(*(t.data_ptr() + start * t.element_size() for t in tensors), end - start, *scalars)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(block, bounds[:-1], bounds[1:]))
+
+
+@precisions
+@pytest.mark.parametrize("edges", [False, True])
+@pytest.mark.parametrize("grad_scale", [1.0, 0.37])
+def test_kernel_gives_the_bits_of_the_reference(precision: Precision, edges: bool, grad_scale: float) -> None:
+    ours, gradient = random_block(precision, 50_007, seed=1, edges=edges)
+    theirs = copy_of(ours)
+    for step in (1, 2, 3, 1000):
+        scalars = scalars_at(step, grad_scale, lr=3e-3, weight_decay=0.1)
+        flat.adamw_step(ours, gradient, scalars)
+        reference.adamw_step(theirs, gradient, scalars)
+        for name in ours:
+            assert same_bits(ours[name], theirs[name]), (name, step)
+
+
+def test_every_pair_of_edge_values_gives_the_bits_of_the_reference() -> None:
+    w, m, v, g = (
+        axis.reshape(-1) for axis in torch.meshgrid(EDGES, EDGES, EDGES.abs(), EDGES, indexing="ij")
+    )
+    for grad_scale in (1.0, 1e-6):
+        ours = {"weight": w.clone(), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+        theirs = copy_of(ours)
+        flat.adamw_step(ours, g.contiguous(), scalars_at(5, grad_scale))
+        reference.adamw_step(theirs, g.contiguous(), scalars_at(5, grad_scale))
+        assert all(same_bits(ours[name], theirs[name]) for name in ours)
+
+
+@precisions
+def test_a_nan_gradient_reaches_weight_and_moments(precision: Precision) -> None:
+    states, gradient = random_block(precision, 100)
+    gradient[37] = torch.nan
+    flat.adamw_step(states, gradient, scalars_at())
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        assert states[name].isnan().nonzero().tolist() == [[37]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    precision=st.sampled_from(PRECISIONS),
+    n=st.integers(1, 3000),
+    cuts=st.lists(st.integers(1, 2999), max_size=6),
+    threads=st.integers(1, 3),
+)
+def test_bits_do_not_depend_on_block_boundaries_or_threads(
+    precision: Precision, n: int, cuts: list[int], threads: int
+) -> None:
+    whole, gradient = random_block(precision, n, seed=n, edges=True)
+    cut = copy_of(whole)
+    flat.adamw_step(whole, gradient, scalars_at(4, 0.5))
+    step_in_blocks(cut, gradient, scalars_at(4, 0.5), cuts, threads)
+    assert all(same_bits(whole[name], cut[name]) for name in whole)
+
+
+def test_many_blocks_on_many_threads_give_the_bits_of_one_call() -> None:
+    whole, gradient = random_block("bf16", 1_000_003, seed=9)
+    cut = copy_of(whole)
+    flat.adamw_step(whole, gradient, scalars_at())
+    step_in_blocks(cut, gradient, scalars_at(), list(range(0, 1_000_003, 4096)), threads=4)
+    assert all(same_bits(whole[name], cut[name]) for name in whole)
+
+
+def test_ten_steps_agree_with_torch_adamw_within_rounding() -> None:
+    """In fp32 both round each of about ten operations to 2**-24 of its result. In one step that moves the
+    update, at most about lr, by under 16 * 2**-24 * lr, and the weight by 2 * 2**-24 of itself for the decay
+    and the update. The moments carry their errors on, so the first counts once for every earlier step."""
+    lr, steps, n = 1e-2, 10, 20_000
+    states, _ = random_block("fp32", n, seed=3)
+    states["exp_avg"].zero_()
+    states["exp_avg_sq"].zero_()
+    parameter = torch.nn.Parameter(states["weight"].clone())
+    optimizer = torch.optim.AdamW([parameter], lr=lr, weight_decay=0.1, foreach=False)
+    generator = torch.Generator().manual_seed(4)
+    for step in range(1, steps + 1):
+        gradient = torch.randn(n, generator=generator)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        flat.adamw_step(states, gradient, scalars_at(step, lr=lr, weight_decay=0.1))
+    unit = 2.0**-24
+    expected = parameter.detach()
+    bound = unit * (16 * lr * steps * steps + 4 * steps * expected.abs())
+    assert ((states["weight"] - expected).abs() <= bound).all()
+    assert bound.max() < 1e-3 * lr
+
+
+def test_the_bf16_weight_is_its_own_fp32_master() -> None:
+    split, gradient = random_block("bf16", 10_000, seed=5)
+    whole = {
+        "weight": reference.join(split["weight"], split["weight_low"]),
+        "exp_avg": split["exp_avg"].clone(),
+        "exp_avg_sq": split["exp_avg_sq"].clone(),
+    }
+    for step in (1, 2, 3):
+        flat.adamw_step(split, gradient, scalars_at(step))
+        flat.adamw_step(whole, gradient.float(), scalars_at(step))
+    assert same_bits(reference.join(split["weight"], split["weight_low"]), whole["weight"])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86 assembly")
+@pytest.mark.parametrize(("kernel", "addresses"), [(kernels.adamw_bf16, 5), (kernels.adamw_fp32, 4)])
+def test_adamw_compiles_to_vectors_without_fused_operations(kernel: object, addresses: int) -> None:
+    if numba.core.config.CPU_NAME == "generic":
+        pytest.skip("compiled for a generic CPU")
+    fresh = numba.njit(**kernels.OPTIONS)(kernel.py_func)
+    fresh(*[0] * (addresses + 1), *[0.5] * len(Scalars._fields))
+    (assembly,) = fresh.inspect_asm().values()
+    assert "fmadd" not in assembly
+    assert "fnmadd" not in assembly
+    assert "sqrtps" in assembly
+    assert "divps" in assembly
+    assert "rsqrt" not in assembly
+    assert "rcp" not in assembly
+
+
+@precisions
+def test_after_warm_up_nothing_is_left_to_compile(precision: Precision) -> None:
+    """In a process of its own, where a kernel that Numba cannot cache would warn, too."""
+    script = f"""
+import warnings
+warnings.simplefilter("error")
+import torch
+from pagoda.optim import AdamW, Hyper, flat, gradient_dtype, kernels, step_scalars
+kernels.warm_up({precision!r})
+def compiled():
+    names = [name for name in dir(kernels) if hasattr(getattr(kernels, name), "signatures")]
+    return {{name: len(getattr(kernels, name).signatures) for name in names}}
+before = compiled()
+gradient = torch.ones(10, dtype=gradient_dtype({precision!r}))
+states = {{spec.name: torch.zeros(10, dtype=spec.dtype) for spec in AdamW().states({precision!r})}}
+flat.adamw_step(states, gradient, step_scalars(Hyper.from_group(AdamW().defaults(), 1)))
+flat.store_gradient(gradient.clone(), gradient)
+flat.add_gradient(gradient.clone(), gradient)
+if {precision!r} == "bf16":
+    master = torch.zeros(10)
+    flat.split(master, states["weight"], states["weight_low"])
+    flat.join(states["weight"], states["weight_low"], master)
+assert compiled() == before, (before, compiled())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@precisions
+def test_tensors_a_kernel_cannot_take_are_refused_by_name(precision: Precision) -> None:
+    states, gradient = random_block(precision, 64)
+    kernels.warm_up(precision)
+    with pytest.raises(ConfigError, match="exp_avg has 63 elements; it must have 64"):
+        flat.adamw_step({**states, "exp_avg": states["exp_avg"][1:]}, gradient, scalars_at())
+    with pytest.raises(ConfigError, match=r"exp_avg_sq is torch\.float64"):
+        flat.adamw_step({**states, "exp_avg_sq": states["exp_avg_sq"].double()}, gradient, scalars_at())
+    with pytest.raises(ConfigError, match="gradient has strides"):
+        flat.adamw_step(states, gradient.repeat(2)[::2], scalars_at())
+    with pytest.raises(ConfigError, match="exp_avg is on meta"):
+        flat.adamw_step({**states, "exp_avg": states["exp_avg"].to("meta")}, gradient, scalars_at())
+    with pytest.raises(ConfigError, match="exp_avg is missing"):
+        flat.adamw_step({k: v for k, v in states.items() if k != "exp_avg"}, gradient, scalars_at())
+    with pytest.raises(ConfigError, match=r"src is torch\.float64"):
+        flat.store_gradient(gradient, gradient.double())
+    with pytest.raises(ConfigError, match=r"dst is torch\.float16"):
+        flat.add_gradient(gradient.half(), gradient.half())

@@ -1,0 +1,69 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pagoda.train.metrics import MetricsFile, StepMetrics, read_metrics
+
+KEYS = [
+    "step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "stall_s",
+    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults",
+]  # fmt: skip
+
+
+def metrics_of(step: int, loss: float = 1 / 3) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        grad_norm=None,
+        lr=3e-4,
+        step_s=0.5,
+        tokens_per_s=1024.0,
+        stall_s={"h2d": 0.1},
+        bytes_moved={"h2d": 4096},
+        peak_bytes={"host": 8192},
+        prefetch_hit_rate=1.0,
+        faults=0,
+    )
+
+
+def write_steps(path: Path, steps: range, after_step: int = 0) -> None:
+    with MetricsFile(path, after_step) as file:
+        for step in steps:
+            file.write(metrics_of(step))
+
+
+def test_a_line_has_exactly_the_documented_keys(tmp_path: Path) -> None:
+    write_steps(tmp_path / "m", range(1, 2))
+    assert list(json.loads((tmp_path / "m").read_text())) == KEYS
+
+
+def test_a_line_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "m") as file:
+        file.write(metrics_of(1))
+        assert [line["step"] for line in read_metrics(tmp_path / "m")] == [1]
+
+
+def test_resuming_drops_the_steps_after_the_checkpoint_and_keeps_the_rest_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    write_steps(path, range(1, 8))
+    before = path.read_text().splitlines()
+    write_steps(path, range(5, 7), after_step=4)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
+    assert path.read_text().splitlines()[:4] == before[:4]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 100])
+def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "m"
+    write_steps(path, range(1, 5))
+    path.write_bytes(path.read_bytes()[:-cut])
+    write_steps(path, range(4, 6), after_step=3)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path, loss: float) -> None:
+    assert json.loads(metrics_of(1, loss).to_json())["loss"] is None

@@ -1,0 +1,67 @@
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import CheckpointError, ConfigError
+from pagoda.train import TrainConfig
+from pagoda.train.run_dir import RunDir
+
+CONFIG = TrainConfig(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
+
+
+def test_a_run_starts_in_a_missing_an_empty_or_an_unrelated_directory(tmp_path: Path) -> None:
+    RunDir(tmp_path / "a" / "b").check_free()
+    RunDir(tmp_path).check_free()
+    (tmp_path / "ssd").mkdir()
+    RunDir(tmp_path).check_free()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ssd"]
+
+
+def test_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
+    RunDir(tmp_path).create(CONFIG)
+    with pytest.raises(ConfigError, match=r"already holds a run .*--resume"):
+        RunDir(tmp_path).check_free()
+
+
+def test_a_path_that_cannot_become_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="is a file"):
+            RunDir(out).check_free()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="not writable"):
+        RunDir(tmp_path / "run").check_free()
+
+
+def test_the_configuration_is_read_back(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "a" / "b")
+    run_dir.create(CONFIG)
+    assert run_dir.started_config() == CONFIG
+    run_dir.create(replace(CONFIG, steps=40))
+    assert run_dir.started_config().steps == 40
+    assert [entry.name for entry in run_dir.path.iterdir()] == ["config.json"]
+
+
+def test_resuming_without_a_run_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run to resume"):
+        RunDir(tmp_path).started_config()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        RunDir(tmp_path).started_config()
+
+
+def test_the_latest_checkpoint_is_the_complete_one_with_the_most_steps(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        run_dir.latest()
+    for name in ("step-000010", "step-000002", "step-000020.tmp", ".step-000030", "step-1000000"):
+        (run_dir.checkpoints / name).mkdir(parents=True)
+    (run_dir.checkpoints / "step-2000000").touch()
+    assert run_dir.latest().step == 1_000_000
+    assert run_dir.latest().path == run_dir.checkpoint(1_000_000)
