@@ -120,9 +120,7 @@ class Sweeper:
 
         return sweep
 
-    def addresses(
-        self, kernel: Callable[..., Any], tensors: list[torch.Tensor], *scalars: float
-    ) -> Callable[[], None]:
+    def addresses(self, kernel: Callable[..., Any], tensors: list[torch.Tensor], *scalars: float) -> Callable[[], None]:
         def block(start: int, n: int) -> None:
             kernel(*(tensor.data_ptr() + start * tensor.element_size() for tensor in tensors), n, *scalars)
 
@@ -207,9 +205,7 @@ def figures(made: list[Row], params: int) -> list[Figure]:
             ratio = statistics.median(theirs / ours for theirs, ours in pairs)
         median = statistics.median(rates)
         result.append(
-            Figure(
-                row.name, median, min(rates), max(rates), median * row.bytes_per_parameter, row.roof, ratio
-            )
+            Figure(row.name, median, min(rates), max(rates), median * row.bytes_per_parameter, row.roof, ratio)
         )
     return result
 
@@ -245,9 +241,7 @@ def main() -> None:
     result = figures(made, arguments.params)
 
     machine = f"{cpu_model()}, {os.cpu_count()} CPUs; {arguments.threads} threads"
-    table = Table(
-        title=f"{arguments.params / 2**20:.0f} Mi parameters, {machine}, median of {arguments.repeats}"
-    )
+    table = Table(title=f"{arguments.params / 2**20:.0f} Mi parameters, {machine}, median of {arguments.repeats}")
     for heading in ("kernel", "G parameters/s", "lowest - highest", "GB/s", "of roof"):
         table.add_column(heading, justify="left" if heading == "kernel" else "right")
     for figure in result:

@@ -52,7 +52,7 @@ def main() -> None:
         f"training state  {format_bytes(state_bytes)}, {state_bytes / budget:.1f} times the RAM it was given"
         f" ({format_bytes(budget)})",
         f"RAM for state   {format_bytes(measured)} at most; the plan said {format_bytes(planned)}",
-        f"whole process   {format_bytes(_peak_rss_bytes())} at most: {format_bytes(rss_before)} before the run"
+        f"whole process   {format_bytes(_peak_rss_bytes())} at most: {format_bytes(rss_before)} before it"
         " (Python and torch), the state, activations, the text and libraries",
         f"speed           {result.tokens_per_s:,.0f} tokens/s, {step_s:.2f} s a step",
         f"stalls          {sum(stalls.values()):.2f} s a step, "

@@ -1,18 +1,24 @@
 """Pagoda: train PyTorch models larger than memory, in pages across GPU, RAM and SSD.
 
-model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=3e-4), memory=pagoda.Memory(host="8GiB", ssd="/nvme"))
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=3e-4), memory=pagoda.Memory(host="8GiB", ssd="/nvme"))
+
+Names are imported when first used, so that `pagoda --help` need not wait for torch.
 """
 
-from pagoda.api import AdamW, Memory, gathered, init, plan_of, wrap
-from pagoda.errors import (
-    BudgetError,
-    CheckpointError,
-    ConfigError,
-    NonFiniteGradientError,
-    PagodaError,
-    StorageError,
-    UsageError,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagoda.api import AdamW, Memory, gathered, init, plan_of, wrap
+    from pagoda.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        NonFiniteGradientError,
+        PagodaError,
+        StorageError,
+        UsageError,
+    )
 
 __all__ = [
     "AdamW",
@@ -29,3 +35,9 @@ __all__ = [
     "plan_of",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+    return getattr(import_module("pagoda.errors" if name.endswith("Error") else "pagoda.api"), name)

@@ -52,9 +52,7 @@ class Memory:
         self.budgets()
         page = self.page_bytes
         if page is not None and (page % PAGE_ALIGN or page & (page - 1)):
-            raise ConfigError(
-                f"memory.page_size is {page}; it must be a power of two and a multiple of {PAGE_ALIGN}."
-            )
+            raise ConfigError(f"memory.page_size is {page}; it must be a power of two and a multiple of {PAGE_ALIGN}.")
 
     @property
     def page_bytes(self) -> int | None:
@@ -70,9 +68,7 @@ class Memory:
 
     def budgets(self) -> Budgets:
         """Bytes per tier; what was left open is read from the machine."""
-        host = (
-            parse_bytes(self.host, "memory.host") if self.host is not None else int(_free_ram() * _HOST_SHARE)
-        )
+        host = parse_bytes(self.host, "memory.host") if self.host is not None else int(_free_ram() * _HOST_SHARE)
         device = None
         if self.device is not None:
             kind, _, size = self.device.partition(":")
@@ -126,9 +122,7 @@ def wrap(
     if getattr(model, _ENGINE, None) is not None:
         raise UsageError("This model is wrapped already; call optimizer.close() and build a new one.")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(
-            "Every parameter of the model is frozen (requires_grad=False): there is nothing to train."
-        )
+        raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
     states = optimizer.states(precision)
     options = Options(memory.page_bytes, memory.unit_bytes, accumulation_steps, clip_grad_norm is not None)
     plan = make_plan(describe(model), states, memory.budgets(), options)
@@ -176,5 +170,5 @@ def _free_disk(directory: str) -> int:
         return shutil.disk_usage(directory).free
     except OSError as error:
         raise StorageError(
-            f"The SSD directory {directory!r} cannot be used: {error.strerror}. Create it, or name another in memory.ssd."
+            f"The SSD directory {directory!r} cannot be used: {error.strerror}. Create it, or name another."
         ) from error

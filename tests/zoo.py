@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -17,27 +19,40 @@ from transformers import (
 )
 
 import pagoda
+from pagoda.plan.planner import Plan
 
 VOCABULARY, BATCH, LENGTH = 96, 2, 16
 Batch = dict[str, torch.Tensor]
 
 
 class ConvNet(nn.Module):
-    """Convolutions, group norm, a parameter held directly by the model, and one linear layer used twice."""
+    """Residual convolutions, a parameter held directly by the model, a linear layer used twice, and optionally
+    checkpoints, which a plain module has to make itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 64, blocks: int = 4) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(8, 1, 1))
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU(), nn.Conv2d(8, 8, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(channels, 1, 1))
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.GroupNorm(4, channels), nn.GELU(), nn.Conv2d(channels, channels, 3, padding=1))
+            for _ in range(blocks)
         )
         self.mix = nn.Linear(64, 64)
-        self.head = nn.Linear(8 * 64, VOCABULARY)
+        self.head = nn.Linear(channels * 4, VOCABULARY)
+        self._checkpoint_kwargs: dict[str, bool] | None = None
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, bool]) -> None:
+        self._checkpoint_kwargs = gradient_checkpointing_kwargs
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        images = images.to(self.scale.dtype)
-        hidden = self.features(images) * self.scale
-        hidden = self.mix(torch.relu(self.mix(hidden.flatten(2))))
+        hidden = self.stem(images.to(self.scale.dtype)) * self.scale
+        for block in self.blocks:
+            if self._checkpoint_kwargs is None:
+                hidden = hidden + block(hidden)
+            else:
+                hidden = hidden + checkpoint(block, hidden, **self._checkpoint_kwargs)
+        hidden = self.mix(torch.relu(self.mix(hidden.flatten(2)))).unflatten(2, (8, 8))
+        hidden = nn.functional.adaptive_avg_pool2d(hidden, 2)
         return nn.functional.cross_entropy(self.head(hidden.flatten(1)).float(), labels)
 
 
@@ -135,6 +150,7 @@ class Recipe:
 
     model: str
     checkpointing: bool = False
+    reentrant: bool = False
     clip: float | None = 0.5
     accumulation: int = 1
     announced: bool = False
@@ -145,8 +161,8 @@ class Recipe:
     def build(self) -> nn.Module:
         torch.manual_seed(0)
         model = MODELS[self.model]()
-        if self.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.reentrant})
         if self.frozen:
             params = list(model.parameters())
             for param in params[2::3]:
@@ -164,6 +180,9 @@ class Outcome:
     optimizer: dict[str, object] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     faults: list[int] = field(default_factory=list)
+    moved: list[dict[str, int]] = field(default_factory=list)
+    """Per step: lane -> bytes."""
+    plan: Plan | None = None
 
     def assert_same_bits(self, other: "Outcome") -> None:
         assert self.losses == other.losses
@@ -200,9 +219,11 @@ def train(recipe: Recipe, memory: pagoda.Memory) -> Outcome:
         optimizer.zero_grad()
         outcome.norms.append(optimizer.stats.grad_norm)
         outcome.faults.append(optimizer.stats.faults)
+        outcome.moved.append(optimizer.stats.bytes_moved)
     outcome.weights = model.state_dict()
     outcome.optimizer = optimizer.state_dict()
     outcome.peak_bytes = optimizer.stats.peak_bytes
+    outcome.plan = pagoda.plan_of(model)
     for tier, peak in outcome.peak_bytes.items():
         assert peak <= pagoda.plan_of(model).peak_bytes[tier], tier
     optimizer.close()
@@ -215,10 +236,8 @@ RESIDENT = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
 
 def least_host(recipe: Recipe, **memory: str) -> int:
     """The smallest host budget that trains a recipe: everything that can be on SSD is there."""
-    try:
+    with pytest.raises(pagoda.BudgetError) as refused:
         train(recipe, pagoda.Memory(host=PAGE, unit_limit=UNIT_LIMIT, page_size=PAGE, **memory))
-    except pagoda.BudgetError as error:
-        assert error.tier == "host"
-        assert error.needed_bytes is not None
-        return error.needed_bytes
-    raise AssertionError("a budget of one page was accepted")
+    assert refused.value.tier == "host"
+    assert refused.value.needed_bytes is not None
+    return refused.value.needed_bytes

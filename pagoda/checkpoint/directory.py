@@ -22,22 +22,18 @@ def committed(directory: Path) -> Iterator[Path]:
     StorageError when the disk is full or cannot be written.
     """
     if directory.exists():
-        raise CheckpointError(
-            f"{directory} exists already; checkpoints are never overwritten. Name another one."
-        )
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+        raise CheckpointError(f"{directory} exists already; checkpoints are never overwritten. Name another one.")
+    temporary = directory.with_name(f".{directory.name}.partial")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # what a crash may have left
         temporary.mkdir()
         yield temporary
         _sync(temporary)
         temporary.rename(directory)
         _sync(directory.parent)
     except OSError as error:
-        raise StorageError(
-            f"The checkpoint {directory} could not be written: {error}. Free space there."
-        ) from error
+        raise StorageError(f"The checkpoint {directory} could not be written: {error}. Free space there.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -64,9 +60,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a Pagoda manifest")
     if content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {content.get('version')}; this Pagoda reads version {VERSION}"
-        )
+        raise CheckpointError(f"{path} has version {content.get('version')}; this Pagoda reads version {VERSION}")
     return content
 
 

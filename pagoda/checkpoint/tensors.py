@@ -71,7 +71,7 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], data: Iterable[torch.
         file.write(len(text).to_bytes(8, "little") + text)
         written = 0
         for piece in data:
-            written += file.write(memoryview(piece.contiguous().view(torch.uint8).numpy()))
+            written += file.write(piece.contiguous().view(torch.uint8).numpy().data)
         if written != end:
             raise ValueError(f"{path} got {written} bytes of data; its header says {end}")
         file.flush()
@@ -103,9 +103,7 @@ class TensorFile:
             self._start[name] = 8 + length + entry["data_offsets"][0]
         end = max((self._start[n] + s.nbytes for n, s in self.specs.items()), default=8 + length)
         if end != size:
-            raise CheckpointError(
-                f"{path} has {size} bytes where its header says {end}: it is truncated or damaged"
-            )
+            raise CheckpointError(f"{path} has {size} bytes where its header says {end}: it is truncated or damaged")
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
         """Elements [start, start + count) of a tensor, flat."""

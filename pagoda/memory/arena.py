@@ -91,9 +91,7 @@ class Arena:
         if self._mapping is None:
             raise ValueError("the arena is closed")
         if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
-            raise ValueError(
-                f"asked for {nbytes} bytes at offset {offset} of an arena of {self.nbytes} bytes"
-            )
+            raise ValueError(f"asked for {nbytes} bytes at offset {offset} of an arena of {self.nbytes} bytes")
         return self._mapping
 
 

@@ -27,9 +27,7 @@ class PagePool:
     def __init__(self, frames: int, first: int = 0) -> None:
         """Raises ValueError when `frames` is below 1 or `first` is negative."""
         if frames < 1 or first < 0:
-            raise ValueError(
-                f"a pool needs at least one frame and a start of 0 or more, not {frames} at {first}"
-            )
+            raise ValueError(f"a pool needs at least one frame and a start of 0 or more, not {frames} at {first}")
         self.frames = frames
         self.first = first
         self._in_use = 0
@@ -232,9 +230,7 @@ class SharedPool:
         (None: no limit).
         """
         if count > self.frames:
-            raise ValueError(
-                f"asked for {count} frames of a pool that has {self.frames}: they never come free"
-            )
+            raise ValueError(f"asked for {count} frames of a pool that has {self.frames}: they never come free")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._freed:
             while (run := self._pool.alloc(count)) is None:

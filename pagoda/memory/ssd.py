@@ -43,8 +43,7 @@ class PageFile:
         """
         if pages < 1 or page_bytes < 1 or page_bytes % PAGE_ALIGN:
             raise ConfigError(
-                f"a page file needs at least 1 page of a multiple of {PAGE_ALIGN} bytes, "
-                f"not {pages} of {page_bytes}"
+                f"a page file needs at least 1 page of a multiple of {PAGE_ALIGN} bytes, not {pages} of {page_bytes}"
             )
         self.directory = Path(directory)
         self.pages = pages
@@ -205,8 +204,7 @@ class PageFile:
             raise self._failed(verb, position, data.nbytes, "the page file is closed")
         if position < 0 or position + data.nbytes > self.nbytes:
             raise ValueError(
-                f"asked to {verb} {data.nbytes} bytes at offset {position} "
-                f"of a page file of {self.nbytes} bytes"
+                f"asked to {verb} {data.nbytes} bytes at offset {position} of a page file of {self.nbytes} bytes"
             )
         address = np.frombuffer(data, np.uint8).__array_interface__["data"][0] if data.nbytes else 0
         if position % PAGE_ALIGN or data.nbytes % PAGE_ALIGN or address % PAGE_ALIGN:

@@ -69,9 +69,7 @@ def _configuration(name_or_dir: str) -> Any:
         )
     transformers = _transformers()
     try:
-        return transformers.AutoConfig.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
+        return transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates a bad file with many exception types
         raise ConfigError(
             f"transformers {transformers.__version__} cannot read {directory / 'config.json'}: {error}"
@@ -113,7 +111,5 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(
-            "the built-in models need transformers: pip install 'pagoda-train[transformers]'"
-        ) from error
+        raise ConfigError("the built-in models need transformers: pip install 'pagoda-train[transformers]'") from error
     return transformers

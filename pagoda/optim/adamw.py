@@ -89,9 +89,7 @@ def _check_settings(lr: float, betas: tuple[float, float], eps: float, weight_de
         _check(f"betas[{index}]", beta, _is_number(beta) and 0 <= beta < 1, "in [0, 1)")
     # An eps of zero, or one that fp32 rounds to zero, turns a parameter with zero gradient into 0 / 0.
     _check("eps", eps, _is_number(eps) and _fp32(eps) > 0, "a finite number > 0 in fp32")
-    _check(
-        "weight_decay", weight_decay, _is_number(weight_decay) and weight_decay >= 0, "a finite number >= 0"
-    )
+    _check("weight_decay", weight_decay, _is_number(weight_decay) and weight_decay >= 0, "a finite number >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)

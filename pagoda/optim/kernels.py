@@ -95,9 +95,7 @@ def _round_to_bf16(value: Any) -> Any:
     # As fp32 bits: to nearest, ties to even, as torch rounds. A NaN stays one if its low 16 bits are zero, as
     # in every NaN that adding two bf16 values makes; testing for NaN would cost a tenth.
     bits = _fp32_to_bits(value)
-    return np.uint32(
-        np.uint32(bits + np.uint32(0x7FFF) + np.uint32((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    )
+    return np.uint32(np.uint32(bits + np.uint32(0x7FFF) + np.uint32((bits >> 16) & 1)) & np.uint32(0xFFFF0000))
 
 
 @_part

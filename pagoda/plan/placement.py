@@ -40,6 +40,8 @@ class Layout:
     states: tuple[StateSpec, ...]
     """The optimizer's states in order; the first is the weight."""
     page_bytes: int
+    block_limit: int = BLOCK_ELEMENTS
+    """Most elements of a streamed block."""
 
     @property
     def weight(self) -> StateSpec:
@@ -64,10 +66,8 @@ class Layout:
     def block_elements(self) -> int:
         """Elements per streamed block, such that every state's share of it is whole pages."""
         per_page = self.page_bytes // min(s.dtype.itemsize for s in self.states)
-        quarter = (
-            max(unit.numel for unit in self.units) // RING_SLOTS
-        )  # so that the ring holds one unit at most
-        return -(-min(BLOCK_ELEMENTS, quarter + 1) // per_page) * per_page
+        quarter = max(unit.numel for unit in self.units) // RING_SLOTS  # so that the ring holds one unit at most
+        return -(-min(self.block_limit, quarter + 1) // per_page) * per_page
 
     def block_pages(self, state: str) -> int:
         return pages_for(self.block_elements * self.itemsize(state), self.page_bytes)
@@ -104,26 +104,29 @@ class Placement:
         return self.lines.get(tier, {}).get(line, 0)
 
 
-def place(layout: Layout, budgets: Budgets, transient_gradients: bool) -> Placement:
+def place(layout: Layout, budgets: Budgets, transient_gradients: bool, staging_buffers: int = 2) -> Placement:
     """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
 
     A byte of weights on SSD costs up to four transfers a step (forward, backward, update in and out), a byte of
     gradients at least two, a byte of moments two: so weights get RAM first, then gradients, then moments, each in
     the order of the forward pass, because the first units of the next forward have the least slack.
-    `transient_gradients` says that units are updated under backward, so that gradients need only a few buffers.
+    `transient_gradients` says that units are updated under backward, so that gradients need only a few buffers;
+    `staging_buffers` is how many gradients of the largest unit fit the staging region at least (with one, backward
+    waits for each to be written).
 
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
-    return _Filler(layout, budgets, transient_gradients).fill()
+    return _Filler(layout, budgets, transient_gradients, staging_buffers).fill()
 
 
 class _Filler:
     """Works through the levels of `place`, from everything in RAM to everything on SSD."""
 
-    def __init__(self, layout: Layout, budgets: Budgets, transient: bool) -> None:
+    def __init__(self, layout: Layout, budgets: Budgets, transient: bool, staging_buffers: int) -> None:
         self.layout = layout
         self.budgets = budgets
         self.transient = transient
+        self.staging_buffers = staging_buffers
         self.separate = budgets.device is not None
         self.reasons: list[str] = []
         units = layout.units
@@ -141,16 +144,14 @@ class _Filler:
         if weights + moments + buffers <= self.host:
             room = min(grads, self.host - weights - moments)
             resident = frozenset(u.index for u in self.layout.units)
-            return self._placement(
-                resident, resident, resident if room == grads else frozenset(), room, device
-            )
+            return self._placement(resident, resident, resident if room == grads else frozenset(), room, device)
         if self.budgets.ssd is None:
             self._refuse(HOST, weights + moments + buffers, self.host, "memory.host, or add memory.ssd='DIR'")
         return self._split(device)
 
     def _split(self, device: dict[str, int]) -> Placement:
         grads = sum(self.grad.values())
-        least_staging = min(grads, 2 * self.widest_grad)
+        least_staging = min(grads, self.staging_buffers * self.widest_grad)
         ring_states = self._ring_pages(weights_on_ssd=False)
         left = self.host - ring_states - least_staging
         weights_in = self._prefix(self.weight, left)
@@ -261,9 +262,7 @@ class _Filler:
             self.reasons.append("Every state fits in host RAM; SSD is not used.")
         needed = sum(ssd.values()) * layout.page_bytes
         if self.budgets.ssd is not None and needed > self.budgets.ssd:
-            self._refuse(
-                SSD, sum(ssd.values()), self.budgets.ssd // layout.page_bytes, "memory.ssd='DIR:SIZE'"
-            )
+            self._refuse(SSD, sum(ssd.values()), self.budgets.ssd // layout.page_bytes, "memory.ssd='DIR:SIZE'")
         lines[DEVICE] = dict(device)
         return Placement(homes, {t: pages for t, pages in lines.items() if pages}, tuple(self.reasons))
 

@@ -9,7 +9,17 @@ from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
 from pagoda.plan.ops import DEVICE, HOST, SSD, Kind, Op
-from pagoda.plan.placement import GRAD, LEASES, WEIGHT, Budgets, Layout, Placement, bytes_by_state, place
+from pagoda.plan.placement import (
+    BLOCK_ELEMENTS,
+    GRAD,
+    LEASES,
+    WEIGHT,
+    Budgets,
+    Layout,
+    Placement,
+    bytes_by_state,
+    place,
+)
 from pagoda.plan.schedule import schedule_leases
 from pagoda.plan.trace import STEP, Phase, Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover
@@ -19,6 +29,8 @@ _MIN_UNIT_BYTES = 64 << 10
 _UNITS_WANTED = 8
 _MAX_WASTE = 0.02
 _MIN_PAGE_BYTES = 4096
+_BUFFERS = ((BLOCK_ELEMENTS, 2), (BLOCK_ELEMENTS // 2, 2), (BLOCK_ELEMENTS // 4, 2), (BLOCK_ELEMENTS // 8, 1))
+"""(elements of a streamed block, gradients in the staging region): what to try, from roomy to tight."""
 
 
 @dataclass(frozen=True)
@@ -113,36 +125,27 @@ def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets,
     """
     params = list(root.walk())
     if not params:
-        raise BudgetError(
-            "The model has no floating-point parameters, so there is nothing to train in pages."
-        )
+        raise BudgetError("The model has no floating-point parameters, so there is nothing to train in pages.")
     itemsize = states[0].dtype.itemsize
     total = sum(p.numel for p in params) * itemsize
     limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
     while True:
         units = discover(root, limit, itemsize)
-        layout = _layout(units, states, options.page_bytes)
         try:
-            placement = place(layout, budgets, options.update_under_backward)
+            layout, placement = _fit(_layout(units, states, options.page_bytes), budgets, options)
             break
         except BudgetError:
             smaller = _next_limit(units, limit, itemsize)
             if options.unit_limit is not None or smaller is None:
                 raise
             limit = smaller
+    largest = format_bytes(max(unit.numel for unit in units) * itemsize)
     reasons = (
-        f"{len(units)} units of at most {format_bytes(limit)} of weights"
-        + (
-            " (as asked)."
-            if options.unit_limit
-            else ": an eighth of the model at most, less where the budget is tight."
-        ),
+        f"{len(units)} units, the largest of {largest}: modules of at most {format_bytes(limit)} of weights "
+        + ("(as asked)" if options.unit_limit else "(an eighth of the model, less where the budget is tight)")
+        + ", and larger ones that have no parts.",
         f"Pages of {format_bytes(layout.page_bytes)}"
-        + (
-            " (as asked)."
-            if options.page_bytes
-            else f": the largest that waste at most {_MAX_WASTE:.0%} in padding."
-        ),
+        + (" (as asked)." if options.page_bytes else f": the largest that waste at most {_MAX_WASTE:.0%} in padding."),
         *placement.reasons,
         _when(options),
     )
@@ -151,13 +154,24 @@ def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets,
     return draft.retraced(trace)
 
 
+def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:
+    """A placement, with smaller streaming buffers where the budget is tight. Raises BudgetError of the smallest."""
+    *tries, last = _BUFFERS
+    for block_limit, staging_buffers in tries:
+        candidate = replace(layout, block_limit=block_limit)
+        try:
+            return candidate, place(candidate, budgets, options.update_under_backward, staging_buffers)
+        except BudgetError:
+            continue
+    layout = replace(layout, block_limit=last[0])
+    return layout, place(layout, budgets, options.update_under_backward, last[1])
+
+
 def _when(options: Options) -> str:
     if options.update_under_backward:
         return "Units are updated under backward, as soon as their last gradient has arrived."
     why = (
-        "the clipped norm is known only then"
-        if options.clipping
-        else "the number of backward passes is not announced"
+        "the clipped norm is known only then" if options.clipping else "the number of backward passes is not announced"
     )
     return f"Units are updated after backward ({why}), just before the next forward needs each."
 
@@ -182,9 +196,7 @@ def _layout(units: tuple[UnitSpec, ...], states: tuple[StateSpec, ...], asked: i
 
 def _next_limit(units: tuple[UnitSpec, ...], limit: int, itemsize: int) -> int | None:
     """A limit that splits the largest unit that can be split, or None when each is a single parameter's."""
-    splittable = [
-        u.numel * itemsize for u in units if len(u.slots) > 1 and u.numel * itemsize > _MIN_PAGE_BYTES
-    ]
+    splittable = [u.numel * itemsize for u in units if len(u.slots) > 1 and u.numel * itemsize > _MIN_PAGE_BYTES]
     if not splittable or limit <= _MIN_PAGE_BYTES:
         return None
     return min(limit // 2, max(splittable) - 1)

@@ -40,7 +40,7 @@ def assumed_trace(units: int, accumulation_steps: int = 1) -> Trace:
     """The trace a model most likely has: every unit forward in order, then backward, per micro-batch."""
     forward = [Access(u, Phase.FORWARD) for u in range(units)]
     backward = [Access(u, Phase.BACKWARD) for u in reversed(range(units))]
-    return Trace(tuple((forward + backward) * accumulation_steps) + (STEP,), assumed=True)
+    return Trace((*(forward + backward) * accumulation_steps, STEP), assumed=True)
 
 
 class Recorder:

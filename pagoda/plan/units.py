@@ -91,9 +91,7 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
 
     visit(root)
     if not units:
-        raise BudgetError(
-            "The model has no floating-point parameters, so there is nothing to train in pages."
-        )
+        raise BudgetError("The model has no floating-point parameters, so there is nothing to train in pages.")
     return tuple(units)
 
 

@@ -35,7 +35,7 @@ def init() -> Iterator[None]:
         meta.__dict__.update(param.__dict__)
         return meta
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # torch's says None
     try:
         yield
     finally:
@@ -54,9 +54,7 @@ def describe(model: nn.Module) -> ModuleSpec:
                 params.append(ParamSpec(_join(name, short), tuple(param.shape), param.requires_grad))
         visited.add(module)
         children = tuple(
-            visit(child, _join(name, short))
-            for short, child in module.named_children()
-            if child not in visited
+            visit(child, _join(name, short)) for short, child in module.named_children() if child not in visited
         )
         return ModuleSpec(name, tuple(params), children)
 
@@ -100,9 +98,7 @@ class Builder:
         for slot, param in enumerate(unit.params):
             self._store.write_master(unit.spec, slot, param.detach().reshape(-1))
             param.data = unit.placeholders[slot]
-            stand_in = nn.Parameter(
-                torch.empty(param.shape, device="meta"), requires_grad=param.requires_grad
-            )
+            stand_in = nn.Parameter(torch.empty(param.shape, device="meta"), requires_grad=param.requires_grad)
             self._install(param, stand_in)
 
     def finish(self, units: list[LiveUnit]) -> None:
@@ -134,8 +130,8 @@ class Builder:
         for slot, param in enumerate(unit.params):
             if id(param) in fresh and param.isnan().any():
                 raise ConfigError(
-                    f"Parameter {unit.name(slot)!r} was left uninitialised: neither its module's reset_parameters() nor "
-                    "the model's _init_weights(module) fills it. Define one, or build the model outside pagoda.init()."
+                    f"Parameter {unit.name(slot)!r} was left uninitialised: neither its module's reset_parameters() "
+                    "nor the model's _init_weights(module) fills it. Define one, or build the model outside pagoda.init()."
                 )
 
     def _initialisation_order(self, unit: LiveUnit, fresh: set[int]) -> list[nn.Module]:

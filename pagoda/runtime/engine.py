@@ -132,9 +132,7 @@ class Engine:
         """A module that uses the unit starts its forward."""
         phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
         if unit.gathered:
-            raise UsageError(
-                f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters."
-            )
+            raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
         lease = self.acquire(unit, phase)
         unit.active += 1
         if unit.active == 1:

@@ -23,9 +23,7 @@ def mark_homes(engine: Engine) -> None:
 
 
 @contextmanager
-def gathered(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False
-) -> Iterator[None]:
+def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
     """Inside the block, `params` (a module means all of its parameters) hold real tensors in their compute dtype.
 
     With `modify` what was written to them becomes the new weight when the block ends; elements left alone keep
@@ -38,18 +36,14 @@ def gathered(
         params = params.parameters()
     elif isinstance(params, nn.Parameter):
         params = [params]
-    homes: dict[int, tuple[Engine, LiveUnit, int]] = {
-        id(p): getattr(p, _HOME) for p in params if hasattr(p, _HOME)
-    }
+    homes: dict[int, tuple[Engine, LiveUnit, int]] = {id(p): getattr(p, _HOME) for p in params if hasattr(p, _HOME)}
     taken: list[tuple[Engine, LiveUnit, int]] = []
     try:
         for engine, unit, slot in homes.values():
             if slot in unit.gathered:
                 continue
             if unit.active:
-                raise UsageError(
-                    f"{unit.name(slot)!r} cannot be gathered while its module's forward is running."
-                )
+                raise UsageError(f"{unit.name(slot)!r} cannot be gathered while its module's forward is running.")
             engine.drain()
             placed = unit.spec.slots[slot]
             flat = engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
@@ -74,9 +68,7 @@ def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) ->
     store = engine.store
     placed = unit.spec.slots[slot]
     if tuple(value.shape) != placed.param.shape:
-        raise UsageError(
-            f"{unit.name(slot)!r} has shape {placed.param.shape}; {tuple(value.shape)} was written to it."
-        )
+        raise UsageError(f"{unit.name(slot)!r} has shape {placed.param.shape}; {tuple(value.shape)} was written to it.")
     flat = value.detach().reshape(-1)
     dtype = store.dtype(WEIGHT)
     if flat.dtype == dtype and slot < unit.trainable and store.has_low:

@@ -184,9 +184,7 @@ class Gradients:
             run = self._staging.pool.alloc(count)
             assert run is not None, "room for the run has just been made"
             record.run = run
-            record.buffer = self._staging.tensor(
-                run, self._store.dtype(GRAD), record.unit.spec.trainable_numel
-            )
+            record.buffer = self._staging.tensor(run, self._store.dtype(GRAD), record.unit.spec.trainable_numel)
             self._staged.append(record)
             if record.on_ssd:
                 self._reload(record)

@@ -31,7 +31,7 @@ class _GradientElsewhere(torch.Tensor):
             "torch.nn.utils.clip_grad_norm_; the norm is in optimizer.stats.grad_norm."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<gradient in Pagoda's pages, shape {tuple(self.shape)}>"
 
 
@@ -105,7 +105,7 @@ class ModelHooks:
 
     def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
         param = unit.params[slot]
-        marker = unit.placeholders[slot].as_subclass(_GradientElsewhere)  # type: ignore[arg-type]
+        marker = unit.placeholders[slot].as_subclass(_GradientElsewhere)
         accumulate = False
 
         def before(_grad: torch.Tensor) -> None:
@@ -119,8 +119,8 @@ class ModelHooks:
             param.grad = marker
             self._engine.on_gradient(unit, slot, grad, accumulate)
 
-        self._handles.append(param.register_hook(before))
-        self._handles.append(param.register_post_accumulate_grad_hook(after))
+        self._handles.append(param.register_hook(before))  # type: ignore[no-untyped-call]
+        self._handles.append(param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
 
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
@@ -132,7 +132,7 @@ def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module
         needed[modules[unit.spec.module]].append(unit)
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            unit = owner.get(id(param))
-            if unit is not None and unit not in needed.setdefault(module, []):
-                needed[module].append(unit)
+            held = owner.get(id(param))
+            if held is not None and held not in needed.setdefault(module, []):
+                needed[module].append(held)
     return needed

@@ -45,7 +45,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self._engine.stats
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient.
 
         Raises NonFiniteGradientError, with weights unchanged and gradients dropped, when a gradient is NaN or
@@ -107,9 +107,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 unit.steps[slot] = int(state.get("step", 0))
                 for name in self._snapshot.moment_names:
                     value = state.get(name)
-                    self._snapshot.write(
-                        unit, slot, name, torch.zeros(param.shape) if value is None else value
-                    )
+                    self._snapshot.write(unit, slot, name, torch.zeros(param.shape) if value is None else value)
                 index += 1
 
     def save_checkpoint(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:

@@ -130,9 +130,7 @@ class Snapshot:
         """Every tensor this model needs is there, with its shape; nothing has been changed yet."""
         for state in self._states:
             specs = files[state.name].specs
-            expected = {
-                unit.name(slot): unit.spec.slots[slot].param.shape for unit, slot in self._slots(state.name)
-            }
+            expected = {unit.name(slot): unit.spec.slots[slot].param.shape for unit, slot in self._slots(state.name)}
             for name in expected.keys() | specs.keys():
                 found = specs[name].shape if name in specs else None
                 if found != expected.get(name):
@@ -142,6 +140,4 @@ class Snapshot:
                     )
         missing = self._buffers().keys() - files[_BUFFERS].specs.keys()
         if missing:
-            raise CheckpointError(
-                f"{directory} does not belong to this model: it lacks the buffers {sorted(missing)}."
-            )
+            raise CheckpointError(f"{directory} does not belong to this model: it lacks the buffers {sorted(missing)}.")

@@ -27,16 +27,14 @@ class WeightStateDicts:
         self._handles = []
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-            self._fill(
-                module, state_dict, prefix
-            )  # torch marks the hook, which a bound method does not allow
+            self._fill(module, state_dict, prefix)  # torch marks the hook, which a bound method does not allow
 
         for module in model.modules():
             if any(id(p) in self._homes for p in module.parameters(recurse=False)):
                 self._handles += [
-                    module.register_state_dict_post_hook(fill),
-                    module.register_load_state_dict_pre_hook(self._take),
-                    module.register_load_state_dict_post_hook(self._hide),
+                    module.register_state_dict_post_hook(fill),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(self._take),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(self._hide),  # type: ignore[no-untyped-call]
                 ]
 
     def remove(self) -> None:
@@ -62,9 +60,7 @@ class WeightStateDicts:
                 self._copies[key] = weakref.ref(value)
             state_dict[prefix + name] = value
 
-    def _take(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
-    ) -> None:
+    def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace paged parameters; leave assign out.")
         self._engine.drain()
@@ -74,9 +70,7 @@ class WeightStateDicts:
             if home is None or value is None or value.shape != param.shape:
                 continue  # torch reports what is missing or has the wrong shape
             overwrite(self._engine, *home, value)
-            param.data = torch.empty(
-                param.shape, dtype=param.dtype
-            )  # takes the copy torch makes after this hook
+            param.data = torch.empty(param.shape, dtype=param.dtype)  # takes the copy torch makes after this hook
 
     def _hide(self, module: nn.Module, _incompatible: Any) -> None:
         for param in module.parameters(recurse=False):

@@ -144,9 +144,7 @@ class Store:
         if self.page_file is not None:
             self.page_file.close()
 
-    def _windows(
-        self, unit: int, state: str, start: int, count: int
-    ) -> Iterator[tuple[int, int, memoryview, int]]:
+    def _windows(self, unit: int, state: str, start: int, count: int) -> Iterator[tuple[int, int, memoryview, int]]:
         """(first element, end element, bounce window, byte offset of the window) covering a range of elements."""
         itemsize = self.dtype(state).itemsize
         end = start + count

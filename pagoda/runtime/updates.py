@@ -89,9 +89,7 @@ class Updater:
         unit = record.unit
         on_ssd = [s.name for s in self._states if self._store.plan.placement.home(unit.index, s.name) == SSD]
         lane = "ssd_write" if WEIGHT in on_ssd else "ssd_read" if on_ssd else "update"
-        update = Update(
-            urgency, next(self._sequence), record, tuple(segments), Handle(lane), Handle("ssd_write")
-        )
+        update = Update(urgency, next(self._sequence), record, tuple(segments), Handle(lane), Handle("ssd_write"))
         with self._lock:
             self._latest[unit.index] = update.written
             heapq.heappush(self._queue, update)
@@ -227,10 +225,7 @@ class Updater:
         touched = 2 * sum(itemsizes) + gradient_itemsize
         handle = self._lanes["update"].submit(compute, reads, (stop - start) * touched)
         computed.append(handle)
-        writes = [
-            self._transfer("ssd_write", unit, slot, start, *transfer, after=(handle,))
-            for transfer in transfers
-        ]
+        writes = [self._transfer("ssd_write", unit, slot, start, *transfer, after=(handle,)) for transfer in transfers]
         written.extend(writes)
         if streamed:
             Latch("ssd_write", writes).then(lambda _: self._slots.put(slot))

@@ -142,9 +142,7 @@ class TrainConfig:
         _require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
         _require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
         if self.clip_grad_norm is not None:
-            _require(
-                self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None"
-            )
+            _require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
 
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back to an equal one."""
@@ -220,6 +218,4 @@ def _decode(kind: type[_T], settings: Any) -> _T:
     try:
         return kind(**values)
     except TypeError as error:
-        raise ConfigError(
-            f"the configuration is incomplete or has a value of the wrong type: {error}"
-        ) from error
+        raise ConfigError(f"the configuration is incomplete or has a value of the wrong type: {error}") from error

@@ -61,14 +61,10 @@ class ByteText:
             return _read(source, root, paths)
         path = Path(source)
         if not path.exists():
-            raise ConfigError(
-                f"data {source!r} does not exist: give a text file, a folder of text files, or 'stdlib'"
-            )
+            raise ConfigError(f"data {source!r} does not exist: give a text file, a folder of text files, or 'stdlib'")
         if path.is_file():
             return _read(source, path.parent, [path])
-        visible = (
-            p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)
-        )
+        visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
         return _read(source, path, visible)
 
     def __len__(self) -> int:

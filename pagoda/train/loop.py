@@ -4,7 +4,6 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +15,8 @@ from pagoda.api import init, plan_of, wrap
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
+from pagoda.plan.planner import Plan
+from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import VOCABULARY, Batches, ByteText
 from pagoda.train.metrics import MetricsFile, StepMetrics
@@ -24,16 +25,13 @@ from pagoda.train.progress import Progress
 from pagoda.train.run_dir import Checkpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
 
-if TYPE_CHECKING:
-    from pagoda.plan.planner import Plan
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """What one call of `run` did."""
 
     out: Path
-    plan: "Plan"
+    plan: Plan
     first_step: int
     """First step this call ran, counted from 1."""
     last_step: int
@@ -100,7 +98,7 @@ class _Loop:
         run_dir: RunDir,
         batches: Batches,
         model: nn.Module,
-        optimizer: Any,
+        optimizer: PagedOptimizer,
         console: Console,
     ) -> None:
         self.config = config
@@ -150,9 +148,7 @@ class _Loop:
                         metrics_file = MetricsFile(self.run_dir.metrics, after_step=done)
                     metrics_file.write(metrics)
                     progress.show(metrics)
-                    if config.checkpoint_every and (
-                        step % config.checkpoint_every == 0 or step == config.steps
-                    ):
+                    if config.checkpoint_every and (step % config.checkpoint_every == 0 or step == config.steps):
                         self._save(step, metrics_file)
                     if stop.received is not None:
                         self._save(step, metrics_file)
@@ -229,9 +225,7 @@ class _Loop:
         if result.checkpoint is not None:
             lines.append(f"Checkpoint: {result.checkpoint}")
         elif result.stopped_by is None:
-            lines.append(
-                "No checkpoint was saved: --checkpoint-every is 0, so the trained weights are not kept."
-            )
+            lines.append("No checkpoint was saved: --checkpoint-every is 0, so the trained weights are not kept.")
         if result.stopped_by is not None:
             lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self.run_dir.path}")
         for line in lines:
@@ -255,9 +249,7 @@ def _checkpoint_to_resume(config: TrainConfig, run_dir: RunDir) -> Checkpoint | 
 
 def _built_model(config: TrainConfig) -> nn.Module:
     with init():
-        model = build_model(
-            config.model, seq_len=config.seq_len, gradient_checkpointing=config.gradient_checkpointing
-        )
+        model = build_model(config.model, seq_len=config.seq_len, gradient_checkpointing=config.gradient_checkpointing)
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary < VOCABULARY:
         raise ConfigError(
@@ -275,9 +267,7 @@ def _seed(seed: int) -> None:
 
 def _show_text(console: Console, batches: Batches) -> None:
     text = batches.text
-    line = (
-        f"Text: {text.source}, {format_bytes(len(text))} in {text.files} files, {batches.windows:,} sequences"
-    )
+    line = f"Text: {text.source}, {format_bytes(len(text))} in {text.files} files, {batches.windows:,} sequences"
     console.print(line, soft_wrap=True, highlight=False)
     if text.skipped:
         shown = ", ".join(f"{entry.path.name} ({entry.reason})" for entry in text.skipped[:3])

@@ -45,9 +45,7 @@ def test_every_documented_flag_reaches_the_configuration() -> None:
         seq_len=128,
         accumulation_steps=2,
         precision="fp32",
-        memory=MemoryConfig(
-            host="64MiB", ssd="dir:1GiB", device="cpu:512MiB", page_size="1MiB", unit_limit="8MiB"
-        ),
+        memory=MemoryConfig(host="64MiB", ssd="dir:1GiB", device="cpu:512MiB", page_size="1MiB", unit_limit="8MiB"),
         optim=OptimConfig(lr=1e-3, betas=(0.8, 0.9), schedule="constant", warmup_steps=5),
         clip_grad_norm=0.5,
         gradient_checkpointing=False,
@@ -92,9 +90,7 @@ def test_resume_keeps_the_settings_of_the_run_for_flags_not_given(tmp_path: Path
         ("train", *REQUIRED, "--resume"),
     ],
 )
-def test_flags_that_cannot_be_read_exit_with_2(
-    args: tuple[str, ...], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_cannot_be_read_exit_with_2(args: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*args) == 2
     out, err = capfd.readouterr()
     assert err
@@ -106,9 +102,7 @@ def test_a_setting_out_of_range_is_named(capfd: pytest.CaptureFixture[str]) -> N
     assert "--seed is -1" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("args", "shows"), [(["--help"], "train"), (["train", "--help"], "--memory.ssd DIR[:SIZE]")]
-)
+@pytest.mark.parametrize(("args", "shows"), [(["--help"], "train"), (["train", "--help"], "--memory.ssd DIR[:SIZE]")])
 def test_help_works_as_a_module_and_does_not_import_transformers(args: list[str], shows: str) -> None:
     code = (
         "import runpy, sys\n"

@@ -158,9 +158,7 @@ def running(work: Workspace) -> Iterator["subprocess.Popen[str]"]:
     """A run of very many steps in a process of its own, past its second step."""
     args = [sys.executable, "-m", "pagoda", *work.args("run", steps=1_000_000)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     metrics = work.root / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and len(read_metrics(metrics)) >= 2):
@@ -212,8 +210,7 @@ def test_bad_input_is_explained_and_leaves_nothing_behind(
     before = sorted(work.root.rglob("*"))
     changes, message = BAD_INPUT[case]
     filled = {
-        name: value.format(root=work.root) if isinstance(value, str) else value
-        for name, value in changes.items()
+        name: value.format(root=work.root) if isinstance(value, str) else value for name, value in changes.items()
     }
     assert main(work.args("run", **filled)) == 2
     error = capsys.readouterr().err
@@ -222,26 +219,20 @@ def test_bad_input_is_explained_and_leaves_nothing_behind(
     assert sorted(work.root.rglob("*")) == before
 
 
-def test_a_vocabulary_too_small_for_bytes_is_explained(
-    work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vocabulary_too_small_for_bytes_is_explained(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     work.write_model(vocab_size=255)
     assert main(work.args("run")) == 2
     assert "vocab_size" in capsys.readouterr().err
     assert not (work.root / "run").exists()
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(
-    work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gradient_that_is_not_finite_stops_the_run(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(work.args("run", optim__lr=1e30)) == 2
     assert "gradient" in capsys.readouterr().err
     assert all(math.isfinite(line["loss"]) for line in work.metrics("run"))
 
 
-def test_a_finished_run_is_neither_overwritten_nor_resumed(
-    work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_neither_overwritten_nor_resumed(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     work.train("run", steps=2, checkpoint_every=1)
     before = (work.root / "run" / "metrics.jsonl").read_bytes()
     assert main(work.args("run", steps=2)) == 2
@@ -251,9 +242,7 @@ def test_a_finished_run_is_neither_overwritten_nor_resumed(
     assert (work.root / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_resuming_names_what_does_not_belong_to_the_run(
-    work: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_names_what_does_not_belong_to_the_run(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     work.train("run", steps=2, checkpoint_every=1)
     assert main(work.args("run", "--resume", steps=4, batch_size=3)) == 2
     assert "--batch-size 3 (the run has 2)" in capsys.readouterr().err

@@ -22,15 +22,11 @@ from pagoda.memory import PAGE_BYTES, Run, format_bytes, pages_for, parse_bytes
         (7, 7),
     ],
 )
-def test_sizes_in_binary_and_decimal_units_and_any_case_are_read_exactly(
-    text: str | int, nbytes: int
-) -> None:
+def test_sizes_in_binary_and_decimal_units_and_any_case_are_read_exactly(text: str | int, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "20G", "1.5.2GB", "-4KiB", "1e9", "12 parsecs", "0", "0.2B", "٣GiB"]
-)
+@pytest.mark.parametrize("text", ["", "GiB", "20G", "1.5.2GB", "-4KiB", "1e9", "12 parsecs", "0", "0.2B", "٣GiB"])
 def test_text_that_is_no_size_is_refused_naming_the_setting_and_the_text(text: str) -> None:
     with pytest.raises(ConfigError, match="host") as caught:
         parse_bytes(text, "host")

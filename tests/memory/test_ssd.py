@@ -52,9 +52,7 @@ def refuse_direct_transfer(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["direct", "buffered"])
-def page_file(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[PageFile]:
+def page_file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageFile]:
     """Eight pages, once with direct I/O and once without."""
     if request.param == "buffered":
         refuse_direct_flag(monkeypatch)
@@ -136,9 +134,7 @@ def test_a_dropped_page_file_gives_its_space_back(tmp_path: Path) -> None:
     assert inode not in open_inodes()
 
 
-def test_short_transfers_go_on_from_the_last_whole_block(
-    page_file: PageFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_transfers_go_on_from_the_last_whole_block(page_file: PageFile, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets: list[int] = []
 
     def short(real: Callable[[int, Sequence[memoryview], int], int]) -> Callable[..., int]:
@@ -184,9 +180,7 @@ def test_bytes_outside_the_file_are_refused(page_file: PageFile, page: int, offs
         page_file.pwrite(page, view, offset)
 
 
-@pytest.mark.parametrize(
-    ("address", "offset", "nbytes"), [(8, 0, PAGE_ALIGN), (0, 8, PAGE_ALIGN), (0, 0, 100)]
-)
+@pytest.mark.parametrize(("address", "offset", "nbytes"), [(8, 0, PAGE_ALIGN), (0, 8, PAGE_ALIGN), (0, 0, 100)])
 def test_unaligned_transfers_are_refused_with_and_without_direct_io(
     page_file: PageFile, address: int, offset: int, nbytes: int
 ) -> None:
@@ -255,9 +249,7 @@ def test_too_little_free_space_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=PAGE // 4))
     monkeypatch.setattr(os, "open", raising(errno.EIO))
-    with pytest.raises(
-        StorageError, match=r"asked 128\.00 KiB \(2 pages\), free 48\.00 KiB, 80\.00 KiB short"
-    ):
+    with pytest.raises(StorageError, match=r"asked 128\.00 KiB \(2 pages\), free 48\.00 KiB, 80\.00 KiB short"):
         PageFile(tmp_path, 2, PAGE)
 
 
@@ -276,9 +268,7 @@ def test_space_lost_to_others_meanwhile_is_refused_with_the_shortfall_and_no_fil
     assert not [link for link in links if link.startswith(str(tmp_path))]
 
 
-def test_a_quota_is_not_reported_as_a_negative_shortfall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quota_is_not_reported_as_a_negative_shortfall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", raising(errno.EDQUOT))
     with pytest.raises(StorageError, match="refused by a quota"):
         PageFile(tmp_path, 2, PAGE)

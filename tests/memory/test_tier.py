@@ -66,12 +66,8 @@ def test_a_full_tier_says_its_name_what_was_asked_and_what_there_is(tier: Tier) 
         tier.alloc(3)
 
 
-@pytest.mark.parametrize(
-    ("offset", "nbytes"), [(-PAGE_ALIGN, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, PAGE_ALIGN)]
-)
-def test_bytes_outside_the_run_are_refused_although_the_tier_has_them(
-    tier: Tier, offset: int, nbytes: int
-) -> None:
+@pytest.mark.parametrize(("offset", "nbytes"), [(-PAGE_ALIGN, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, PAGE_ALIGN)])
+def test_bytes_outside_the_run_are_refused_although_the_tier_has_them(tier: Tier, offset: int, nbytes: int) -> None:
     tier.alloc(1)
     run = tier.alloc(2)
     with pytest.raises(ValueError, match=r"Run\(start=1, count=2\) in tier"):

@@ -88,9 +88,7 @@ def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
         build_model(str(tmp_path), seq_len=16)
 
 
-@pytest.mark.parametrize(
-    "text", ["not json", "{}", '{"model_type": "no-such-model"}', '{"model_type": "t5"}']
-)
+@pytest.mark.parametrize("text", ["not json", "{}", '{"model_type": "no-such-model"}', '{"model_type": "t5"}'])
 def test_an_unusable_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError):

@@ -47,9 +47,7 @@ def test_add_gives_the_bits_of_torch_and_the_new_sum_of_squares(precision: Preci
 
 @precisions
 def test_add_gives_the_bits_of_torch_on_edge_values_and_ties(precision: Precision) -> None:
-    ties = torch.tensor(
-        [1.0, 256.0, 257.0, 2.0**-8, 3 * 2.0**-9, 2.0**-133, torch.inf, -torch.inf, torch.nan]
-    )
+    ties = torch.tensor([1.0, 256.0, 257.0, 2.0**-8, 3 * 2.0**-9, 2.0**-133, torch.inf, -torch.inf, torch.nan])
     values = torch.cat([EDGES, ties]).to(gradient_dtype(precision))
     ours, more = (axis.reshape(-1).clone() for axis in torch.meshgrid(values, values, indexing="ij"))
     theirs = ours.clone()
@@ -59,9 +57,7 @@ def test_add_gives_the_bits_of_torch_on_edge_values_and_ties(precision: Precisio
 
 
 def test_add_gives_the_bits_of_torch_on_random_bf16_bit_patterns() -> None:
-    patterns = torch.from_numpy(
-        np.random.default_rng(0).integers(-(2**15), 2**15, (2, 500_000), dtype=np.int16)
-    )
+    patterns = torch.from_numpy(np.random.default_rng(0).integers(-(2**15), 2**15, (2, 500_000), dtype=np.int16))
     ours, more = patterns.view(torch.bfloat16)
     theirs = ours.clone()
     flat.add_gradient(ours, more)
@@ -72,9 +68,7 @@ def test_add_gives_the_bits_of_torch_on_random_bf16_bit_patterns() -> None:
 @precisions
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("position", [0, 300, 999])
-def test_one_non_finite_element_makes_the_sum_non_finite(
-    precision: Precision, bad: float, position: int
-) -> None:
+def test_one_non_finite_element_makes_the_sum_non_finite(precision: Precision, bad: float, position: int) -> None:
     gradient = random_gradient(precision, 1000, 1)
     gradient[position] = bad
     stored = torch.zeros_like(gradient)

@@ -59,9 +59,7 @@ def test_kernel_gives_the_bits_of_the_reference(precision: Precision, edges: boo
 
 
 def test_every_pair_of_edge_values_gives_the_bits_of_the_reference() -> None:
-    w, m, v, g = (
-        axis.reshape(-1) for axis in torch.meshgrid(EDGES, EDGES, EDGES.abs(), EDGES, indexing="ij")
-    )
+    w, m, v, g = (axis.reshape(-1) for axis in torch.meshgrid(EDGES, EDGES, EDGES.abs(), EDGES, indexing="ij"))
     for grad_scale in (1.0, 1e-6):
         ours = {"weight": w.clone(), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
         theirs = copy_of(ours)

@@ -16,9 +16,7 @@ def text_of(length: int) -> ByteText:
 
 
 def batches_of(windows: int, seq_len: int = 4, **settings: int) -> Batches:
-    return Batches(
-        text=text_of(windows * seq_len + seq_len - 1), seq_len=seq_len, **{"batch_size": 2, **settings}
-    )
+    return Batches(text=text_of(windows * seq_len + seq_len - 1), seq_len=seq_len, **{"batch_size": 2, **settings})
 
 
 @given(

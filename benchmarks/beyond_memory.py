@@ -1,0 +1,150 @@
+"""Train models far beyond memory: everything on SSD, inside a process limited in resident memory.
+
+The parent starts one process per model, which builds it under `pagoda.init()` and takes a few steps; the parent kills
+it as soon as its resident memory passes the limit. The process's own peak (VmHWM, kept by the kernel) is the result.
+
+    python benchmarks/beyond_memory.py --ssd DIR [--models llama-1b llama-5b] [--out FILE]
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from pagoda.memory.sizes import format_bytes, parse_bytes
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the resident memory its process may have, and what Pagoda may use of it."""
+
+    limit: int
+    host: str
+
+
+CASES = {"llama-1b": Case(3 * GIB, "1200MiB"), "llama-5b": Case(6 * GIB, "3GiB"), "llama-110m": Case(GIB, "280MiB")}
+
+
+def train(model_name: str, host: str, ssd: str, steps: int, seq_len: int) -> None:
+    """The limited process: prints one JSON line per step, then its own peak."""
+    import torch
+
+    import pagoda
+    from pagoda.models import build_model
+    from pagoda.train.data import Batches, ByteText
+
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    with pagoda.init():
+        model = build_model(model_name, seq_len=seq_len, gradient_checkpointing=True)
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(lr=3e-4), memory=pagoda.Memory(host=host, ssd=ssd), clip_grad_norm=1.0
+    )
+    plan = pagoda.plan_of(model)
+    line: dict[str, object] = {"built_s": time.perf_counter() - start, "parameters": plan.parameters}
+    print(json.dumps({**line, "plan_bytes": {t: dict(b) for t, b in plan.bytes.items()}}), flush=True)
+    batches = Batches(text=ByteText.open("stdlib"), batch_size=1, seq_len=seq_len)
+    for step in range(steps):
+        start = time.perf_counter()
+        ids, labels = batches.batch(step, 0)
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.drain()
+        print(json.dumps({"step": step + 1, "loss": loss.item(), "step_s": time.perf_counter() - start}), flush=True)
+    optimizer.close()
+    print(json.dumps({"peak_rss": resident_bytes("self", "VmHWM"), "peak_bytes": optimizer.stats.peak_bytes}))
+
+
+def resident_bytes(process: str, field: str) -> int:
+    """VmRSS or VmHWM of a process, in bytes; 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def watch(model_name: str, case: Case, ssd: str, steps: int, seq_len: int, console: Console) -> dict[str, object]:
+    """Run one case under its limit."""
+    command = [sys.executable, __file__, "--child", model_name, "--ssd", ssd, "--host", case.host]
+    command += ["--steps", str(steps), "--seq-len", str(seq_len)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    peak = 0
+    assert process.stdout is not None
+    import threading
+
+    lines: list[str] = []
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            console.print(line.strip(), highlight=False, soft_wrap=True)
+            lines.append(line)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while process.poll() is None:
+        peak = max(peak, resident_bytes(str(process.pid), "VmHWM"))
+        if peak > case.limit:
+            process.kill()
+        time.sleep(0.02)
+    reader.join()
+    result: dict[str, object] = {"model": model_name, "limit": case.limit, "host_budget": parse_bytes(case.host)}
+    steps_done = []
+    for line in lines:
+        if line.startswith("{"):
+            entry = json.loads(line)
+            if "loss" in entry:
+                steps_done.append(entry)
+            else:
+                result.update(entry)
+    return {**result, "steps": steps_done, "peak_rss": result.get("peak_rss", peak), "exit": process.returncode}
+
+
+def main(
+    ssd: str,
+    models: tuple[str, ...] = ("llama-1b", "llama-5b"),
+    steps: int = 2,
+    seq_len: int = 256,
+    out: Path | None = None,
+    child: str | None = None,
+    host: str = "",
+) -> None:
+    """Train each model in its limited process and print what it took."""
+    if child is not None:
+        train(child, host, ssd, steps, seq_len)
+        return
+    console = Console()
+    results = [watch(name, CASES[name], ssd, steps, seq_len, console) for name in models]
+    table = Table("model", "parameters", "state", "limit", "peak RSS", "build s", "step s", "losses", "fits")
+    for r in results:
+        parameters = int(r.get("parameters", 0))  # type: ignore[call-overload]
+        done = r["steps"]
+        assert isinstance(done, list)
+        table.add_row(
+            str(r["model"]),
+            f"{parameters / 1e9:.2f} B",
+            format_bytes(14 * parameters),
+            format_bytes(int(r["limit"])),  # type: ignore[call-overload]
+            format_bytes(int(r["peak_rss"])),  # type: ignore[call-overload]
+            f"{r.get('built_s', float('nan')):.0f}",
+            " ".join(f"{s['step_s']:.0f}" for s in done),
+            " ".join(f"{s['loss']:.2f}" for s in done),
+            "yes" if r["exit"] == 0 and len(done) == steps else "NO",
+        )
+    console.print(table)
+    if out is not None:
+        out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

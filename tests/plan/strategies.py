@@ -1,0 +1,62 @@
+"""Random module trees, layouts and traces for the tests of this folder."""
+
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+
+from pagoda.optim import AdamW
+from pagoda.plan.placement import Layout
+from pagoda.plan.trace import STEP, Access, Phase, Trace
+from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
+
+Draw = Callable[[st.SearchStrategy], object]
+
+STATES = {precision: AdamW().states(precision) for precision in ("bf16", "fp32")}
+
+_shapes = st.lists(st.integers(1, 24), min_size=0, max_size=2).map(tuple)
+_own = st.lists(st.tuples(_shapes, st.booleans()), max_size=3)
+_trees = st.recursive(st.tuples(_own, st.just([])), lambda t: st.tuples(_own, st.lists(t, max_size=4)), max_leaves=12)
+
+
+def _named(tree: tuple, name: str) -> ModuleSpec:
+    own, children = tree
+    prefix = f"{name}." if name else ""
+    return ModuleSpec(
+        name,
+        tuple(ParamSpec(f"{prefix}p{i}", shape, trainable) for i, (shape, trainable) in enumerate(own)),
+        tuple(_named(child, f"{prefix}m{i}") for i, child in enumerate(children)),
+    )
+
+
+module_trees = _trees.map(lambda tree: _named(tree, "")).filter(lambda root: any(root.walk()))
+"""Trees that hold at least one parameter; some are frozen, some modules hold none."""
+
+
+def unit(index: int, trainable: int, frozen: int = 0) -> UnitSpec:
+    """A unit of given elements; what the planner looks at beyond them does not matter."""
+    return UnitSpec(index, f"m{index}", (), align(trainable) + align(frozen), align(trainable))
+
+
+@st.composite
+def layouts(draw: Draw) -> Layout:
+    """Up to eight units of unequal size, some of them frozen in part or whole."""
+    sizes = draw(
+        st.lists(
+            st.tuples(st.integers(0, 20_000), st.integers(0, 6_000)).filter(any), min_size=1, max_size=8
+        ).filter(lambda units: any(trainable for trainable, _ in units))
+    )
+    units = tuple(unit(index, *size) for index, size in enumerate(sizes))
+    return Layout(units, STATES[draw(st.sampled_from(["bf16", "fp32"]))], draw(st.sampled_from([4096, 16384])))
+
+
+@st.composite
+def traces(draw: Draw, units: int) -> Trace:
+    """Forward in some order, back in reverse, once or twice; tied units come up again, some are never used."""
+    accesses: list[Access] = []
+    for _ in range(draw(st.integers(1, 2))):
+        order = draw(st.lists(st.integers(0, units - 1), min_size=1, max_size=2 * units))
+        passes = [Access(u, Phase.FORWARD) for u in order] + [Access(u, Phase.BACKWARD) for u in reversed(order)]
+        for access in passes:
+            if not accesses or accesses[-1] != access:
+                accesses.append(access)
+    return Trace((*accesses, STEP))

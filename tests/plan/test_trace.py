@@ -1,0 +1,97 @@
+"""A trace is one step; the cursor follows it, and finds its way back after any departure."""
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.plan.trace import STEP, Access, Cursor, Phase, Recorder, Trace, assumed_trace
+
+from .strategies import traces
+
+UNITS = 5
+accesses = st.builds(Access, st.integers(0, UNITS - 1), st.sampled_from([Phase.FORWARD, Phase.BACKWARD]))
+
+
+@pytest.mark.parametrize(
+    "wrong", [(), (Access(0, Phase.FORWARD),), (STEP, Access(0, Phase.FORWARD)), (STEP, Access(0, Phase.FORWARD), STEP)]
+)
+def test_a_trace_without_exactly_one_step_at_its_end_is_refused(wrong: tuple[Access, ...]) -> None:
+    with pytest.raises(ValueError, match="one STEP, at its end"):
+        Trace(wrong)
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_the_assumed_trace_runs_every_unit_forward_then_back_in_each_micro_batch(units: int, batches: int) -> None:
+    trace = assumed_trace(units, batches)
+    assert trace.assumed
+    body = trace.accesses[:-1]
+    for batch in range(batches):
+        part = body[batch * 2 * units : (batch + 1) * 2 * units]
+        assert [a.unit for a in part[:units] if a.phase is Phase.FORWARD] == list(range(units))
+        assert [a.unit for a in part[units:] if a.phase is Phase.BACKWARD] == list(range(units))[::-1]
+    assert len(body) == batches * 2 * units
+
+
+@given(st.lists(st.lists(accesses, max_size=20), min_size=1, max_size=3))
+def test_a_recorder_writes_each_step_down_with_repeats_in_a_row_counted_once(steps: list[list[Access]]) -> None:
+    recorder = Recorder()
+    for step in steps:
+        for access in step:
+            recorder.note(access)
+        assert recorder.finish() == Trace((*(access for access, _ in groupby(step)), STEP))
+
+
+@given(traces(UNITS), st.data())
+def test_a_cursor_counts_the_ticks_of_steps_that_follow_the_trace(trace: Trace, data: st.DataObject) -> None:
+    cursor = Cursor(trace)
+    for _ in range(2):
+        for tick, access in enumerate(trace.accesses):
+            for _ in range(data.draw(st.integers(1, 2), label="uses in a row")):
+                assert cursor.advance(access) == tick
+                assert cursor.position == tick
+
+
+@given(traces(UNITS), st.lists(accesses | st.just(STEP), max_size=30))
+def test_a_cursor_stands_only_where_the_trace_has_what_happened(trace: Trace, live: list[Access]) -> None:
+    cursor = Cursor(trace)
+    for access in live:
+        before = cursor.position
+        tick = cursor.advance(access)
+        if access in trace.accesses:
+            assert tick is not None
+            assert trace.accesses[tick] == access
+            assert cursor.position == tick
+        else:
+            assert tick is None
+            assert cursor.position == before
+
+
+@given(traces(UNITS), st.lists(accesses, max_size=20), st.data())
+def test_a_cursor_is_back_in_step_from_the_first_access_the_trace_has_once(
+    trace: Trace, departure: list[Access], data: st.DataObject
+) -> None:
+    cursor = Cursor(trace)
+    for access in departure:
+        cursor.advance(access)
+    start = data.draw(st.integers(0, len(trace.accesses) - 1), label="where the trace is joined again")
+    in_step = False
+    for tick, access in enumerate(trace.accesses[start:], start):
+        found = cursor.advance(access)
+        in_step = in_step or trace.accesses.count(access) == 1
+        if in_step:
+            assert found == tick
+    assert cursor.position == len(trace.accesses) - 1, "STEP comes once, so it always brings a cursor back"
+
+
+@given(traces(UNITS), st.data())
+def test_a_cursor_that_skips_accesses_jumps_to_the_nearest_use_ahead(trace: Trace, data: st.DataObject) -> None:
+    cursor = Cursor(trace)
+    for access in trace.accesses[: data.draw(st.integers(1, len(trace.accesses)), label="accesses that came")]:
+        cursor.advance(access)
+    position = cursor.position
+    ahead = [tick for tick in range(position + 1, len(trace.accesses)) if trace.accesses[tick] != trace.accesses[position]]
+    if ahead:
+        target = trace.accesses[data.draw(st.sampled_from(ahead))]
+        assert cursor.advance(target) == trace.accesses.index(target, position + 1)

@@ -1,0 +1,101 @@
+"""Units partition the parameters of any module tree, top down, and lay each one out flat."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.errors import BudgetError
+from pagoda.plan.units import ALIGN_ELEMENTS, ModuleSpec, ParamSpec, UnitSpec, discover
+
+from .strategies import module_trees
+
+limits = st.integers(0, 4_000)
+itemsizes = st.sampled_from([2, 4])
+
+
+def modules(root: ModuleSpec) -> list[ModuleSpec]:
+    return [root, *(module for child in root.children for module in modules(child))]
+
+
+def weight_bytes(module: ModuleSpec, itemsize: int) -> int:
+    return sum(param.numel for param in module.walk()) * itemsize
+
+
+def names(unit: UnitSpec) -> set[str]:
+    return {slot.param.name for slot in unit.slots}
+
+
+@given(module_trees, limits, itemsizes)
+def test_units_cut_the_pre_order_of_parameters_into_consecutive_stretches(
+    root: ModuleSpec, limit: int, itemsize: int
+) -> None:
+    position = {param.name: place for place, param in enumerate(root.walk())}
+    placed = [sorted(position[slot.param.name] for slot in unit.slots) for unit in discover(root, limit, itemsize)]
+    assert [place for stretch in placed for place in stretch] == list(range(len(position)))
+
+
+@given(module_trees, limits, itemsizes)
+def test_units_are_numbered_in_order_and_named_after_a_module_that_holds_all_they_have(
+    root: ModuleSpec, limit: int, itemsize: int
+) -> None:
+    held = {module.name: {param.name for param in module.walk()} for module in modules(root)}
+    for index, unit in enumerate(discover(root, limit, itemsize)):
+        assert unit.index == index
+        assert names(unit) <= held[unit.module]
+
+
+@given(module_trees, limits, itemsizes)
+def test_a_unit_above_the_limit_holds_only_what_one_module_holds_itself(
+    root: ModuleSpec, limit: int, itemsize: int
+) -> None:
+    own = {module.name: {param.name for param in module.params} for module in modules(root)}
+    for unit in discover(root, limit, itemsize):
+        if sum(slot.param.numel for slot in unit.slots) * itemsize > limit:
+            assert names(unit) == own[unit.module]
+
+
+@given(module_trees, limits, itemsizes)
+def test_a_subtree_that_fits_the_limit_is_never_split(root: ModuleSpec, limit: int, itemsize: int) -> None:
+    units = discover(root, limit, itemsize)
+    for module in modules(root):
+        subtree = {param.name for param in module.walk()}
+        if subtree and weight_bytes(module, itemsize) <= limit:
+            assert any(subtree <= names(unit) for unit in units)
+
+
+@given(module_trees, limits, itemsizes)
+def test_parameters_of_a_unit_are_aligned_and_do_not_overlap(root: ModuleSpec, limit: int, itemsize: int) -> None:
+    for unit in discover(root, limit, itemsize):
+        end = 0
+        for slot in unit.slots:
+            assert slot.offset % ALIGN_ELEMENTS == 0
+            assert slot.offset >= end
+            end = slot.offset + slot.param.numel
+        assert end <= unit.numel < end + ALIGN_ELEMENTS
+
+
+@given(module_trees, limits, itemsizes)
+def test_trainable_parameters_are_the_prefix_of_their_unit(root: ModuleSpec, limit: int, itemsize: int) -> None:
+    for unit in discover(root, limit, itemsize):
+        for slot in unit.slots:
+            if slot.param.trainable:
+                assert slot.offset + slot.param.numel <= unit.trainable_numel
+            else:
+                assert slot.offset >= unit.trainable_numel
+        assert (unit.trainable_numel > 0) == any(slot.param.trainable for slot in unit.slots)
+
+
+@given(module_trees, limits, limits, itemsizes)
+def test_a_larger_limit_never_gives_more_units(root: ModuleSpec, one: int, other: int, itemsize: int) -> None:
+    small, large = sorted((one, other))
+    assert len(discover(root, large, itemsize)) <= len(discover(root, small, itemsize))
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(BudgetError, match="no floating-point parameters"):
+        discover(ModuleSpec("", (), (ModuleSpec("relu", ()),)), 1024, 2)
+
+
+def test_the_unit_of_the_model_itself_has_a_name_to_show() -> None:
+    (unit,) = discover(ModuleSpec("", (ParamSpec("scale", (3,)),)), 1024, 2)
+    assert (unit.module, unit.name) == ("", "(model)")
