@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,12 @@ from transformers import (
 )
 
 import pagoda
-from pagoda.plan.planner import Plan
+from pagoda.memory.sizes import parse_bytes
+from pagoda.optim.adamw import Precision, StateSpec
+from pagoda.plan.placement import GRAD, RING_SLOTS, WEIGHT, Budgets
+from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.units import ModuleSpec
+from pagoda.runtime.construct import describe
 
 VOCABULARY, BATCH, LENGTH = 96, 2, 16
 Batch = dict[str, torch.Tensor]
@@ -29,7 +36,7 @@ class ConvNet(nn.Module):
     """Residual convolutions, a parameter held directly by the model, a linear layer used twice, and optionally
     checkpoints, which a plain module has to make itself."""
 
-    def __init__(self, channels: int = 64, blocks: int = 4) -> None:
+    def __init__(self, channels: int = 64, blocks: int = 6) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(channels, 1, 1))
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
@@ -62,7 +69,7 @@ def llama() -> nn.Module:
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=3,
+            num_hidden_layers=6,
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=True,
@@ -77,7 +84,7 @@ def gpt2() -> nn.Module:
             vocab_size=VOCABULARY,
             n_positions=32,
             n_embd=64,
-            n_layer=3,
+            n_layer=6,
             n_head=4,
             use_cache=False,
             resid_pdrop=0.1,
@@ -95,7 +102,7 @@ def qwen3() -> nn.Module:
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=3,
+            num_hidden_layers=6,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,
@@ -112,7 +119,7 @@ def t5() -> nn.Module:
             d_model=64,
             d_kv=16,
             d_ff=96,
-            num_layers=2,
+            num_layers=4,
             num_heads=4,
             decoder_start_token_id=0,
             use_cache=False,
@@ -197,47 +204,143 @@ class Outcome:
                 assert torch.equal(value, others[index][name]), (index, name)  # type: ignore[index]
 
 
+Loop = Callable[[nn.Module, Any, Outcome], None]
+"""What a user writes: forward, backward, step. The optimizer is Pagoda's or a reference with the same methods."""
+
+
+def run(model: nn.Module, memory: pagoda.Memory, loop: Loop, **wrap: Any) -> Outcome:
+    """Wrap a model, run a training loop over it and collect what it leaves behind."""
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2, weight_decay=0.1), memory=memory, **wrap)
+    outcome = Outcome()
+    torch.manual_seed(2)
+    try:
+        loop(model, optimizer, outcome)
+        outcome.weights = model.state_dict()
+        outcome.optimizer = optimizer.state_dict()
+        outcome.peak_bytes = optimizer.stats.peak_bytes
+        outcome.plan = pagoda.plan_of(model)
+        for tier, peak in outcome.peak_bytes.items():
+            assert peak <= outcome.plan.peak_bytes[tier], tier
+    finally:
+        optimizer.close()
+    return outcome
+
+
+def take_step(optimizer: Any, outcome: Outcome) -> None:
+    """Step, clear the gradients and note the figures of the step."""
+    optimizer.step()
+    optimizer.zero_grad()
+    outcome.norms.append(optimizer.stats.grad_norm)
+    outcome.faults.append(optimizer.stats.faults)
+    outcome.moved.append(optimizer.stats.bytes_moved)
+
+
 def train(recipe: Recipe, memory: pagoda.Memory) -> Outcome:
     """Train a model of the zoo under a placement."""
-    model, optimizer = pagoda.wrap(
+
+    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(recipe.steps):
+            for _ in range(recipe.accumulation):
+                loss = loss_of(model(**batch(recipe.model, generator)))
+                (loss / recipe.accumulation).backward()
+                outcome.losses.append(loss.item())
+            take_step(optimizer, outcome)
+
+    return run(
         recipe.build(),
-        pagoda.AdamW(lr=1e-2, weight_decay=0.1),
-        memory=memory,
-        precision=recipe.precision,  # type: ignore[arg-type]
+        memory,
+        loop,
+        precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
     )
-    outcome = Outcome()
-    generator = torch.Generator().manual_seed(1)
-    torch.manual_seed(2)
-    for _ in range(recipe.steps):
-        for _ in range(recipe.accumulation):
-            loss = loss_of(model(**batch(recipe.model, generator)))
-            (loss / recipe.accumulation).backward()
-            outcome.losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        outcome.norms.append(optimizer.stats.grad_norm)
-        outcome.faults.append(optimizer.stats.faults)
-        outcome.moved.append(optimizer.stats.bytes_moved)
-    outcome.weights = model.state_dict()
-    outcome.optimizer = optimizer.state_dict()
-    outcome.peak_bytes = optimizer.stats.peak_bytes
-    outcome.plan = pagoda.plan_of(model)
-    for tier, peak in outcome.peak_bytes.items():
-        assert peak <= pagoda.plan_of(model).peak_bytes[tier], tier
-    optimizer.close()
-    return outcome
 
 
 UNIT_LIMIT, PAGE = "128KiB", 4096
 RESIDENT = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
 
 
-def least_host(recipe: Recipe, **memory: str) -> int:
-    """The smallest host budget that trains a recipe: everything that can be on SSD is there."""
+HOST_WEIGHTS, ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD = "host-weights", "all-on-ssd", "arena", "arena-all-on-ssd"
+PLACEMENTS = (HOST_WEIGHTS, ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD)
+
+
+def squeeze(
+    model: nn.Module,
+    placement: str,
+    directory: Path,
+    *,
+    precision: Precision = "bf16",
+    announced: int | None = None,
+    clipping: bool = True,
+    unit_limit: str = UNIT_LIMIT,
+) -> pagoda.Memory:
+    """The smallest budgets under which a model trains in a placement.
+
+    HOST_WEIGHTS keeps weights and gradients in RAM and every moment on SSD; ALL_ON_SSD has in RAM what streams
+    through it; ARENA computes in a memory of its own with room for two of the largest unit.
+    """
+    options = Options(PAGE, parse_bytes(unit_limit), announced, clipping)
+    root, states = describe(model), pagoda.AdamW().states(precision)
+    layout = make_plan(root, states, Budgets(1 << 40), options).layout
+    widest = max(layout.pages(unit, WEIGHT) for unit in layout.units)
+    device = 2 * widest * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None
+    host = 64 << 20
+    if placement == HOST_WEIGHTS:
+        grads = layout.total_pages(GRAD)
+        if options.update_under_backward:
+            grads = min(grads, 4 * max(layout.pages(unit, GRAD) for unit in layout.units))
+        ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
+        host = (layout.total_pages(WEIGHT) + grads + ring) * PAGE
+    elif placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD):
+        host = least_host(root, states, Budgets(PAGE, device, 1 << 40), options)
+    return pagoda.Memory(
+        device=None if device is None else f"cpu:{device}",
+        host=host,
+        ssd=None if placement == ARENA else f"{directory}:1GiB",
+        page_size=PAGE,
+        unit_limit=unit_limit,
+    )
+
+
+def least_host(root: ModuleSpec, states: tuple[StateSpec, ...], too_small: Budgets, options: Options) -> int:
+    """The smallest host budget of a plan: the one that its refusal names."""
     with pytest.raises(pagoda.BudgetError) as refused:
-        train(recipe, pagoda.Memory(host=PAGE, unit_limit=UNIT_LIMIT, page_size=PAGE, **memory))
+        make_plan(root, states, too_small, options)
     assert refused.value.tier == "host"
     assert refused.value.needed_bytes is not None
     return refused.value.needed_bytes
+
+
+def assert_placed(outcome: Outcome, placement: str) -> None:
+    """The run really kept its states where the placement says, and moved them from there."""
+    assert outcome.plan is not None
+    plan, layout = outcome.plan, outcome.plan.layout
+    host, ssd = plan.bytes["host"], plan.bytes.get("ssd", {})
+    moments = [state.name for state in layout.moments]
+    weights, moved = layout.total_pages(WEIGHT) * PAGE, outcome.moved[-1]
+    assert plan.budgets.device == (plan.peak_bytes["device"] if "device" in plan.bytes else None)
+    if placement in (ARENA, ARENA_ALL_ON_SSD):
+        assert len(layout.units) > 2
+        assert plan.peak_bytes["device"] == 2 * PAGE * max(layout.pages(unit, WEIGHT) for unit in layout.units)
+        assert 0 < outcome.peak_bytes["device"] <= plan.peak_bytes["device"] < weights
+        assert moved["h2d"] > 0
+    else:
+        assert moved["h2d"] == 0
+    if placement == ARENA:
+        assert host["weight"] == weights
+        assert not ssd
+        return
+    assert host.keys().isdisjoint(moments)
+    assert all(ssd[state] == layout.total_pages(state) * PAGE for state in moments)
+    assert outcome.peak_bytes["ssd"] == plan.peak_bytes["ssd"]
+    if placement == HOST_WEIGHTS:
+        assert host["weight"] == weights
+        assert "weight" not in ssd
+    else:
+        assert "weight" not in host
+        assert ssd["weight"] == weights
+    trainable = sum(unit.trainable_numel for unit in layout.units)
+    # The very last updates of a run count to a step that never comes, so a step moves what another one left it.
+    assert moved["ssd_read"] >= trainable * sum(state.dtype.itemsize for state in layout.moments)
+    assert moved["ssd_write"] >= trainable * sum(state.dtype.itemsize for state in layout.moments)

@@ -131,7 +131,7 @@ class Builder:
             if id(param) in fresh and param.isnan().any():
                 raise ConfigError(
                     f"Parameter {unit.name(slot)!r} was left uninitialised: neither its module's reset_parameters() "
-                    "nor the model's _init_weights(module) fills it. Define one, or build the model outside pagoda.init()."
+                    "nor the model's _init_weights(module) fills it. Define one, or build it outside pagoda.init()."
                 )
 
     def _initialisation_order(self, unit: LiveUnit, fresh: set[int]) -> list[nn.Module]:

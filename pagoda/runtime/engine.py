@@ -1,30 +1,29 @@
 """The engine: follows the live step along the plan, and is the only one who knows all the parts."""
 
-import gc
 import math
 import time
 from collections.abc import Callable, Mapping
-from math import inf
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
+from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.slabs import SlabRegion
 from pagoda.memory.tier import MemoryTier
 from pagoda.optim.adamw import Hyper, Precision, step_scalars
 from pagoda.optim.kernels import kernels_for, warm_up
-from pagoda.plan.ops import DEVICE, HOST, SSD, Kind
+from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
-from pagoda.plan.schedule import NextUse
-from pagoda.plan.trace import Access, Cursor, Phase, Recorder, Trace
+from pagoda.plan.trace import Phase
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.packing import Packing, outside_use
+from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -51,13 +50,11 @@ class Engine:
         clip_grad_norm: float | None,
         poison: bool,
     ) -> None:
-        self.plan = plan
         self.units = units
         self.clip_grad_norm = clip_grad_norm
         self.stats = StepStats()
         self.group_of: Callable[[LiveUnit, int], Group]
         """The param group of a parameter; set by the optimizer."""
-        self._poison = poison
         self._meter = Meter()
         self._step = 0
         self.store = Store(plan, directory, poison)
@@ -73,27 +70,30 @@ class Engine:
         kernels = kernels_for(precision)
         self.gradients = Gradients(
             self.store,
-            self._open_staging(),
+            self._open_staging(plan),
             kernels,
             self._lanes,
             write_behind=not plan.options.update_under_backward,
             stalled=self._meter.stalled,
         )
-        self.leases = self._open_leases()
+        self.leases = self._open_leases(plan, poison)
         self.packing = Packing(self)
         self.packing.register(units)
         self._updater = Updater(
             self.store, self.gradients, kernels, self._lanes, lambda record: self.gradients.release(record)
         )
-        self._recorder = Recorder()
-        self._previous: Trace | None = None
-        self._follow(plan)
+        self._pilot = Pilot(plan, units, self.leases, self._meter, self._wait)
         self._due: list[LiveUnit] = []
         """Units whose update under backward waits for a graph to let go of their weights."""
         self._norm_terms: dict[int, UnitGradient] = {}
         self._used_groups: dict[int, Hyper] = {}
         self._manual_scale: float | None = None
         self._closed = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan followed now."""
+        return self._pilot.plan
 
     # --- accesses -------------------------------------------------------------------------------------------
 
@@ -105,27 +105,10 @@ class Engine:
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
         unit.used = True
-        access = Access(unit.index, phase)
-        if phase is Phase.BACKWARD or torch.is_grad_enabled():
-            self._recorder.note(access)
-        before = self._cursor.position
-        tick = self._cursor.advance(access)
-        lease = self.leases.get(unit)
-        fault = lease is None
-        if lease is None:
-            lease = self._fetch_now(unit)
-        if tick is None or tick != before:
-            self._meter.fetched += lease.run is not None
-            self._meter.faults += fault
-            if tick is not None:
-                unit.active += 1  # nobody holds this lease yet: pin it while others make room
-                self._issue(tick)
-                unit.active -= 1
+        lease = self._pilot.lease(unit, phase, recorded=phase is Phase.BACKWARD or torch.is_grad_enabled())
         unit.wait_for_update(self._wait)
-        if lease.ready is not None and not lease.ready.done:
+        if lease.ready is not None:
             self._wait(lease.ready)
-        elif lease.ready is not None:
-            lease.ready.wait()
         return lease
 
     def enter(self, unit: LiveUnit) -> None:
@@ -186,7 +169,7 @@ class Engine:
     def grad_norm(self) -> float:
         """Global 2-norm of this step's gradients; waits until all have arrived in their extents.
 
-        Raises NonFiniteGradientError, after dropping all gradients, when one is NaN or infinite.
+        Raises NonFiniteGradientError when one is NaN or infinite.
         """
         terms = {**self._norm_terms, **{r.unit.index: r for r in self.gradients.records()}}
         start = time.perf_counter()
@@ -196,7 +179,6 @@ class Engine:
         for index in sorted(terms):
             name = terms[index].non_finite()
             if name is not None:
-                self.gradients.clear()
                 raise NonFiniteGradientError(non_finite_message(name))
         return math.sqrt(math.fsum(s for i in sorted(terms) for s in self._square_sums(terms[i])))
 
@@ -218,7 +200,11 @@ class Engine:
     def step(self) -> None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward."""
         self._check_hyper()
-        norm = self.grad_norm()
+        try:
+            norm = self.grad_norm()
+        except NonFiniteGradientError:
+            self._abandon()
+            raise
         scale = 1.0
         if self._manual_scale is not None:
             scale = self._manual_scale
@@ -226,15 +212,9 @@ class Engine:
             scale = self.scale_for(norm, self.clip_grad_norm)
         for record in self.gradients.records():
             self._queue_update(record, scale)
-        self._due.clear()
         had_gradients = bool(self._norm_terms)
-        self._norm_terms.clear()
-        self._used_groups.clear()
-        self._manual_scale = None
-        for unit in self.units:
-            unit.used = False
-            unit.updated = False
-        replanned = self._end_of_trace()
+        self._clear_step()
+        replanned = self._pilot.end_of_step()
         self._step += 1
         self._take_stats(norm if had_gradients else None, replanned)
 
@@ -266,6 +246,29 @@ class Engine:
             used = [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
         return [record.square_sums[slot] for slot in used]
 
+    def _clear_step(self) -> None:
+        self._due.clear()
+        self._norm_terms.clear()
+        self._used_groups.clear()
+        self._manual_scale = None
+        for unit in self.units:
+            unit.used = False
+            unit.updated = False
+
+    def _abandon(self) -> None:
+        """Leave a step whose gradients are not finite: nothing of it may be applied or wait to be."""
+        self.gradients.clear()
+        for unit in self.units:
+            for param in unit.params:
+                param.grad = None
+            if unit.updated and unit.update is not None:
+                with suppress(NonFiniteGradientError):
+                    unit.update.wait()
+                unit.update = None
+        with suppress(NonFiniteGradientError):
+            self._updater.drain()
+        self._clear_step()
+
     def _queue_update(self, record: UnitGradient, scale: float) -> None:
         """Queue one unit's update with the hyperparameters as they are now."""
         unit = record.unit
@@ -290,7 +293,7 @@ class Engine:
             self.gradients.release(record)
             return
         unit.version += 1
-        unit.update = self._updater.submit(record, segments, self._urgency[unit.index])
+        unit.update = self._updater.submit(record, segments, self._pilot.urgency(unit))
         self.leases.drop(unit)
 
     def _update_due(self) -> None:
@@ -321,51 +324,6 @@ class Engine:
                         "wrap(accumulation_steps=...)."
                     )
 
-    def _issue(self, tick: int) -> None:
-        for op in self.plan.ops_at.get(tick, ()):
-            unit = self.units[op.unit]
-            if op.kind is Kind.EVICT:
-                self.leases.evict(unit)
-            elif self.leases.get(unit) is None:
-                self.leases.fetch(unit, self._later_than(unit))
-
-    def _later_than(self, wanted: LiveUnit) -> Callable[[LiveUnit], float]:
-        """Prices for a prefetch: never evict a unit that is needed before the wanted one."""
-        position = self._cursor.position
-        due = self._uses.after(wanted.index, position)
-
-        def price(other: LiveUnit) -> float:
-            ahead = self._uses.after(other.index, position)
-            return inf if ahead <= due else -ahead
-
-        return price
-
-    def _fetch_now(self, unit: LiveUnit) -> Lease:
-        """Serve an access on demand: make room by furthest next use, waiting for frames in flight if need be."""
-        position = self._cursor.position
-
-        def price(other: LiveUnit) -> float:
-            return -min(self._uses.after(other.index, position), 1e9)
-
-        lease = self.leases.fetch(unit, price)
-        if lease is None:
-            for other in self.units:
-                on_its_way = self.leases.get(other)
-                if on_its_way is not None and on_its_way.ready is not None:
-                    self._wait(on_its_way.ready)
-            lease = self.leases.fetch(unit, price)
-        if lease is None:
-            gc.collect()  # reference cycles may keep views of leases alive
-            lease = self.leases.fetch(unit, price)
-        if lease is None:
-            tier = self.plan.lease_tier
-            raise BudgetError(
-                f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are "
-                f"{', '.join(repr(n) for n in self.leases.holders())}. Raise memory.{tier}, or lower "
-                "memory.unit_limit; with gradient checkpointing, everything inside one checkpoint is in use at once."
-            )
-        return lease
-
     def _wait(self, handle: Handle) -> None:
         if handle.done:
             handle.wait()
@@ -373,27 +331,6 @@ class Engine:
         start = time.perf_counter()
         handle.wait()
         self._meter.stalled(handle.lane, time.perf_counter() - start)
-
-    def _end_of_trace(self) -> bool:
-        """Compare the step with the plan; plan anew for what has been seen twice, or at once if it was a guess."""
-        trace = self._recorder.finish()
-        if len(trace.accesses) == 1:
-            return False
-        known = trace.accesses == self.plan.trace.accesses
-        persists = self._previous is not None and trace.accesses == self._previous.accesses
-        self._previous = trace
-        if not known and (persists or self.plan.trace.assumed):
-            self._follow(self.plan.retraced(trace))
-        self._cursor.position = len(self.plan.trace.accesses) - 1
-        self._issue(self._cursor.position)
-        return not known
-
-    def _follow(self, plan: Plan) -> None:
-        self.plan = plan
-        self._cursor = Cursor(plan.trace)
-        self._uses = NextUse(plan.trace)
-        first = len(plan.trace.accesses) - 1
-        self._urgency = [self._uses.after(unit.index, first) for unit in self.units]
 
     def _take_stats(self, norm: float | None, replanned: bool) -> None:
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
@@ -422,16 +359,15 @@ class Engine:
             peaks[SSD] = self.store.ssd.peak_bytes
         return peaks
 
-    def _open_leases(self) -> Leases:
+    def _open_leases(self, plan: Plan, poison: bool) -> Leases:
         """Lease host-resident weights in place where compute can read them, and open the frames for the others."""
-        plan = self.plan
         pages = plan.leased_pages()
         tier = self.store.host
         separate = plan.budgets.device is not None
         fetcher = Fetcher(self.store, self._lanes, separate)
         if separate:
             arena = Arena(plan.placement.pages(DEVICE, LEASES) * plan.page_bytes)
-            tier = MemoryTier(DEVICE, arena, plan.page_bytes, poison=self._poison)
+            tier = MemoryTier(DEVICE, arena, plan.page_bytes, poison=poison)
         region = None
         if plan.lease_tier is not None:
             region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), max(pages.values()))
@@ -441,9 +377,8 @@ class Engine:
                 leases.add_home(unit, self.store.in_place(unit.index, WEIGHT, unit.spec.numel))
         return leases
 
-    def _open_staging(self) -> SlabRegion | None:
+    def _open_staging(self, plan: Plan) -> SlabRegion | None:
         """Frames for gradients whose home is not host RAM."""
-        plan = self.plan
         pages = plan.placement.pages(HOST, STAGING)
         if not pages:
             return None

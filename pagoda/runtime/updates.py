@@ -14,7 +14,7 @@ from pagoda.optim.kernels import Kernels
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import WEIGHT
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
 from pagoda.runtime.store import Store
 
 
@@ -97,11 +97,10 @@ class Updater:
         return update.published
 
     def drain(self) -> None:
-        """Wait until every queued update has been written home; raises the first error."""
+        """Wait until every queued update has been written home; raises the first error, once."""
         with self._lock:
-            latest = list(self._latest.values())
-        for handle in latest:
-            handle.wait()
+            latest, self._latest = self._latest, {}
+        wait_all(latest.values())
 
     def close(self) -> None:
         """Finish what is queued and join the thread."""
@@ -124,6 +123,10 @@ class Updater:
                 if loaded is not None and not self._gradients.load(loaded.record, block=False):
                     self._put_back(loaded)
                     loaded = None
+                current.record.settle()
+                name = current.record.non_finite()
+                if name is not None:
+                    raise NonFiniteGradientError(non_finite_message(name))
                 index = current.record.unit.index
                 if index in previous:
                     previous[index].wait()
@@ -161,10 +164,6 @@ class Updater:
     def _feed(self, update: Update) -> None:
         """Submit every block of one unit to the lanes."""
         record = update.record
-        record.settle()
-        name = record.non_finite()
-        if name is not None:
-            raise NonFiniteGradientError(non_finite_message(name))
         homes = {s.name: self._store.tensor(record.unit.index, s.name) for s in self._states}
         streamed = [name for name, tensor in homes.items() if tensor is None]
         total = record.unit.spec.trainable_numel

@@ -1,0 +1,129 @@
+"""The pilot: keeps the live step on the plan, serves what the plan did not foresee, and plans anew when that lasts."""
+
+import gc
+from collections.abc import Callable
+from math import inf
+
+from pagoda.errors import BudgetError
+from pagoda.plan.ops import Kind
+from pagoda.plan.planner import Plan
+from pagoda.plan.schedule import NextUse
+from pagoda.plan.trace import Access, Cursor, Phase, Recorder, Trace
+from pagoda.runtime.lanes import Handle
+from pagoda.runtime.leases import Lease, Leases
+from pagoda.runtime.stats import Meter
+from pagoda.runtime.unit import LiveUnit
+
+_NEVER = 1e9
+"""Ticks to the next use of a unit the plan never uses: such a unit is the first to make room."""
+
+
+class Pilot:
+    """Turns accesses into leases, issuing the plan's ops as their ticks come."""
+
+    def __init__(
+        self, plan: Plan, units: list[LiveUnit], leases: Leases, meter: Meter, wait: Callable[[Handle], None]
+    ) -> None:
+        self._units = units
+        self._leases = leases
+        self._meter = meter
+        self._wait = wait
+        self._recorder = Recorder()
+        self._previous: Trace | None = None
+        self._follow(plan)
+
+    def lease(self, unit: LiveUnit, phase: Phase, recorded: bool) -> Lease:
+        """The unit's lease, ready or on its way. An access that is `recorded` is part of what a plan is made for."""
+        access = Access(unit.index, phase)
+        if recorded:
+            self._recorder.note(access)
+        before = self._cursor.position
+        tick = self._cursor.advance(access)
+        lease = self._leases.get(unit)
+        fault = lease is None
+        if lease is None:
+            lease = self._fetch_now(unit)
+        if tick is None or tick != before:
+            self._meter.fetched += lease.run is not None
+            self._meter.faults += fault
+        if tick is not None and tick != before:
+            unit.active += 1  # nobody holds this lease yet: pin it while others make room
+            self._issue(tick)
+            unit.active -= 1
+        return lease
+
+    def urgency(self, unit: LiveUnit) -> float:
+        """Ticks from `step()` to the unit's first use."""
+        return self._urgency[unit.index]
+
+    def end_of_step(self) -> bool:
+        """Close the trace; returns whether the plan was replaced.
+
+        A step that departed from the plan replaces it when the one before was the same, or when the plan was only
+        a guess at what a step would be. Steps without accesses are none.
+        """
+        trace = self._recorder.finish()
+        if len(trace.accesses) == 1:
+            return False
+        known = trace.accesses == self.plan.trace.accesses
+        persists = self._previous is not None and trace.accesses == self._previous.accesses
+        self._previous = trace
+        replace = not known and (persists or self.plan.trace.assumed)
+        if replace:
+            self._follow(self.plan.retraced(trace))
+        self._cursor.position = len(self.plan.trace.accesses) - 1
+        self._issue(self._cursor.position)
+        return replace
+
+    def _follow(self, plan: Plan) -> None:
+        self.plan = plan
+        self._cursor = Cursor(plan.trace)
+        self._uses = NextUse(plan.trace)
+        last = len(plan.trace.accesses) - 1
+        self._urgency = [self._uses.after(unit.index, last) for unit in self._units]
+
+    def _issue(self, tick: int) -> None:
+        for op in self.plan.ops_at.get(tick, ()):
+            unit = self._units[op.unit]
+            if op.kind is Kind.EVICT:
+                self._leases.evict(unit)
+            elif self._leases.get(unit) is None:
+                self._leases.fetch(unit, self._later_than(unit))
+
+    def _later_than(self, wanted: LiveUnit) -> Callable[[LiveUnit], float]:
+        """Prices for a prefetch: never evict a unit that is needed before the wanted one."""
+        position = self._cursor.position
+        due = self._uses.after(wanted.index, position)
+
+        def price(other: LiveUnit) -> float:
+            ahead = self._uses.after(other.index, position)
+            return inf if ahead <= due else -min(ahead, _NEVER)
+
+        return price
+
+    def _fetch_now(self, unit: LiveUnit) -> Lease:
+        """Serve an access on demand: make room by furthest next use, waiting for frames in flight if need be."""
+        position = self._cursor.position
+
+        def price(other: LiveUnit) -> float:
+            return -min(self._uses.after(other.index, position), _NEVER)
+
+        lease = self._leases.fetch(unit, price)
+        if lease is None:
+            for other in self._units:
+                on_its_way = self._leases.get(other)
+                if on_its_way is not None and on_its_way.ready is not None:
+                    self._wait(on_its_way.ready)
+            lease = self._leases.fetch(unit, price)
+        if lease is None:
+            gc.collect()  # reference cycles may keep views of leases alive
+            lease = self._leases.fetch(unit, price)
+        if lease is None:
+            tier = self.plan.lease_tier
+            raise BudgetError(
+                f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are "
+                f"{', '.join(repr(n) for n in self._leases.holders())}. Raise memory.{tier}, or lower "
+                "memory.unit_limit; with gradient checkpointing, everything inside one checkpoint is in use at once.",
+                tier=tier,
+            )
+        return lease

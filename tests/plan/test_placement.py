@@ -1,0 +1,213 @@
+"""Placement fits its budgets, gives every extent a home, and refuses by exactly what is missing."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pagoda.errors import BudgetError
+from pagoda.memory import pages_for
+from pagoda.plan.ops import DEVICE, HOST, SSD
+from pagoda.plan.placement import (
+    FETCH_RING,
+    GRAD,
+    LEASES,
+    RING,
+    STAGING,
+    WEIGHT,
+    Budgets,
+    Layout,
+    Placement,
+    bytes_by_state,
+    place,
+)
+
+from .strategies import Draw, layouts
+
+LARGE = 1 << 40
+
+
+@st.composite
+def budgets_for(draw: Draw, layout: Layout) -> Budgets:
+    """Budgets from nothing to more than enough, with and without a device of its own and an SSD."""
+    total = sum(layout.total_pages(state) for state in (*(s.name for s in layout.states), GRAD))
+
+    def some(least: int = 0) -> int:
+        return draw(st.integers(least, 2 * total)) * layout.page_bytes + draw(st.sampled_from([0, 1, 4095]))
+
+    device = some() if draw(st.booleans()) else None
+    ssd = draw(st.sampled_from(["none", "some", "large"]))
+    return Budgets(some(), device, {"none": None, "some": some(), "large": LARGE}[ssd])
+
+
+def names(layout: Layout) -> list[str]:
+    return [*(state.name for state in layout.states), GRAD]
+
+
+def in_ram(layout: Layout, placement: Placement, state: str) -> list[bool]:
+    return [placement.home(unit.index, state) == HOST for unit in layout.units]
+
+
+cases = layouts().flatmap(lambda layout: st.tuples(st.just(layout), budgets_for(layout), st.booleans()))
+
+
+def placed(case: tuple[Layout, Budgets, bool]) -> Placement:
+    try:
+        return place(*case)
+    except BudgetError:
+        assume(False)
+        raise
+
+
+@given(cases)
+def test_the_ledger_of_a_tier_never_passes_its_budget(case: tuple[Layout, Budgets, bool]) -> None:
+    layout, budgets, _ = case
+    ledger = placed(case).lines
+    for tier, budget in ((HOST, budgets.host), (DEVICE, budgets.device), (SSD, budgets.ssd)):
+        assert sum(ledger.get(tier, {}).values()) * layout.page_bytes <= (budget or 0)
+        assert all(pages >= 0 for pages in ledger.get(tier, {}).values())
+
+
+@given(cases)
+def test_every_extent_has_a_home_and_its_pages_are_in_the_ledger(case: tuple[Layout, Budgets, bool]) -> None:
+    layout, budgets, transient = case
+    placement = placed(case)
+    for state in names(layout):
+        homes = {unit.index: placement.home(unit.index, state) for unit in layout.units}
+        assert set(homes.values()) <= ({HOST} if budgets.ssd is None else {HOST, SSD})
+        if state == GRAD and transient and budgets.ssd is None and placement.pages(HOST, STAGING):
+            assert placement.pages(HOST, GRAD) == 0, "a few buffers serve all units in turn"
+            continue
+        for tier in (HOST, SSD):
+            pages = sum(layout.pages(unit, state) for unit in layout.units if homes[unit.index] == tier)
+            assert placement.pages(tier, state) == pages
+
+
+@given(cases)
+def test_what_leaves_ram_has_the_buffers_it_moves_through(case: tuple[Layout, Budgets, bool]) -> None:
+    layout, budgets, _ = case
+    placement = placed(case)
+    weights_out = not all(in_ram(layout, placement, WEIGHT))
+    moments_out = not all(all(in_ram(layout, placement, state.name)) for state in layout.moments)
+    if weights_out or moments_out:
+        streamed = [state.name for state in layout.moments] + [WEIGHT] * weights_out
+        assert placement.pages(HOST, RING) >= sum(layout.block_pages(state) for state in streamed)
+    widest = max(layout.pages(unit, WEIGHT) for unit in layout.units)
+    together = sum(sorted((layout.pages(unit, WEIGHT) for unit in layout.units), reverse=True)[:2])
+    if budgets.device is not None:
+        assert placement.pages(DEVICE, LEASES) >= together
+        assert not weights_out or placement.pages(HOST, FETCH_RING) >= layout.fetch_piece_pages
+    elif weights_out:
+        assert placement.pages(HOST, LEASES) >= together >= widest
+    if not all(in_ram(layout, placement, GRAD)):
+        assert placement.pages(HOST, STAGING) >= max(layout.pages(unit, GRAD) for unit in layout.units)
+
+
+@given(cases)
+def test_each_state_in_ram_is_that_of_the_first_units_of_forward(case: tuple[Layout, Budgets, bool]) -> None:
+    layout, _, _ = case
+    placement = placed(case)
+    for state in names(layout):
+        homes = in_ram(layout, placement, state)
+        assert homes == sorted(homes, reverse=True)
+
+
+@given(cases)
+def test_ram_goes_to_weights_then_gradients_then_moments(case: tuple[Layout, Budgets, bool]) -> None:
+    layout, budgets, transient = case
+    placement = placed(case)
+
+    def homed(*states: str) -> int:
+        return sum(placement.pages(HOST, state) for state in states)
+
+    def first_out(*states: str) -> int | None:
+        """Pages of the first unit whose states are on SSD."""
+        out = (u for u in layout.units if placement.home(u.index, states[0]) == SSD)
+        return next((sum(layout.pages(unit, state) for state in states) for unit in out), None)
+
+    moments = tuple(state.name for state in layout.moments)
+    host = budgets.host // layout.page_bytes
+    unused = host - sum(placement.lines[HOST].values())
+    weight, gradient, moment = first_out(WEIGHT), first_out(GRAD), first_out(*moments)
+    widest_grad = max(layout.pages(unit, GRAD) for unit in layout.units)
+    # More staging than the least there can be is room that gradients got.
+    spare_staging = max(0, placement.pages(HOST, STAGING) - min(layout.total_pages(GRAD), 2 * widest_grad))
+    if weight is not None:
+        assert homed(GRAD, *moments) + spare_staging + unused < weight
+    if gradient is not None and moment is not None and not transient:
+        assert homed(*moments) + unused < gradient
+    if moment is not None:
+        assert unused < moment
+
+
+@given(cases, st.integers(0, 50))
+def test_more_host_memory_never_moves_weights_out_of_it(case: tuple[Layout, Budgets, bool], more: int) -> None:
+    layout, budgets, transient = case
+    before = in_ram(layout, placed(case), WEIGHT)
+    larger = replace(budgets, host=budgets.host + more * layout.page_bytes)
+    after = in_ram(layout, placed((layout, larger, transient)), WEIGHT)
+    assert all(late for early, late in zip(before, after, strict=True) if early)
+
+
+@given(cases)
+def test_a_refusal_names_the_tier_and_the_least_budget_that_is_not_refused(
+    case: tuple[Layout, Budgets, bool],
+) -> None:
+    layout, budgets, transient = case
+    refused = 0
+    while True:
+        try:
+            place(layout, budgets, transient)
+            break
+        except BudgetError as error:
+            refused += 1
+            assert error.tier in (HOST, DEVICE, SSD)
+            assert error.needed_bytes is not None
+            assert f"{error.tier} needs at least" in str(error)
+            assert f"memory.{error.tier}" in str(error)
+            assert error.needed_bytes > getattr(budgets, error.tier)
+            enough = replace(budgets, **{error.tier: error.needed_bytes})
+            one_page_less = replace(budgets, **{error.tier: error.needed_bytes - layout.page_bytes})
+        with pytest.raises(BudgetError) as again:
+            place(layout, one_page_less, transient)
+        assert (again.value.tier, again.value.needed_bytes) == (error_tier(budgets, enough), needed(budgets, enough))
+        budgets = enough
+    assume(refused)
+
+
+def error_tier(before: Budgets, after: Budgets) -> str:
+    return next(tier for tier in (HOST, DEVICE, SSD) if getattr(before, tier) != getattr(after, tier))
+
+
+def needed(before: Budgets, after: Budgets) -> int:
+    return getattr(after, error_tier(before, after))
+
+
+@given(cases)
+def test_bytes_by_state_are_the_pages_of_the_ledger(case: tuple[Layout, Budgets, bool]) -> None:
+    layout, _, _ = case
+    placement = placed(case)
+    table = bytes_by_state(layout, placement)
+    assert list(table) == [tier for tier in (DEVICE, HOST, SSD) if tier in placement.lines]
+    for tier, lines in table.items():
+        assert {line: nbytes // layout.page_bytes for line, nbytes in lines.items()} == placement.lines[tier]
+
+
+@given(layouts())
+def test_blocks_are_whole_pages_of_every_state(layout: Layout) -> None:
+    for state in layout.states:
+        assert layout.block_elements * state.dtype.itemsize == layout.block_pages(state.name) * layout.page_bytes
+        assert layout.block_pages(state.name) == pages_for(
+            layout.block_elements * layout.itemsize(state.name), layout.page_bytes
+        )
+
+
+@given(cases)
+def test_a_placement_says_why(case: tuple[Layout, Budgets, bool]) -> None:
+    placement = placed(case)
+    assert placement.reasons
+    assert all(reason.endswith(".") for reason in placement.reasons)
+    assert ("on SSD" in placement.reasons[0] or "SSD holds" in placement.reasons[0]) == (
+        not all(tier == HOST for (_, state), tier in placement.homes.items() if state != GRAD)
+    )

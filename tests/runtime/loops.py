@@ -1,0 +1,197 @@
+"""Training loops that depart from the usual one, each with a model that can take it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from zoo import LENGTH, VOCABULARY, ConvNet, Loop, Outcome, batch, gpt2, llama, loss_of, take_step
+
+STEPS = 5
+WIDTH = 160
+
+
+class Layers(nn.Module):
+    """A stack of layers from which each call picks some, and a loss of its own."""
+
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor, picked: list[int]) -> torch.Tensor:
+        x = x.to(self.layers[0][0].weight.dtype)
+        for index in picked:
+            x = x + self.layers[index](x)
+        return x.float().square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and a loop that must not depend on where its state lives."""
+
+    build: Callable[[], nn.Module]
+    loop: Loop
+
+
+def evaluation_between_steps(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        loss = loss_of(model(**batch("gpt2", generator)))
+        loss.backward()
+        take_step(optimizer, outcome)
+        model.eval()
+        with torch.no_grad():
+            outcome.losses.append(loss_of(model(**batch("gpt2", generator))).item())
+        model.train()
+        outcome.losses.append(loss.item())
+
+
+def evaluation_between_forward_and_backward(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        loss = loss_of(model(**batch("gpt2", generator)))
+        with torch.no_grad():
+            outcome.losses.append(loss_of(model(**batch("gpt2", generator))).item())
+        loss.backward()
+        take_step(optimizer, outcome)
+
+
+def layers_skipped_at_random(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(2 * STEPS):
+        kept = (torch.rand(5, generator=generator) < 0.6).nonzero().flatten().tolist()
+        order = kept or [step % 5]
+        loss = model(torch.randn(4, WIDTH, generator=generator), order if step % 2 else order[::-1])
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def lengths_that_change(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        ids = torch.randint(VOCABULARY, (1 + step % 3, LENGTH - 3 * step), generator=generator)
+        loss = loss_of(model(input_ids=ids, labels=ids))
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def no_gradient_in_one_micro_batch(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        # Layer 3 is used in the second pass only, layer 4 in the first two steps only, layer 2 twice in one pass.
+        for picked in ([0, 1, 2], [0, 3, 2, 2] if step < 2 else [0, 4, 2]):
+            loss = model(torch.randn(4, WIDTH, generator=generator), picked)
+            loss.backward()
+            outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def backward_twice(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        loss = loss_of(model(**batch("llama", generator)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def two_graphs_at_once(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        losses = [loss_of(model(**batch("llama", generator))) for _ in range(2)]
+        (losses[0] * losses[1]).backward()
+        outcome.losses += [loss.item() for loss in losses]
+        take_step(optimizer, outcome)
+
+
+def backward_in_the_order_of_forward(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        losses = [loss_of(model(**batch("llama", generator))) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+            outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def loss_outside_the_model(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        inputs = batch("llama", generator)
+        logits = model(input_ids=inputs["input_ids"]).logits
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), inputs["labels"].flatten())
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def submodule_only(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        hidden = model.model(input_ids=batch("llama", generator)["input_ids"]).last_hidden_state
+        loss = (hidden.float() - 1).square().mean()
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def one_layer_at_a_time(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    """The user calls the parts of a model, never the model."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=generator).to(model.layers[0][0].weight.dtype)
+        for layer in model.layers:
+            x = layer(layer(x))
+        loss = x.float().square().mean()
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def steps_without_gradients(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        if step % 2 == 0:
+            loss = loss_of(model(**batch("conv", generator)))
+            loss.backward()
+            outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def gradient_of_an_input(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    """Backward through the weights with no gradient for them, then a usual step."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        images = batch("conv", generator)
+        images["images"].requires_grad_()
+        (slope,) = torch.autograd.grad(model(**images), images["images"])
+        outcome.losses.append(slope.double().square().sum().item())
+        loss = model(**batch("conv", generator))
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+CASES = {
+    loop.__name__: Case(build, loop)
+    for build, loop in (
+        (gpt2, evaluation_between_steps),
+        (gpt2, evaluation_between_forward_and_backward),
+        (Layers, layers_skipped_at_random),
+        (llama, lengths_that_change),
+        (Layers, no_gradient_in_one_micro_batch),
+        (llama, backward_twice),
+        (llama, two_graphs_at_once),
+        (llama, backward_in_the_order_of_forward),
+        (llama, loss_outside_the_model),
+        (llama, submodule_only),
+        (Layers, one_layer_at_a_time),
+        (ConvNet, steps_without_gradients),
+        (ConvNet, gradient_of_an_input),
+    )
+}
