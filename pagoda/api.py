@@ -130,10 +130,7 @@ def wrap(
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
     engine = Engine(plan, units, precision, memory.ssd_directory, clip_grad_norm, poison)
     try:
-        builder = Builder(model, engine.store)
-        for unit in units:
-            builder.build(unit)
-        builder.finish(units)
+        Builder(model, engine.store).build(units)
         paged = PagedOptimizer(model, optimizer, engine)
     except BaseException:
         engine.close()

@@ -208,21 +208,19 @@ Loop = Callable[[nn.Module, Any, Outcome], None]
 """What a user writes: forward, backward, step. The optimizer is Pagoda's or a reference with the same methods."""
 
 
-def run(model: nn.Module, memory: pagoda.Memory, loop: Loop, **wrap: Any) -> Outcome:
+def run(model: nn.Module, memory: pagoda.Memory, loop: Loop, *, lr: float = 1e-2, **wrap: Any) -> Outcome:
     """Wrap a model, run a training loop over it and collect what it leaves behind."""
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2, weight_decay=0.1), memory=memory, **wrap)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=lr, weight_decay=0.1), memory=memory, **wrap)
     outcome = Outcome()
     torch.manual_seed(2)
-    try:
-        loop(model, optimizer, outcome)
-        outcome.weights = model.state_dict()
-        outcome.optimizer = optimizer.state_dict()
-        outcome.peak_bytes = optimizer.stats.peak_bytes
-        outcome.plan = pagoda.plan_of(model)
-        for tier, peak in outcome.peak_bytes.items():
-            assert peak <= outcome.plan.peak_bytes[tier], tier
-    finally:
-        optimizer.close()
+    loop(model, optimizer, outcome)
+    outcome.weights = model.state_dict()
+    outcome.optimizer = optimizer.state_dict()
+    outcome.peak_bytes = optimizer.stats.peak_bytes
+    outcome.plan = pagoda.plan_of(model)
+    for tier, peak in outcome.peak_bytes.items():
+        assert peak <= outcome.plan.peak_bytes[tier], tier
+    optimizer.close()
     return outcome
 
 

@@ -15,7 +15,7 @@ WEIGHT, GRAD = "weight", "grad"
 LEASES, STAGING, RING, FETCH_RING = "leases", "staging", "ring", "fetch_ring"
 
 RING_SLOTS = 4
-"""Blocks in flight on SSD at once: one being read, one updated, one written, one to spare."""
+"""Blocks in flight on SSD at once, at least: one being read, one updated, one written, one to spare."""
 FETCH_SLOTS = 4
 """Pieces of weights between SSD and a separate device at once."""
 FETCH_PIECE_BYTES = 4 << 20
@@ -95,6 +95,8 @@ class Placement:
     """(unit, state) -> tier. A gradient's home is HOST, or SSD when it may have to be spilled there."""
     lines: Mapping[str, Mapping[str, int]]
     """tier -> line -> pages."""
+    ring_slots: int = 0
+    """Blocks the ring holds: RING_SLOTS, and more where RAM is left over, for reading ahead."""
     reasons: tuple[str, ...] = field(default=())
 
     def home(self, unit: int, state: str) -> str:
@@ -163,7 +165,9 @@ class _Filler:
                 lease_pages = least = FETCH_SLOTS * self.layout.fetch_piece_pages
             left = self.host - self._ring_pages(weights_on_ssd=True) - least_staging
             if left < least:
-                needed = self.host - left + least
+                streamed = self.host - left + least
+                resident = ring_states + least_staging + sum(self.weight.values())
+                needed = min(streamed, resident)
                 self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
             lease_pages = min(lease_pages, left)
             weights_in = self._prefix(self.weight, left - lease_pages)
@@ -198,11 +202,17 @@ class _Filler:
             chosen.add(unit.index)
         return frozenset(chosen)
 
+    def _slot_pages(self, weights_on_ssd: bool) -> int:
+        states = self.layout.states if weights_on_ssd else self.layout.moments
+        return sum(self.layout.block_pages(s.name) for s in states)
+
     def _ring_pages(self, weights_on_ssd: bool) -> int:
-        states = [s.name for s in self.layout.moments]
-        if weights_on_ssd:
-            states.append(WEIGHT)
-        return RING_SLOTS * sum(self.layout.block_pages(s) for s in states)
+        return RING_SLOTS * self._slot_pages(weights_on_ssd)
+
+    def _ring_slots(self, slot_pages: int, taken: int) -> int:
+        """RING_SLOTS, and as many more as RAM is left for, up to the blocks of the largest unit."""
+        most = max(-(-unit.trainable_numel // self.layout.block_elements) for unit in self.layout.units)
+        return max(RING_SLOTS, min(most, (self.host - taken) // slot_pages))
 
     def _device_lines(self) -> dict[str, int]:
         if self.budgets.device is None:
@@ -243,12 +253,15 @@ class _Filler:
             else:  # transient buffers only: nowhere to spill to
                 homes[unit.index, GRAD] = HOST
         everything = len(layout.units)
+        ring_slots = 0
         if grads_in != frozenset(u.index for u in layout.units):
             host[STAGING] = staging
         if lease_pages:
             host[FETCH_RING if self.separate else LEASES] = lease_pages
         if len(moments_in) < everything or len(weights_in) < everything:
-            host[RING] = self._ring_pages(len(weights_in) < everything)
+            slot_pages = self._slot_pages(len(weights_in) < everything)
+            ring_slots = self._ring_slots(slot_pages, taken=sum(host.values()))
+            host[RING] = ring_slots * slot_pages
             self.reasons.append(
                 f"SSD holds the weights of {everything - len(weights_in)} and the moments of "
                 f"{everything - len(moments_in)} of {everything} units: RAM goes first to weights (most transfers "
@@ -264,7 +277,7 @@ class _Filler:
         if self.budgets.ssd is not None and needed > self.budgets.ssd:
             self._refuse(SSD, sum(ssd.values()), self.budgets.ssd // layout.page_bytes, "memory.ssd='DIR:SIZE'")
         lines[DEVICE] = dict(device)
-        return Placement(homes, {t: pages for t, pages in lines.items() if pages}, tuple(self.reasons))
+        return Placement(homes, {t: pages for t, pages in lines.items() if pages}, ring_slots, tuple(self.reasons))
 
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes

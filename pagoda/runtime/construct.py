@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pagoda.errors import ConfigError
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec
 from pagoda.runtime.store import Store
-from pagoda.runtime.unit import LiveUnit
-
-Owner = tuple[nn.Module, str]
-"""A module and the name under which it holds a parameter."""
+from pagoda.runtime.unit import LiveUnit, Owner
 
 
 @contextmanager
@@ -24,7 +22,7 @@ def init() -> Iterator[None]:
 
     Parameters of modules that can initialise themselves later go to the meta device; buffers and the parameters of
     all other modules stay real. `wrap` runs the model's own `_init_weights(module)` (as transformers' models and
-    many others have), or the module's `reset_parameters()`. What a constructor writes into the parameters of a
+    many others have), or the modules' `reset_parameters()`. What a constructor writes into the parameters of a
     child that has one of these is not repeated: put it in `_init_weights`, or build the model outside `init()`.
     """
 
@@ -65,116 +63,99 @@ def describe(model: nn.Module) -> ModuleSpec:
 def live_units(model: nn.Module, specs: tuple[UnitSpec, ...], dtype: torch.dtype) -> list[LiveUnit]:
     """The units of a model, on its own parameters (meta ones are still to be built)."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    return [LiveUnit(spec, [params[slot.param.name] for slot in spec.slots], dtype) for spec in specs]
+    owners: dict[int, list[Owner]] = {}
+    for module in model.modules():
+        for short, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append((module, short))
+    units = []
+    for spec in specs:
+        held = [params[slot.param.name] for slot in spec.slots]
+        units.append(LiveUnit(spec, held, [owners[id(param)] for param in held], dtype))
+    return units
 
 
 class Builder:
-    """Brings the parameters of a model into a store, one unit at a time.
+    """Brings the parameters of a model into a store, one at a time.
 
-    Random initialisation is seeded per module, by one draw from torch's default generator and the module's name:
-    it depends on the seed alone, not on units, budgets or tiers.
+    Random initialisation is seeded per parameter and initialiser, by one draw from torch's default generator and
+    their names, and every initialiser runs with that one parameter real and all others on meta, where it changes
+    and draws nothing. Values thus depend on the seed alone, not on units, budgets, tiers or order.
     """
 
     def __init__(self, model: nn.Module, store: Store) -> None:
-        self._model = model
         self._store = store
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._owners: dict[int, list[Owner]] = {}
-        for module in model.modules():
-            for short, param in module._parameters.items():
-                if param is not None:
-                    self._owners.setdefault(id(param), []).append((module, short))
         self._seed: int | None = None
 
-    def build(self, unit: LiveUnit) -> None:
-        """Write a unit's master weights to their home.
-
-        Until `finish` the modules hold meta stand-ins for what is built, so that an initialiser of an ancestor,
-        which may write to all that is below it, changes nothing that is already home.
-        """
-        if any(param.is_meta for param in unit.params):
-            self._materialise(unit)
-        for slot, param in enumerate(unit.params):
-            self._store.write_master(unit.spec, slot, param.detach().reshape(-1))
-            param.data = unit.placeholders[slot]
-            stand_in = nn.Parameter(torch.empty(param.shape, device="meta"), requires_grad=param.requires_grad)
-            self._install(param, stand_in)
-
-    def finish(self, units: list[LiveUnit]) -> None:
-        """Give the modules their parameters back, as placeholders."""
+    def build(self, units: list[LiveUnit]) -> None:
+        """Write every unit's master weights to their home; its parameters are placeholders afterwards."""
+        params = [param for unit in units for param in unit.params]
+        self._owners = {id(p): owners for u in units for p, owners in zip(u.params, u.owners, strict=True)}
+        if any(param.is_meta for param in params):
+            self._seed = int(torch.randint(2**62, ()).item())
+            for param in params:
+                meta = param if param.is_meta else nn.Parameter(torch.empty(param.shape, device="meta"))
+                self._install(param, meta)
         for unit in units:
-            for param in unit.params:
-                self._install(param, param)
+            for slot, param in enumerate(unit.params):
+                real = self._initialised(param, unit.name(slot)) if param.is_meta else param
+                self._store.write_master(unit.spec, slot, real.detach().reshape(-1))
+                real.data = unit.placeholders[slot]
+                unit.params[slot] = real
+        for param, real in zip(params, (p for unit in units for p in unit.params), strict=True):
+            self._install(param, real)
 
-    def _install(self, key: nn.Parameter, param: nn.Parameter) -> None:
-        for module, short in self._owners[id(key)]:
-            module._parameters[short] = param
+    def _install(self, param: nn.Parameter, shown: nn.Parameter) -> None:
+        """Let the modules that hold `param` show another parameter in its place."""
+        for module, short in self._owners[id(param)]:
+            module._parameters[short] = shown
 
     @torch.no_grad()
-    def _materialise(self, unit: LiveUnit) -> None:
-        """Replace meta parameters by real ones and run the initialisers that fill them."""
-        fresh: set[int] = set()
-        for slot, meta in enumerate(unit.params):
-            if not meta.is_meta:
-                continue
-            blank = torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu")
-            real = nn.Parameter(blank, requires_grad=meta.requires_grad)
-            real.__dict__.update(meta.__dict__)
-            self._owners[id(real)] = self._owners.pop(id(meta))
-            self._install(real, real)
-            unit.params[slot] = real
-            fresh.add(id(real))
-        for module in self._initialisation_order(unit, fresh):
-            self._initialise(module, unit)
-        for slot, param in enumerate(unit.params):
-            if id(param) in fresh and param.isnan().any():
-                raise ConfigError(
-                    f"Parameter {unit.name(slot)!r} was left uninitialised: neither its module's reset_parameters() "
-                    "nor the model's _init_weights(module) fills it. Define one, or build it outside pagoda.init()."
-                )
+    def _initialised(self, meta: nn.Parameter, name: str) -> nn.Parameter:
+        """A real parameter in place of a meta one, filled by the initialisers that eager construction would run.
 
-    def _initialisation_order(self, unit: LiveUnit, fresh: set[int]) -> list[nn.Module]:
-        """Modules that may initialise the fresh parameters: those of the unit, children first, then its ancestors.
-
-        An ancestor runs after its children, as in `nn.Module.apply`, because some (T5's attention) initialise what
-        their children hold.
+        The model's own `_init_weights` has the last word, so it goes first, and mostly alone; what it leaves open
+        is for the modules' `reset_parameters`. Ancestors run after their children, as in `nn.Module.apply`, because
+        some (T5's attention, MultiheadAttention) initialise what their children hold.
         """
-        root = self._modules[unit.spec.module]
-        path = unit.spec.module.split(".") if unit.spec.module else []
-        ancestors = [self._modules[".".join(path[:length])] for length in reversed(range(len(path)))]
-        return [m for m in _post_order(root) if any(id(p) in fresh for p in m.parameters())] + ancestors
+        real = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad)
+        real.__dict__.update(meta.__dict__)
+        self._install(meta, real)
+        chain = [module for owner, _ in self._owners[id(meta)] for module in self._upwards(owner)]
+        by_model = [(m, partial(f, m)) for m in chain if (f := self._model_initialiser(m)) is not None]
+        own = [(m, g) for m in chain if (g := _own_initialiser(m)) is not None]
+        attempts: tuple[list[tuple[nn.Module, Callable[[], Any]]], ...] = ([*by_model], [*own, *by_model])
+        for attempt in attempts:
+            for module, initialise in attempt:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(self._seed_of(self._names[module], name))
+                    initialise()
+            if not real.isnan().any():
+                break
+        else:
+            raise ConfigError(
+                f"Parameter {name!r} was left uninitialised: neither its module's reset_parameters() nor the model's "
+                "_init_weights(module) fills it. Define one, or build the model outside pagoda.init()."
+            )
+        self._install(meta, meta)
+        return real
 
-    def _initialise(self, module: nn.Module, unit: LiveUnit) -> None:
-        own = _own_initialiser(module)
-        by_model = self._model_initialiser(module)
-        if own is None and by_model is None:
-            return
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._module_seed(self._names[module], unit.spec.module))
-            params = [p for p in module.parameters(recurse=False) if not p.is_meta]
-            if by_model is not None:
-                by_model(module)
-            if own is not None and any(p.isnan().any() for p in params):
-                own()
-                if by_model is not None:
-                    by_model(module)
+    def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
+        """A module and its ancestors, up to the model."""
+        path = self._names[module].split(".") if self._names[module] else []
+        for length in range(len(path), -1, -1):
+            yield self._modules[".".join(path[:length])]
 
     def _model_initialiser(self, module: nn.Module) -> Callable[[nn.Module], Any] | None:
         """`_init_weights` of the nearest enclosing module that has one."""
-        path = self._names[module].split(".") if self._names[module] else []
-        for length in range(len(path), -1, -1):
-            initialiser = getattr(self._modules[".".join(path[:length])], "_init_weights", None)
-            if callable(initialiser):
-                return initialiser  # type: ignore[no-any-return]
-        return None
+        candidates = (getattr(ancestor, "_init_weights", None) for ancestor in self._upwards(module))
+        return next((initialiser for initialiser in candidates if callable(initialiser)), None)
 
-    def _module_seed(self, name: str, unit: str) -> int:
-        if self._seed is None:
-            self._seed = int(torch.randint(2**62, ()).item())
-        # An ancestor runs once per unit and must not draw the same numbers for each.
-        inside = name == unit or name.startswith(f"{unit}.") or not unit
-        text = f"{self._seed}:{name}" + ("" if inside else f":{unit}")
+    def _seed_of(self, module: str, param: str) -> int:
+        text = f"{self._seed}:{module}:{param}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -184,12 +165,6 @@ def _own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
         if callable(initialiser):
             return initialiser  # type: ignore[no-any-return]
     return None
-
-
-def _post_order(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _post_order(child)
-    yield module
 
 
 def _join(prefix: str, name: str) -> str:

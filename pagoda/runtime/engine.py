@@ -200,6 +200,7 @@ class Engine:
     def step(self) -> None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward."""
         self._check_hyper()
+        self._check_frozen()
         try:
             norm = self.grad_norm()
         except NonFiniteGradientError:
@@ -309,6 +310,16 @@ class Engine:
             unit.updated = True
             self._queue_update(record, 1.0)
         self._due = waiting
+
+    def _check_frozen(self) -> None:
+        """A parameter that was frozen at `wrap` has no optimizer state, so it cannot be trained later."""
+        for unit in self.units:
+            for slot in range(unit.trainable, len(unit.params)):
+                if unit.params[slot].requires_grad:
+                    raise UsageError(
+                        f"{unit.name(slot)!r} was frozen when wrap() placed it, so it has no optimizer state: wrap the "
+                        "model with it trainable (and freeze it afterwards, if need be)."
+                    )
 
     def _check_hyper(self) -> None:
         """Hyperparameters must be what the updates under backward used."""

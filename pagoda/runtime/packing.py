@@ -56,10 +56,10 @@ class Packing:
     def enter(self) -> bool:
         """Start packing at the outermost hooked module; returns whether `leave` must be called.
 
-        Not during backward (a recomputed graph holds real views, which pin their lease), and not inside hooks
-        that are already active, such as a checkpoint's, which count the tensors they see.
+        Not inside hooks that are already active, such as those of a non-reentrant checkpoint, which count the tensors
+        they see: what it recomputes holds real views, which pin their lease.
         """
-        if self._hooks is not None or torch._C._current_graph_task_id() != -1:
+        if self._hooks is not None:
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False

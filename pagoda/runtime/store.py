@@ -11,7 +11,7 @@ from pagoda.memory.ssd import PageFile
 from pagoda.memory.tier import MemoryTier, SSDTier
 from pagoda.optim.flat import split
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import BLOCK_ELEMENTS, GRAD, LEASES, RING, RING_SLOTS, STAGING, WEIGHT
+from pagoda.plan.placement import BLOCK_ELEMENTS, GRAD, LEASES, RING, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import UnitSpec
 
@@ -52,12 +52,11 @@ class Store:
                     numel = pages * page // layout.itemsize(state)
                     tensor = self.host.tensor(run, self.dtype(state), numel)
                     self._tensors[unit.index, state] = tensor.zero_() if state != GRAD else tensor
-        self.ring_bytes = placement.pages(HOST, RING) * page // RING_SLOTS
-        self.ring = (
-            [self.host.alloc(placement.pages(HOST, RING) // RING_SLOTS) for _ in range(RING_SLOTS)]
-            if (self.ring_bytes)
-            else []
-        )
+        slots = placement.ring_slots
+        pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
+        self.ring = [self.host.alloc(pages_per_slot) for _ in range(slots)]
+        self.ring_bytes = pages_per_slot * page
+        """Bytes of one slot of the ring."""
         self._bounce = threading.Lock()
         self.host_bytes = page * sum(n for line, n in lines[HOST].items() if line not in (LEASES, STAGING))
         """Bytes of homes and rings; leases and staging come on top, as they are used."""

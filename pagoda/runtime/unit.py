@@ -8,6 +8,9 @@ from torch import nn
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.lanes import Handle
 
+Owner = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter."""
+
 
 class LiveUnit:
     """The parameters of one unit, in the order of its slots.
@@ -16,9 +19,13 @@ class LiveUnit:
     shape, so that shape, dtype and device stay true while a use of the value cannot go unseen.
     """
 
-    def __init__(self, spec: UnitSpec, params: list[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: UnitSpec, params: list[nn.Parameter], owners: list[list[Owner]], dtype: torch.dtype
+    ) -> None:
         self.spec = spec
         self.params = params
+        self.owners = owners
+        """Who holds each parameter; several for a tied one."""
         self.active = 0
         """Forwards of this unit's modules that are running now; above zero the lease is pinned."""
         self.version = 0
@@ -47,15 +54,31 @@ class LiveUnit:
         return self.spec.slots[slot].param.name
 
     def show(self, base: torch.Tensor) -> None:
-        """Point the parameters into a lease. `base`: the unit's weights, shape [numel]."""
-        for slot, param in zip(self.spec.slots, self.params, strict=True):
-            shape = slot.param.shape
-            param.data = base.narrow(0, slot.offset, slot.param.numel).view(shape)
+        """Point the parameters into a lease. `base`: the unit's weights, shape [numel].
+
+        A trainable parameter must stay the leaf that autograd knows, so its data is swapped. A frozen one is replaced
+        in its modules by a new object: graphs keep frozen tensors themselves, not copies of their handles, and would
+        see the placeholder later; a new object holds the lease's storage instead.
+        """
+        for slot, (placed, param) in enumerate(zip(self.spec.slots, self.params, strict=True)):
+            view = base.narrow(0, placed.offset, placed.param.numel).view(placed.param.shape)
+            if param.requires_grad:
+                param.data = view
+            else:
+                shown = nn.Parameter(view, requires_grad=False)
+                shown.__dict__.update(param.__dict__)
+                self._install(slot, shown)
 
     def hide(self) -> None:
         """Put the placeholders back."""
-        for param, placeholder in zip(self.params, self.placeholders, strict=True):
-            param.data = placeholder
+        for slot, param in enumerate(self.params):
+            param.data = self.placeholders[slot]
+            if not param.requires_grad:
+                self._install(slot, param)
+
+    def _install(self, slot: int, param: nn.Parameter) -> None:
+        for module, name in self.owners[slot]:
+            module._parameters[name] = param
 
     def wait_for_update(self, waited: Callable[[Handle], None]) -> None:
         """Wait until the weights are those of the latest update; `waited` does the waiting and accounts for it."""

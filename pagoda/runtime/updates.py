@@ -2,10 +2,10 @@
 
 import heapq
 import itertools
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import PAGE_ALIGN
@@ -41,6 +41,16 @@ class Update:
     """Ends when every state is."""
 
 
+@dataclass
+class _ReadAhead:
+    """Blocks of a unit that is likely to be updated next, in the ring before its gradient is complete."""
+
+    unit: int
+    blocks: dict[int, tuple[int, list[Handle]]] = field(default_factory=dict)
+    """first element -> ring slot, reads."""
+    next_start: int = 0
+
+
 class Updater:
     """Feeds queued updates to the lanes, most urgent first.
 
@@ -49,7 +59,11 @@ class Updater:
 
     A unit whose states are in RAM is cut into blocks for the update lane's threads. States on SSD stream through
     the ring: a block is read, updated and written back while others are read and written; the ring's size bounds
-    what is in flight. The next unit's gradient is read while this one is being fed.
+    what is in flight. The next unit's gradient is read while this one is being fed. When nothing is queued, free
+    slots read ahead the unit that followed this one last time, so that the first update of a step, which the next
+    forward waits for, finds its state in RAM.
+
+    `_lock` guards the queue, the free slots and what was read ahead.
     """
 
     def __init__(
@@ -73,9 +87,15 @@ class Updater:
         self._closed = False
         self._latest: dict[int, Handle] = {}
         """unit -> `written` of its latest update."""
-        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(len(store.ring)):
-            self._slots.put(slot)
+        self._written: dict[int, Handle] = {}
+        """unit -> `written` of the latest update that was fed; the updater's own."""
+        self._successor: dict[int, int] = {}
+        """unit -> the unit that was fed after it last time."""
+        self._fed = -1
+        """The unit fed last."""
+        self._free_slots = list(range(len(store.ring)))
+        self._ahead = _ReadAhead(-1)
+        self._may_read_ahead = False
         self._ring_offsets: dict[str, int] = {}
         offset = 0
         for state in self._states[1:] + self._states[:1]:
@@ -91,16 +111,21 @@ class Updater:
         lane = "ssd_write" if WEIGHT in on_ssd else "ssd_read" if on_ssd else "update"
         update = Update(urgency, next(self._sequence), record, tuple(segments), Handle(lane), Handle("ssd_write"))
         with self._lock:
+            self._may_read_ahead = True
             self._latest[unit.index] = update.written
             heapq.heappush(self._queue, update)
             self._lock.notify_all()
         return update.published
 
     def drain(self) -> None:
-        """Wait until every queued update has been written home; raises the first error, once."""
+        """Wait until every queued update has been written home and the ring is idle; raises the first error, once."""
         with self._lock:
             latest, self._latest = self._latest, {}
         wait_all(latest.values())
+        with self._lock:
+            self._may_read_ahead = False
+            reads = self._drop_ahead()
+        wait_all(reads)
 
     def close(self) -> None:
         """Finish what is queued and join the thread."""
@@ -111,15 +136,14 @@ class Updater:
 
     def _run(self) -> None:
         loaded: Update | None = None
-        previous: dict[int, Handle] = {}
         while True:
-            current = loaded or self._next(wait=True)
+            current = loaded or self._next_or_read_ahead()
             if current is None:
                 return
             try:
                 if loaded is None:
                     current = self._loaded(current)
-                loaded = self._next(wait=False)
+                loaded = self._next()
                 if loaded is not None and not self._gradients.load(loaded.record, block=False):
                     self._put_back(loaded)
                     loaded = None
@@ -128,20 +152,71 @@ class Updater:
                 if name is not None:
                     raise NonFiniteGradientError(non_finite_message(name))
                 index = current.record.unit.index
-                if index in previous:
-                    previous[index].wait()
-                previous[index] = current.written
+                if index in self._written:
+                    self._written[index].wait()
+                self._written[index] = current.written
                 self._feed(current)
             except BaseException as error:
                 self._gradients.release(current.record)
                 current.written.finish(error)
                 current.published.finish(error)
 
-    def _next(self, wait: bool) -> Update | None:
+    def _next(self) -> Update | None:
         with self._lock:
-            while wait and not self._queue and not self._closed:
-                self._lock.wait()
             return heapq.heappop(self._queue) if self._queue else None
+
+    def _next_or_read_ahead(self) -> Update | None:
+        """The most urgent update; reads ahead until there is one. None once closed and nothing is left."""
+        with self._lock:
+            while not self._queue:
+                if self._closed:
+                    self._drop_ahead()
+                    return None
+                if not self._read_ahead():
+                    self._lock.wait()
+            return heapq.heappop(self._queue)
+
+    def _read_ahead(self) -> bool:
+        """Read one more block of the unit that is likely to be next; False when there is no slot or no block."""
+        index = self._successor.get(self._fed, -1)
+        if not self._may_read_ahead or index < 0 or not self._free_slots:
+            return False
+        if self._ahead.unit != index:
+            if not self._written[index].succeeded:
+                return False
+            self._drop_ahead()
+            self._ahead = _ReadAhead(index)
+        unit = self._store.plan.units[index]
+        start = self._ahead.next_start
+        if start >= unit.trainable_numel or not self._streamed(index):
+            return False
+        slot = self._free_slots.pop()
+        reads = self._transfers("ssd_read", index, slot, start, min(start + self._block, unit.trainable_numel))
+        self._ahead.blocks[start] = (slot, reads)
+        self._ahead.next_start = start + self._block
+        return True
+
+    def _drop_ahead(self) -> list[Handle]:
+        """Give the slots of what was read ahead back, each once its reads have ended; returns the reads."""
+        dropped, self._ahead = self._ahead.blocks, _ReadAhead(-1)
+        for slot, reads in dropped.values():
+            Latch("ssd_read", reads).then(lambda _, slot=slot: self._release_slot(slot))  # type: ignore[misc]
+        return [read for _, reads in dropped.values() for read in reads]
+
+    def _take_slot(self, unit: int, start: int, stop: int) -> tuple[int, list[Handle]]:
+        """A ring slot with a block of the unit in it or on its way, read ahead or from now on."""
+        with self._lock:
+            if start in self._ahead.blocks:
+                return self._ahead.blocks.pop(start)
+            while not self._free_slots:
+                self._lock.wait()
+            slot = self._free_slots.pop()
+        return slot, self._transfers("ssd_read", unit, slot, start, stop)
+
+    def _release_slot(self, slot: int) -> None:
+        with self._lock:
+            self._free_slots.append(slot)
+            self._lock.notify_all()
 
     def _loaded(self, update: Update) -> Update:
         """`update` with its gradient in RAM; or, while other gradients leave no room for it, one of theirs."""
@@ -164,8 +239,13 @@ class Updater:
     def _feed(self, update: Update) -> None:
         """Submit every block of one unit to the lanes."""
         record = update.record
-        homes = {s.name: self._store.tensor(record.unit.index, s.name) for s in self._states}
-        streamed = [name for name, tensor in homes.items() if tensor is None]
+        index = record.unit.index
+        with self._lock:
+            self._successor[self._fed] = index
+            self._fed = index
+            if self._ahead.unit != index:
+                self._drop_ahead()
+        streamed = self._streamed(index)
         total = record.unit.spec.trainable_numel
         computed: list[Handle] = []
         written: list[Handle] = []
@@ -178,6 +258,8 @@ class Updater:
             ]
             if pieces:
                 self._feed_block(record, start, stop, pieces, streamed, computed, written)
+        with self._lock:
+            self._drop_ahead()  # blocks without a gradient
         all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *written])
         all_computed.then(lambda _: self._finished(record))
         ready = all_written if WEIGHT in streamed else all_computed
@@ -196,20 +278,14 @@ class Updater:
     ) -> None:
         unit = record.unit.index
         store = self._store
-        slot = self._slots.get() if streamed else -1
+        slot, reads = self._take_slot(unit, start, stop) if streamed else (-1, [])
         addresses: list[int] = []
-        transfers: list[tuple[str, int, int]] = []
         for state in self._states:
-            itemsize = state.dtype.itemsize
             home = store.tensor(unit, state.name)
             if home is not None:
-                addresses.append(home.data_ptr() + start * itemsize)
+                addresses.append(home.data_ptr() + start * state.dtype.itemsize)
             else:
-                offset = self._ring_offsets[state.name]
-                addresses.append(store.ring_address(slot) + offset)
-                nbytes = -(-(stop - start) * itemsize // PAGE_ALIGN) * PAGE_ALIGN
-                transfers.append((state.name, offset, nbytes))
-        reads = [self._transfer("ssd_read", unit, slot, start, *transfer) for transfer in transfers]
+                addresses.append(store.ring_address(slot) + self._ring_offsets[state.name])
         itemsizes = [state.dtype.itemsize for state in self._states]
         assert record.buffer is not None
         gradient, gradient_itemsize = record.buffer.data_ptr(), record.buffer.element_size()
@@ -224,31 +300,31 @@ class Updater:
         touched = 2 * sum(itemsizes) + gradient_itemsize
         handle = self._lanes["update"].submit(compute, reads, (stop - start) * touched)
         computed.append(handle)
-        writes = [self._transfer("ssd_write", unit, slot, start, *transfer, after=(handle,)) for transfer in transfers]
-        written.extend(writes)
         if streamed:
-            Latch("ssd_write", writes).then(lambda _: self._slots.put(slot))
+            writes = self._transfers("ssd_write", unit, slot, start, stop, after=(handle,))
+            written.extend(writes)
+            Latch("ssd_write", writes).then(lambda _: self._release_slot(slot))
 
-    def _transfer(
-        self,
-        lane: str,
-        unit: int,
-        slot: int,
-        start: int,
-        state: str,
-        ring_offset: int,
-        nbytes: int,
-        after: tuple[Handle, ...] = (),
-    ) -> Handle:
-        """Move one state's share of a block between its SSD extent and the ring."""
-        store = self._store
-        run, ssd = store.run(unit, state), store.ssd
-        assert run is not None
+    def _streamed(self, unit: int) -> list[str]:
+        """States of a unit whose home is SSD."""
+        return [s.name for s in self._states if self._store.tensor(unit, s.name) is None]
+
+    def _transfers(
+        self, lane: str, unit: int, slot: int, start: int, stop: int, after: tuple[Handle, ...] = ()
+    ) -> list[Handle]:
+        """Move a block of every streamed state between its SSD extent and the ring."""
+        store, ssd = self._store, self._store.ssd
         assert ssd is not None
-        view = store.ring_view(slot, ring_offset, nbytes)
         move = ssd.load if lane == "ssd_read" else ssd.store
-        offset = start * store.dtype(state).itemsize
-        return self._lanes[lane].submit(lambda: move(run, offset, view), after, nbytes)
+        handles = []
+        for name in self._streamed(unit):
+            run, itemsize = store.run(unit, name), store.dtype(name).itemsize
+            assert run is not None
+            nbytes = -(-(stop - start) * itemsize // PAGE_ALIGN) * PAGE_ALIGN
+            view = store.ring_view(slot, self._ring_offsets[name], nbytes)
+            work = partial(move, run, start * itemsize, view)
+            handles.append(self._lanes[lane].submit(work, after, nbytes))
+        return handles
 
 
 def non_finite_message(name: str) -> str:

@@ -41,9 +41,9 @@ def unit(index: int, trainable: int, frozen: int = 0) -> UnitSpec:
 def layouts(draw: Draw) -> Layout:
     """Up to eight units of unequal size, some of them frozen in part or whole."""
     sizes = draw(
-        st.lists(
-            st.tuples(st.integers(0, 20_000), st.integers(0, 6_000)).filter(any), min_size=1, max_size=8
-        ).filter(lambda units: any(trainable for trainable, _ in units))
+        st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 6_000)).filter(any), min_size=1, max_size=8).filter(
+            lambda units: any(trainable for trainable, _ in units)
+        )
     )
     units = tuple(unit(index, *size) for index, size in enumerate(sizes))
     return Layout(units, STATES[draw(st.sampled_from(["bf16", "fp32"]))], draw(st.sampled_from([4096, 16384])))

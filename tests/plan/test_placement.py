@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
@@ -23,7 +23,7 @@ from pagoda.plan.placement import (
     place,
 )
 
-from .strategies import Draw, layouts
+from .strategies import STATES, Draw, layouts, unit
 
 LARGE = 1 << 40
 
@@ -60,6 +60,14 @@ def placed(case: tuple[Layout, Budgets, bool]) -> Placement:
         raise
 
 
+def refusal(layout: Layout, budgets: Budgets, transient: bool) -> BudgetError | None:
+    try:
+        place(layout, budgets, transient)
+    except BudgetError as error:
+        return error
+    return None
+
+
 @given(cases)
 def test_the_ledger_of_a_tier_never_passes_its_budget(case: tuple[Layout, Budgets, bool]) -> None:
     layout, budgets, _ = case
@@ -93,13 +101,12 @@ def test_what_leaves_ram_has_the_buffers_it_moves_through(case: tuple[Layout, Bu
     if weights_out or moments_out:
         streamed = [state.name for state in layout.moments] + [WEIGHT] * weights_out
         assert placement.pages(HOST, RING) >= sum(layout.block_pages(state) for state in streamed)
-    widest = max(layout.pages(unit, WEIGHT) for unit in layout.units)
     together = sum(sorted((layout.pages(unit, WEIGHT) for unit in layout.units), reverse=True)[:2])
     if budgets.device is not None:
         assert placement.pages(DEVICE, LEASES) >= together
         assert not weights_out or placement.pages(HOST, FETCH_RING) >= layout.fetch_piece_pages
     elif weights_out:
-        assert placement.pages(HOST, LEASES) >= together >= widest
+        assert placement.pages(HOST, LEASES) >= together
     if not all(in_ram(layout, placement, GRAD)):
         assert placement.pages(HOST, STAGING) >= max(layout.pages(unit, GRAD) for unit in layout.units)
 
@@ -150,38 +157,24 @@ def test_more_host_memory_never_moves_weights_out_of_it(case: tuple[Layout, Budg
     assert all(late for early, late in zip(before, after, strict=True) if early)
 
 
+@pytest.mark.xfail(strict=True, reason="needed_bytes of host RAM is not the least for models that fit two leases")
+@example((Layout((unit(0, 19_000), unit(1, 19_000)), STATES["bf16"], 4096), Budgets(host=4096, ssd=LARGE), False))
 @given(cases)
 def test_a_refusal_names_the_tier_and_the_least_budget_that_is_not_refused(
     case: tuple[Layout, Budgets, bool],
 ) -> None:
     layout, budgets, transient = case
-    refused = 0
-    while True:
-        try:
-            place(layout, budgets, transient)
-            break
-        except BudgetError as error:
-            refused += 1
-            assert error.tier in (HOST, DEVICE, SSD)
-            assert error.needed_bytes is not None
-            assert f"{error.tier} needs at least" in str(error)
-            assert f"memory.{error.tier}" in str(error)
-            assert error.needed_bytes > getattr(budgets, error.tier)
-            enough = replace(budgets, **{error.tier: error.needed_bytes})
-            one_page_less = replace(budgets, **{error.tier: error.needed_bytes - layout.page_bytes})
-        with pytest.raises(BudgetError) as again:
-            place(layout, one_page_less, transient)
-        assert (again.value.tier, again.value.needed_bytes) == (error_tier(budgets, enough), needed(budgets, enough))
-        budgets = enough
-    assume(refused)
-
-
-def error_tier(before: Budgets, after: Budgets) -> str:
-    return next(tier for tier in (HOST, DEVICE, SSD) if getattr(before, tier) != getattr(after, tier))
-
-
-def needed(before: Budgets, after: Budgets) -> int:
-    return getattr(after, error_tier(before, after))
+    while (error := refusal(layout, budgets, transient)) is not None:
+        tier, needed = error.tier, error.needed_bytes
+        assert tier in (HOST, DEVICE, SSD)
+        assert needed is not None
+        assert needed > getattr(budgets, tier)
+        assert f"{tier} needs at least" in str(error)
+        assert f"memory.{tier}" in str(error)
+        one_page_less = refusal(layout, replace(budgets, **{tier: needed - layout.page_bytes}), transient)
+        assert one_page_less is not None
+        assert (one_page_less.tier, one_page_less.needed_bytes) == (tier, needed)
+        budgets = replace(budgets, **{tier: needed})
 
 
 @given(cases)

@@ -91,7 +91,9 @@ def test_a_cursor_that_skips_accesses_jumps_to_the_nearest_use_ahead(trace: Trac
     for access in trace.accesses[: data.draw(st.integers(1, len(trace.accesses)), label="accesses that came")]:
         cursor.advance(access)
     position = cursor.position
-    ahead = [tick for tick in range(position + 1, len(trace.accesses)) if trace.accesses[tick] != trace.accesses[position]]
+    ahead = [
+        tick for tick in range(position + 1, len(trace.accesses)) if trace.accesses[tick] != trace.accesses[position]
+    ]
     if ahead:
         target = trace.accesses[data.draw(st.sampled_from(ahead))]
         assert cursor.advance(target) == trace.accesses.index(target, position + 1)

@@ -58,6 +58,30 @@ def evaluation_between_forward_and_backward(model: nn.Module, optimizer: Any, ou
         take_step(optimizer, outcome)
 
 
+def inference_mode_between_steps(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        with torch.inference_mode():
+            outcome.losses.append(loss_of(model(**batch("llama", generator))).item())
+        loss = loss_of(model(**batch("llama", generator)))
+        loss.backward()
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
+def gradients_asked_for_by_the_user(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    """`torch.autograd.grad` of parameters returns gradients and leaves the accumulated ones alone."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        loss = model(**batch("conv", generator))
+        loss.backward()
+        other = model(**batch("conv", generator))
+        for grad in torch.autograd.grad(other, [p for p in model.parameters() if p.requires_grad]):
+            outcome.losses.append(grad.double().square().sum().item())
+        outcome.losses.append(loss.item())
+        take_step(optimizer, outcome)
+
+
 def layers_skipped_at_random(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
     generator = torch.Generator().manual_seed(1)
     for step in range(2 * STEPS):
@@ -182,6 +206,8 @@ CASES = {
     for build, loop in (
         (gpt2, evaluation_between_steps),
         (gpt2, evaluation_between_forward_and_backward),
+        (llama, inference_mode_between_steps),
+        (ConvNet, gradients_asked_for_by_the_user),
         (Layers, layers_skipped_at_random),
         (llama, lengths_that_change),
         (Layers, no_gradient_in_one_micro_batch),
@@ -195,3 +221,9 @@ CASES = {
         (ConvNet, gradient_of_an_input),
     )
 }
+
+
+def built(name: str) -> nn.Module:
+    """The model of a case, the same each time."""
+    torch.manual_seed(0)
+    return CASES[name].build().train()

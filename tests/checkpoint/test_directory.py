@@ -1,0 +1,193 @@
+"""A checkpoint directory appears complete or not at all, and is never overwritten."""
+
+import errno
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagoda.checkpoint import directory as module
+from pagoda.checkpoint.directory import MANIFEST, committed, read_manifest, write_manifest
+from pagoda.errors import CheckpointError, StorageError
+
+
+def fill(folder: Path) -> None:
+    (folder / "data").write_text("all of it")
+    write_manifest(folder, {"states": ["weight"]})
+
+
+def commit(target: Path, action: Callable[[Path], None] = fill) -> None:
+    with committed(target) as folder:
+        action(folder)
+
+
+def assert_complete(directory: Path) -> None:
+    assert sorted(path.name for path in directory.iterdir()) == ["data", MANIFEST]
+    assert (directory / "data").read_text() == "all of it"
+    assert read_manifest(directory)["states"] == ["weight"]
+
+
+def test_a_filled_directory_appears_at_its_end_and_leaves_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "runs" / "first" / "step-1"
+    with committed(target) as folder:
+        assert not target.exists()
+        assert folder.parent == target.parent, "a rename is atomic only within a file system"
+        fill(folder)
+        assert not target.exists()
+    assert_complete(target)
+    assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in the middle"), KeyboardInterrupt()])
+def test_an_exception_inside_leaves_nothing_and_is_not_hidden(tmp_path: Path, error: BaseException) -> None:
+    def fail(folder: Path) -> None:
+        fill(folder)
+        raise error
+
+    with pytest.raises(type(error)):
+        commit(tmp_path / "step-1", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_exists_is_never_overwritten(tmp_path: Path) -> None:
+    target = tmp_path / "step-1"
+    commit(target)
+    with pytest.raises(CheckpointError, match=r"step-1 exists already.*Name another"), committed(target) as folder:
+        (folder / "data").write_text("other")
+    assert_complete(target)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_directory_that_another_process_filled_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    target = tmp_path / "step-1"
+
+    def overtaken(folder: Path) -> None:
+        (folder / "data").write_text("other")
+        target.mkdir()
+        fill(target)
+
+    with pytest.raises(StorageError):
+        commit(target, overtaken)
+    assert_complete(target)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def killed(action: Callable[[], None]) -> int:
+    """Runs `action` in a process of its own, which it must not survive; returns the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("after_syncs", [0, 1, 2])
+def test_a_process_killed_at_any_instant_leaves_all_or_nothing(
+    tmp_path: Path, after_syncs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before the manifest, the directory, and the parent (after the rename) have been synced."""
+    target = tmp_path / "step-1"
+    syncs = 0
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        nonlocal syncs
+        if syncs == after_syncs:
+            kill_me()
+        syncs += 1
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "fsync", counted)
+        assert killed(lambda: commit(target)) == signal.SIGKILL
+    if after_syncs < 2:
+        assert not target.exists()
+        commit(target)
+    assert_complete(target)
+
+
+def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "step-1"
+    synced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), target.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(module.os, "fsync", seen)
+    with committed(target) as folder:
+        fill(folder)
+    assert synced == [(str(folder / MANIFEST), False), (str(folder), False), (str(tmp_path), True)]
+
+
+def test_a_full_disk_is_a_storage_error_that_names_the_checkpoint(tmp_path: Path) -> None:
+    target = tmp_path / "step-1"
+    with (
+        pytest.raises(StorageError, match=r"step-1 could not be written.*No space left.*Free space"),
+        committed(target),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_the_system_refuses_to_extend_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StorageError, match="step-1 could not be written"), committed(tmp_path / "step-1") as folder:
+            (folder / "data").write_bytes(bytes(8192))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"step-1 could not be written"), committed(tmp_path / "file" / "step-1"):
+        pytest.fail("there is nothing to fill")
+
+
+def test_what_a_manifest_holds_comes_back(tmp_path: Path) -> None:
+    content = {"steps": {"a.weight": 3}, "extra": {"lr": 1e-3, "names": ["é", None]}, "big": 2**70}
+    write_manifest(tmp_path, content)
+    read = read_manifest(tmp_path)
+    assert {key: read[key] for key in content} == content
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"is not a checkpoint: manifest\.json cannot be read \(No such file"),
+        ("", "is damaged"),
+        ('{"format": "pagoda-checkpoint", "vers', "is damaged"),
+        ("[]", "is not a Pagoda manifest"),
+        ('{"format": "other", "version": 1}', "is not a Pagoda manifest"),
+        (json.dumps({"format": module.FORMAT}), "has version None"),
+        (json.dumps({"format": module.FORMAT, "version": module.VERSION + 1}), f"reads version {module.VERSION}"),
+    ],
+)
+def test_a_directory_without_a_manifest_of_this_format_is_refused(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_of_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_manifest(tmp_path)

@@ -1,0 +1,158 @@
+"""The process takes what the plan said it would: peak resident memory against the ledger, in fresh processes.
+
+What a step needs beside pages is bounded by a formula, not by a measurement:
+
+- activations: every layer saves, per token, at most `24 * hidden + 8 * intermediate` numbers of 4 bytes (inputs
+  of its linear layers and norms, queries, keys, values, attention output, gate, up and their product, in bf16 and,
+  around norms and rotary embeddings, fp32), and the loss keeps 6 copies of the logits in fp32;
+- gradients between autograd and their extents: two of the largest parameter in bf16, the one just computed and
+  the one on its way.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+TOKENS = 32
+VOCABULARY = 1024
+SLACK_SHARE, SLACK_BYTES = 0.05, 64 * MIB
+
+SCRIPT = """
+import ctypes, gc, json, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import pagoda
+
+shape, memory, tokens, vocabulary = json.loads(sys.argv[1])
+
+def build(layers, hidden, intermediate):
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True,
+        use_cache=False)
+    with pagoda.init():
+        return LlamaForCausalLM(config)
+
+def train(model, memory):
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-4), memory=pagoda.Memory(**memory), clip_grad_norm=1.0)
+    for _ in range(2):
+        ids = torch.randint(vocabulary, (1, tokens))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.drain()
+    return model, optimizer
+
+def status(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+
+_, optimizer = train(build(1, 64, 64), {**memory, "host": "16MiB", "device": None, "unit_limit": "1MiB"})
+optimizer.close()
+model = build(**shape)
+del optimizer
+gc.collect()
+ctypes.CDLL("libc.so.6").malloc_trim(0)
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+assert status("VmHWM") - before < 1 << 20, "the kernel keeps the old peak"
+model, optimizer = train(model, memory)
+plan = pagoda.plan_of(model)
+print(json.dumps({
+    "grown": status("VmHWM") - before,
+    "ledger": plan.peak_bytes.get("host", 0) + plan.peak_bytes.get("device", 0),
+    "used": optimizer.stats.peak_bytes.get("host", 0) + optimizer.stats.peak_bytes.get("device", 0),
+    "ssd": plan.peak_bytes.get("ssd", 0),
+    "state": plan.parameters * 14,
+    "largest": max(slot.param.numel for unit in plan.units for slot in unit.slots),
+}))
+optimizer.close()
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def activations(self) -> int:
+        """Bytes, by the formula above."""
+        return 4 * TOKENS * (self.layers * (24 * self.hidden + 8 * self.intermediate) + 6 * VOCABULARY)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of one run."""
+
+    grown: int
+    """Peak resident memory minus that before `wrap`."""
+    ledger: int
+    """What the plan said for RAM."""
+    used: int
+    """What was in use of it at most."""
+    ssd: int
+    state: int
+    largest: int
+    """Elements of the largest parameter."""
+
+
+SIZES = {"30M": Shape(9, 512, 1536), "60M": Shape(8, 768, 2304), "120M": Shape(9, 1024, 3072)}
+
+
+def measure(shape: Shape, **memory: str | int) -> Measured:
+    settings = json.dumps([asdict(shape), memory, TOKENS, VOCABULARY])
+    # Poison writes to all memory at once, which is the very thing that is measured here.
+    environment = {**os.environ, "PAGODA_POISON": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, settings], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def allowed(shape: Shape, run: Measured) -> float:
+    gradients = 2 * 2 * run.largest
+    return run.ledger * (1 + SLACK_SHARE) + SLACK_BYTES + shape.activations + gradients
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations(size: str) -> None:
+    shape = SIZES[size]
+    run = measure(shape, host="4GiB")
+    assert run.ssd == 0
+    assert run.used <= run.ledger
+    assert run.grown <= allowed(shape, run)
+    assert run.grown >= run.state, "a measurement below what is certainly touched measures something else"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_peak_memory_with_state_on_ssd_is_the_ledger_and_activations(size: str, tmp_path: Path) -> None:
+    shape = SIZES[size]
+    weights = 2 * shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
+    run = measure(shape, host=weights + 120 * MIB, ssd=str(tmp_path), unit_limit="16MiB")
+    assert run.ssd >= run.state // 2
+    assert run.used <= run.ledger < run.state
+    assert run.grown <= allowed(shape, run)
+
+
+def test_peak_memory_with_everything_on_ssd_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    few, many = Shape(4, 768, 2304), Shape(12, 768, 2304)
+    settings = {"host": "104MiB", "ssd": str(tmp_path), "unit_limit": "16MiB", "page_size": "1MiB"}
+    short, tall = measure(few, **settings), measure(many, **settings)
+    assert tall.state > 2.5 * short.state
+    assert tall.ledger == pytest.approx(short.ledger, abs=8 * MIB)
+    # A tenth of the state that was added would break this; activations are all that may grow.
+    tolerance = 16 * MIB + many.activations - few.activations
+    assert tolerance < (tall.state - short.state) / 10
+    assert tall.grown - short.grown <= tolerance
+    assert tall.grown <= allowed(many, tall)

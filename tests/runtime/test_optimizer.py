@@ -1,0 +1,418 @@
+"""The optimizer behaves as a torch optimizer, and where it cannot it says so."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
+from zoo import ALL_ON_SSD, RESIDENT, ConvNet, Outcome, batch, squeeze
+
+import pagoda
+from pagoda.plan.ops import LANES
+from pagoda.runtime.optimizer import PagedOptimizer
+
+from .loops import WIDTH, Layers
+
+STEPS = 4
+Wrapped = tuple[nn.Module, PagedOptimizer]
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers(3)
+
+
+@pytest.fixture
+def wrapped() -> Iterator[Callable[..., Wrapped]]:
+    """Wraps a model, and closes it after the test."""
+    opened: list[PagedOptimizer] = []
+
+    def wrap(
+        model: nn.Module | None = None, memory: pagoda.Memory = RESIDENT, lr: float = 1e-2, **options: Any
+    ) -> Wrapped:
+        model = fresh() if model is None else model
+        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=lr, weight_decay=0.1), memory=memory, **options)
+        opened.append(optimizer)
+        return model, optimizer
+
+    yield wrap
+    for optimizer in opened:
+        optimizer.close()
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model: nn.Module, seed: int, picked: tuple[int, ...] = (0, 1, 2)) -> float:
+    loss = model(inputs(seed), list(picked))
+    loss.backward()
+    return loss.item()
+
+
+def state(model: nn.Module, optimizer: PagedOptimizer) -> Outcome:
+    return Outcome(weights=model.state_dict(), optimizer=optimizer.state_dict())
+
+
+def test_it_is_a_torch_optimizer_over_the_models_parameters(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
+    "lambda": lambda o: LambdaLR(o, lambda step: 0.5**step),
+    "cosine": lambda o: CosineAnnealingLR(o, T_max=STEPS),
+    "one-cycle": lambda o: OneCycleLR(o, max_lr=1e-2, total_steps=STEPS + 1),
+}
+
+
+@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_do_what_they_do_to_torchs_adamw(
+    scheduler: str, announced: int | None, wrapped: Callable[..., Wrapped]
+) -> None:
+    """OneCycleLR also cycles beta1."""
+    model, optimizer = wrapped(precision="fp32", accumulation_steps=announced)
+    plain = fresh()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    schedules = SCHEDULERS[scheduler](optimizer), SCHEDULERS[scheduler](reference)
+    seen = []
+    for step in range(STEPS):
+        backward(model, step)
+        backward(plain, step)
+        for stepped in (optimizer, reference, *schedules):
+            stepped.step()  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+        reference.zero_grad()
+        mine, other = optimizer.param_groups[0], reference.param_groups[0]
+        assert (mine["lr"], mine["betas"]) == (other["lr"], other["betas"])
+        seen.append((mine["lr"], mine["betas"]))
+    assert len(set(seen)) == STEPS
+    constant, _ = wrapped(precision="fp32")
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=0, atol=2e-6, msg=name)
+    assert not torch.equal(constant.state_dict()["layers.0.0.weight"], model.state_dict()["layers.0.0.weight"])
+
+
+def test_a_closure_runs_with_gradients_and_its_loss_is_returned(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    twin, twin_optimizer = wrapped()
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        return backward(model, 1)
+
+    loss = optimizer.step(closure)
+    assert loss == backward(twin, 1)
+    twin_optimizer.step()
+    state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model", "model-to-zero"])
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["no-clip", "clip"])
+def test_cleared_gradients_never_happened(clear: str, clip: float | None, wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped(clip_grad_norm=clip)
+    twin, twin_optimizer = wrapped(clip_grad_norm=clip)
+    for step in range(STEPS):
+        backward(model, 100 + step)
+        if clear == "optimizer":
+            optimizer.zero_grad()
+        else:
+            model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        # What was cleared reached layer 2 as well; what counts does not.
+        backward(model, step, (0, 1))
+        backward(twin, step, (0, 1))
+        optimizer.step()
+        twin_optimizer.step()
+        assert optimizer.stats.grad_norm == twin_optimizer.stats.grad_norm
+    state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
+
+
+def test_clearing_between_forward_and_backward_keeps_the_graph(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    twin, twin_optimizer = wrapped()
+    for step in range(STEPS):
+        loss = model(inputs(step), [0, 1, 2])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        backward(twin, step)
+        twin_optimizer.step()
+    state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
+
+
+def test_zero_grad_after_a_step_does_nothing_more(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    twin, twin_optimizer = wrapped()
+    for step in range(STEPS):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(twin, step)
+        twin_optimizer.step()
+    state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
+
+
+def test_a_second_step_without_gradients_changes_nothing(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    backward(model, 1)
+    optimizer.step()
+    before = state(model, optimizer)
+    optimizer.step()
+    state(model, optimizer).assert_same_bits(before)
+    assert optimizer.stats.grad_norm is None
+    assert optimizer.stats.step == 2
+
+
+def test_a_gradient_is_none_exactly_when_there_is_none(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    assert all(p.grad is None for p in model.parameters())
+    backward(model, 1, (0, 1))
+    for name, param in model.named_parameters():
+        assert (param.grad is None) == name.startswith("layers.2"), name
+        if param.grad is not None:
+            assert param.grad.shape == param.shape
+            assert param.grad.dtype == param.dtype
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("to", ["resident", "ssd"])
+def test_state_dicts_resume_bit_for_bit(to: str, wrapped: Callable[..., Wrapped], tmp_path: Path) -> None:
+    """Weights go through bf16 unless the master is loaded too, so fp32 is what resumes exactly through state dicts."""
+    model, optimizer = wrapped(precision="fp32")
+    scheduler = CosineAnnealingLR(optimizer, T_max=2 * STEPS)
+    for step in range(STEPS):
+        backward(model, step)
+        optimizer.step()
+        scheduler.step()
+    saved = model.state_dict(), optimizer.state_dict(), scheduler.state_dict()
+    assert saved[1]["param_groups"][0]["lr"] < 1e-2
+
+    other = fresh()
+    memory = RESIDENT if to == "resident" else squeeze(other, ALL_ON_SSD, tmp_path, precision="fp32", clipping=False)
+    other, other_optimizer = wrapped(other, memory, precision="fp32")
+    other_scheduler = CosineAnnealingLR(other_optimizer, T_max=2 * STEPS)
+    other.load_state_dict(saved[0])
+    other_optimizer.load_state_dict(saved[1])
+    other_scheduler.load_state_dict(saved[2])
+    for step in range(STEPS, 2 * STEPS):
+        assert backward(model, step) == backward(other, step)
+        for stepped in (optimizer, other_optimizer, scheduler, other_scheduler):
+            stepped.step()
+    state(model, optimizer).assert_same_bits(state(other, other_optimizer))
+
+
+def test_the_state_of_torchs_adamw_can_be_loaded(wrapped: Callable[..., Wrapped]) -> None:
+    plain = fresh()
+    reference = torch.optim.AdamW(plain.parameters(), lr=3e-3, betas=(0.8, 0.9), weight_decay=0.2)
+    for step in range(STEPS):
+        backward(plain, step)
+        reference.step()
+        reference.zero_grad()
+    model, optimizer = wrapped(precision="fp32")
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    for step in range(STEPS, 2 * STEPS):
+        backward(model, step)
+        optimizer.step()
+        backward(plain, step)
+        reference.step()
+        reference.zero_grad()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=0, atol=2e-6, msg=name)
+
+
+def test_loading_a_state_forgets_moments_that_it_does_not_have(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    start = optimizer.state_dict()
+    assert start["state"] == {}
+    backward(model, 1)
+    optimizer.step()
+    assert optimizer.state_dict()["state"]
+    optimizer.load_state_dict(start)
+    assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        pytest.param(lambda params: nn.utils.clip_grad_norm_(params, 1.0), id="norm"),
+        pytest.param(lambda params: nn.utils.clip_grad_norm_(params, 1.0, foreach=False), id="norm-plain"),
+        pytest.param(lambda params: nn.utils.clip_grad_norm_(params, 1.0, norm_type=float("inf")), id="norm-inf"),
+        pytest.param(lambda params: nn.utils.clip_grad_value_(params, 1.0), id="value"),
+        pytest.param(lambda params: nn.utils.clip_grad_value_(params, 1.0, foreach=False), id="value-plain"),
+        pytest.param(lambda params: nn.utils.get_total_norm([p.grad for p in params]), id="total-norm"),
+        pytest.param(lambda params: [p.grad.mul_(0.5) for p in params], id="mul_"),
+        pytest.param(lambda params: [p.grad.norm().item() for p in params], id="norm-item"),
+        pytest.param(lambda params: [float(p.grad.sum()) for p in params], id="sum"),
+        pytest.param(lambda params: [p.grad.isnan().any() for p in params], id="isnan"),
+        pytest.param(lambda params: [p.grad.clone() for p in params], id="clone"),
+        pytest.param(lambda params: [p.grad.add_(1.0) for p in params], id="add_"),
+        pytest.param(lambda params: [setattr(p, "grad", p.grad / 2) for p in params], id="divide"),
+        pytest.param(lambda params: [p.grad.tolist() for p in params], id="tolist"),
+        pytest.param(lambda params: [p.grad.numpy() for p in params], id="numpy"),
+        pytest.param(
+            lambda params: [p.grad.data.norm().item() for p in params],
+            id="data-norm",
+            marks=pytest.mark.xfail(strict=True, reason="detach() and .data give a plain tensor of NaN"),
+        ),
+        pytest.param(
+            lambda params: [p.grad.detach().norm().item() for p in params],
+            id="detach-norm",
+            marks=pytest.mark.xfail(strict=True, reason="detach() and .data give a plain tensor of NaN"),
+        ),
+    ],
+)
+def test_using_the_value_of_a_gradient_is_refused_with_the_fix(
+    clip: Callable[[list[nn.Parameter]], object], wrapped: Callable[..., Wrapped]
+) -> None:
+    model, _ = wrapped()
+    backward(model, 1)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm"):
+        clip(list(model.parameters()))
+
+
+@pytest.mark.parametrize("limit", [0.05, 1e6], ids=["bites", "does-not"])
+def test_clipping_by_the_optimizer_is_clipping_by_wrap(limit: float, wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    twin, twin_optimizer = wrapped(clip_grad_norm=limit)
+    for step in range(STEPS):
+        backward(model, step)
+        backward(twin, step)
+        norm = optimizer.clip_grad_norm_(limit)
+        optimizer.step()
+        twin_optimizer.step()
+        assert norm == optimizer.stats.grad_norm == twin_optimizer.stats.grad_norm
+        assert (norm > limit) == (limit < 1)
+    state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
+
+
+@pytest.mark.xfail(strict=True, reason="zero_grad() forgets the gradients but not their clip")
+def test_a_clip_is_dropped_with_its_gradients(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped()
+    twin, twin_optimizer = wrapped()
+    backward(model, 0)
+    optimizer.clip_grad_norm_(1e-3)
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.step()
+    backward(twin, 1)
+    twin_optimizer.step()
+    state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
+
+
+def test_parameters_cannot_be_added(wrapped: Callable[..., Wrapped]) -> None:
+    _, optimizer = wrapped()
+    with pytest.raises(pagoda.UsageError, match="wrap"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_hyperparameters_changed_after_their_use_under_backward_are_refused(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped(accumulation_steps=1)
+    backward(model, 1)
+    optimizer.param_groups[0]["lr"] = 5e-3
+    with pytest.raises(pagoda.UsageError, match="param_groups changed"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 5e-3
+    backward(model, 2)
+    optimizer.step()
+
+
+def test_more_backward_passes_than_announced_are_refused(wrapped: Callable[..., Wrapped]) -> None:
+    model, _ = wrapped(accumulation_steps=2)
+    backward(model, 1)
+    backward(model, 2)
+    with pytest.raises(pagoda.UsageError, match=r"accumulation_steps"):
+        backward(model, 3)
+
+
+def test_more_backward_passes_than_announced_are_refused_with_clipping(wrapped: Callable[..., Wrapped]) -> None:
+    model, _ = wrapped(accumulation_steps=2, clip_grad_norm=1.0)
+    backward(model, 1)
+    backward(model, 2)
+    with pytest.raises(pagoda.UsageError, match=r"accumulation_steps=2"):
+        backward(model, 3)
+
+
+def test_fewer_backward_passes_than_announced_are_one_step_all_the_same(wrapped: Callable[..., Wrapped]) -> None:
+    """As at the end of an epoch."""
+    model, optimizer = wrapped(accumulation_steps=4)
+    twin, twin_optimizer = wrapped()
+    for passes in (4, 2, 4):
+        for seed in range(passes):
+            backward(model, seed)
+            backward(twin, seed)
+        optimizer.step()
+        twin_optimizer.step()
+    state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
+
+
+def test_gradients_applied_under_backward_cannot_be_dropped(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped(accumulation_steps=1)
+    backward(model, 1)
+    with pytest.raises(pagoda.UsageError, match="already applied"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_clipping_by_hand_is_refused_where_updates_run_under_backward(wrapped: Callable[..., Wrapped]) -> None:
+    model, optimizer = wrapped(accumulation_steps=1)
+    backward(model, 1)
+    with pytest.raises(pagoda.UsageError, match="clip_grad_norm"):
+        optimizer.clip_grad_norm_(1.0)
+
+
+def test_stats_describe_the_step(wrapped: Callable[..., Wrapped], tmp_path: Path) -> None:
+    model = fresh()
+    model, optimizer = wrapped(model, squeeze(model, ALL_ON_SSD, tmp_path))
+    assert optimizer.stats.step == 0
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        stats = optimizer.stats
+        assert stats.step == step + 1
+        assert stats.grad_norm is not None
+        assert stats.grad_norm > 0
+        assert stats.step_s > 0
+        assert stats.faults >= 0
+        assert 0 <= stats.prefetch_hit_rate <= 1
+        for figures in (stats.stall_s, stats.busy_s, stats.bytes_moved):
+            assert set(figures) == set(LANES)
+            assert all(figure >= 0 for figure in figures.values())
+        assert sum(stats.stall_s.values()) <= stats.step_s
+        plan = pagoda.plan_of(model)
+        assert all(0 < peak <= plan.peak_bytes[tier] for tier, peak in stats.peak_bytes.items())
+    grads = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert optimizer.stats.bytes_moved["d2h"] == grads
+    assert optimizer.stats.bytes_moved["ssd_read"] >= 7 * grads  # weights twice, low half, two fp32 moments
+    assert optimizer.stats.bytes_moved["ssd_write"] >= 6 * grads
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["idle", "with-updates-pending"])
+def test_close_joins_every_thread(pending: bool, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    torch.manual_seed(0)
+    model: nn.Module = ConvNet()
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=squeeze(model, ALL_ON_SSD, tmp_path))
+    assert {t.name for t in set(threading.enumerate()) - before if t.name.startswith("pagoda-")}
+    if pending:
+        model(**batch("conv", torch.Generator().manual_seed(1))).backward()
+        optimizer.step()
+    optimizer.close()
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("pagoda-")]
+    assert list(tmp_path.iterdir()) == []
+    optimizer.close()  # again does nothing

@@ -1,0 +1,137 @@
+"""The house stands: imports point down, packages have no cycles, importing is quiet and light."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import pagoda
+
+ROOT = Path(pagoda.__file__).parent
+HOUSE = (
+    "cli",
+    "integrations",
+    "train",
+    "api",
+    "runtime",
+    "parallel",
+    "checkpoint",
+    "plan",
+    "optim",
+    "memory",
+    "models",
+    "errors",
+)
+"""Top to bottom. A part may import itself and what is below it."""
+DOORS = ("__init__", "__main__")
+"""Above the house: they may import any part, and no part imports them."""
+MOST_LINES = 500
+
+MODULES = {
+    ".".join(("pagoda", *path.relative_to(ROOT).with_suffix("").parts)): path for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+def part(module: str) -> str:
+    """The part of the house a module is in: `pagoda.plan.units` -> `plan`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def resolve(name: str) -> str:
+    """The file a dotted name is in: the module itself, a package's `__init__`, or the module that defines it."""
+    while name not in MODULES and f"{name}.__init__" not in MODULES:
+        name = name.rpartition(".")[0]
+    return name if name in MODULES else f"{name}.__init__"
+
+
+def imports(module: str, *, at_import_time: bool = False) -> Iterator[tuple[str, int]]:
+    """(module of this package, line) of each import, wherever it stands, or of those run on import only."""
+
+    def visit(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if at_import_time:
+                if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                    continue
+                if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                    continue
+            yield child
+            yield from visit(child)
+
+    for node in visit(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: -node.level] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "pagoda":
+                yield resolve(name), node.lineno
+
+
+def test_every_module_is_in_a_part_of_the_house() -> None:
+    assert {part(module) for module in MODULES} <= {*HOUSE, *DOORS}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down_the_house(module: str) -> None:
+    mine = part(module)
+    if mine in DOORS:
+        return
+    allowed = set(HOUSE[HOUSE.index(mine) :])
+    wrong = [f"line {line}: {target}" for target, line in imports(module) if part(target) not in allowed]
+    assert not wrong, f"{module} imports from above"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: {target for target, _ in imports(module, at_import_time=True)} - {module} for module in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_fits_a_readers_head(module: str) -> None:
+    assert len(MODULES[module].read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is(module: str) -> None:
+    assert ast.get_docstring(ast.parse(MODULES[module].read_text()))
+
+
+@pytest.mark.parametrize("name", pagoda.__all__)
+def test_every_public_name_is_explained(name: str) -> None:
+    thing = getattr(pagoda, name)
+    assert thing.__doc__
+    # A dataclass without a docstring of its own gets its signature for one.
+    assert not thing.__doc__.startswith(f"{name}(")
+    for attribute, value in vars(thing).items() if inspect.isclass(thing) else ():
+        if inspect.isfunction(value) and not attribute.startswith("_"):
+            assert value.__doc__, f"{name}.{attribute}"
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+
+
+def test_importing_pagoda_is_silent_light_and_leaves_the_root_logger_alone() -> None:
+    code = """
+import logging, sys
+root = logging.getLogger()
+before = (list(root.handlers), root.level, root.filters)
+import pagoda
+assert (root.handlers, root.level, root.filters) == before, "the root logger was changed"
+heavy = {"transformers", "matplotlib", "tyro", "rich"} & {name.partition(".")[0] for name in sys.modules}
+assert not heavy, f"import pagoda imported {heavy}"
+"""
+    done = run_python(code)
+    assert (done.stdout, done.stderr) == ("", "")
