@@ -121,6 +121,7 @@ class Gradients:
         with self._lock:
             self._hold(record, block=True)
             record.on_ssd = False
+            record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
         if took_frames:
             self._stalled("ssd_write" if self._write_behind else "update", time.perf_counter() - start)
         assert record.buffer is not None
@@ -136,7 +137,6 @@ class Gradients:
         handle = self._lanes["d2h"].submit(take, record.pending[-1:], nbytes)
         handle.then(lambda _: self._let_go(record))
         record.pending.append(handle)
-        record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
         self._hold_back(handle, nbytes)
         if self._write_behind and record.run is not None and record.complete:
             with self._lock:
@@ -207,7 +207,9 @@ class Gradients:
                 continue
             if not block:
                 return False
-            if not any(other.users or other.queued for other in self._staged):
+            # Queued gradients free their frames by being used; the updater, which uses them, must not wait for itself.
+            updating = record.queued
+            if not any(other.users or (other.queued and not updating) for other in self._staged):
                 victim = next((o for o in idle if self._store.run(o.unit.index, GRAD) is not None), None)
                 if victim is None:
                     raise BudgetError(self._exhausted(record))

@@ -11,8 +11,7 @@ from pagoda.memory import PAGE_ALIGN, PAGE_BYTES
 from pagoda.plan.ops import HOST, LANES, SSD, Kind
 from pagoda.plan.placement import GRAD, LEASES, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.schedule import schedule_leases
-from pagoda.plan.trace import STEP, Access, Phase, Trace, assumed_trace
+from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
 from .strategies import STATES, Draw, module_trees, traces
@@ -237,7 +236,6 @@ def test_a_step_that_uses_one_unit_only_is_planned_for() -> None:
 @pytest.mark.xfail(strict=True, reason="frames lost to slabs of the widest lease: not every lease fits in room for all")
 def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
     pages = {0: 5, **dict.fromkeys(range(1, 7), 2)}  # an embedding and six layers
-    units = len(pages)
     root = ModuleSpec(
         "", (), tuple(ModuleSpec(f"m{i}", (ParamSpec(f"m{i}.w", (n * 2048,)),)) for i, n in pages.items())
     )
@@ -245,8 +243,4 @@ def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
     plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), options)
     assert plan.leased_pages() == pages
     assert plan.placement.pages("device", LEASES) >= sum(pages.values())
-    assert plan.trace == assumed_trace(units)
-    assert sum(op.kind is Kind.FETCH for op in plan.ops) == units
-    assert schedule_leases(plan.trace, pages, dict.fromkeys(pages, "h2d"), frozenset(pages), units * 5, 5, 4096), (
-        "with a slab each they do"
-    )
+    assert sum(op.kind is Kind.FETCH for op in plan.ops) == len(pages)

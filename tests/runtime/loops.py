@@ -16,7 +16,7 @@ WIDTH = 160
 class Layers(nn.Module):
     """A stack of layers from which each call picks some, and a loss of its own."""
 
-    def __init__(self, depth: int = 5) -> None:
+    def __init__(self, depth: int = 8) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth))
 
@@ -85,8 +85,8 @@ def gradients_asked_for_by_the_user(model: nn.Module, optimizer: Any, outcome: O
 def layers_skipped_at_random(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
     generator = torch.Generator().manual_seed(1)
     for step in range(2 * STEPS):
-        kept = (torch.rand(5, generator=generator) < 0.6).nonzero().flatten().tolist()
-        order = kept or [step % 5]
+        kept = (torch.rand(8, generator=generator) < 0.6).nonzero().flatten().tolist()
+        order = kept or [step % 8]
         loss = model(torch.randn(4, WIDTH, generator=generator), order if step % 2 else order[::-1])
         loss.backward()
         outcome.losses.append(loss.item())

@@ -228,9 +228,10 @@ def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: 
     """Two steps of another order make that order the plan; one does not."""
     model = built("layers_skipped_at_random")
     replanned, faults = [], []
+    usual, other = [0, 1, 2, 3, 4, 5, 6, 7], [4, 1, 7, 6, 3, 0, 5, 2]
 
     def loop(model: torch.nn.Module, optimizer: object, _: Outcome) -> None:
-        for picked in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 1, 3, 0, 2], [4, 1, 3, 0, 2], [4, 1, 3, 0, 2]):
+        for picked in (usual, usual, other, other, other):
             model(torch.ones(2, WIDTH), picked).backward()
             optimizer.step()  # type: ignore[attr-defined]
             replanned.append(optimizer.stats.replanned)  # type: ignore[attr-defined]
