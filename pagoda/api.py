@@ -167,5 +167,5 @@ def _free_disk(directory: str) -> int:
         return shutil.disk_usage(directory).free
     except OSError as error:
         raise StorageError(
-            f"The SSD directory {directory!r} cannot be used: {error.strerror}. Create it, or name another."
+            f"The SSD directory {directory!r} cannot be used: {error.strerror}. Create it, or change memory.ssd."
         ) from error

@@ -27,6 +27,19 @@ class Layers(nn.Module):
         return x.float().square().mean()
 
 
+class Nested(nn.Module):
+    """Modules in modules, each with a large parameter of its own that its forward needs from beginning to end."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.inner = Nested(depth - 1) if depth else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.weight.dtype)
+        return x + self.inner(x @ self.weight) @ self.weight
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, and a loop that must not depend on where its state lives."""

@@ -32,7 +32,7 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options
 from pagoda.runtime.construct import describe
 
-from .loops import CASES, WIDTH, built
+from .loops import CASES, WIDTH, Nested, built
 
 ORTHOGONAL = [row for row in itertools.product((0, 1), repeat=4) if sum(row) % 2 == 0]
 """Eight of the sixteen combinations of four switches, such that any three switches take all their values."""
@@ -243,3 +243,28 @@ def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: 
     assert not replanned[4]
     assert faults[2] > 0
     assert faults[4] < faults[2]
+
+
+@pytest.mark.xfail(strict=True, reason="the plan does not count what modules around a unit hold open")
+@pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA])
+def test_a_plan_that_is_accepted_has_room_for_parameters_held_by_enclosing_modules(
+    placement: str, tmp_path: Path
+) -> None:
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Nested(5)
+
+    def loop(model: torch.nn.Module, optimizer: object, outcome: Outcome) -> None:
+        for _ in range(2):
+            loss = model(torch.ones(2, WIDTH)).float().square().mean()
+            loss.backward()
+            optimizer.step()  # type: ignore[attr-defined]
+            outcome.losses.append(loss.item())
+
+    try:
+        memory = squeeze(build(), placement, tmp_path, unit_limit="64KiB")
+        outcome = run(build(), memory, loop)
+    except pagoda.BudgetError as refused:
+        assert refused.needed_bytes is not None, "refused while training, not by the plan"  # noqa: PT017
+        return
+    outcome.assert_same_bits(run(build(), RESIDENT, loop))

@@ -1,0 +1,429 @@
+"""Models built under `pagoda.init()`: what stays real, who initialises what, and how little RAM it takes."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, batch, loss_of, squeeze
+
+import pagoda
+from pagoda.optim.adamw import Precision
+from pagoda.optim.reference import split
+from pagoda.runtime.optimizer import PagedOptimizer
+
+Wrap = Callable[..., tuple[nn.Module, PagedOptimizer]]
+
+
+@pytest.fixture
+def wrap() -> Iterator[Wrap]:
+    """Wraps a model, and closes it after the test."""
+    opened: list[PagedOptimizer] = []
+
+    def wrap(model: nn.Module, memory: pagoda.Memory = RESIDENT, **options: Any) -> tuple[nn.Module, PagedOptimizer]:
+        options = {"precision": "fp32", **options}
+        wrapped, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-3), memory=memory, **options)
+        opened.append(optimizer)
+        return wrapped, optimizer
+
+    yield wrap
+    for optimizer in opened:
+        optimizer.close()
+
+
+def encoder() -> nn.Module:
+    """MultiheadAttention has `_reset_parameters`; the layers are copies of one another until initialised."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(8, 16, 3), nn.BatchNorm1d(16), nn.PReLU(), nn.Bilinear(4, 4, 16), nn.GRU(16, 24, 2))
+
+
+def embeddings() -> nn.Module:
+    return nn.Sequential(nn.Embedding(96, 64, padding_idx=0), nn.LSTM(64, 32), nn.Linear(32, 96, bias=False))
+
+
+BUILD: dict[str, Callable[[], nn.Module]] = {
+    **MODELS,
+    "encoder": encoder,
+    "norms": norms,
+    "embeddings": embeddings,
+}
+
+
+def built_later(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    with pagoda.init():
+        return build()
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter once, under its first name."""
+    weights = model.state_dict()
+    return {name: weights[name].float() for name, _ in model.named_parameters()}
+
+
+def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == other.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_parameters_wait_on_meta_and_buffers_are_real(name: str) -> None:
+    torch.manual_seed(0)
+    eager, later = BUILD[name](), built_later(BUILD[name])
+    assert [(n, p.shape, p.requires_grad) for n, p in later.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in eager.named_parameters()
+    ]
+    for module in later.modules():
+        can_start_over = hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")
+        for param in module.parameters(recurse=False):
+            assert param.is_meta or not can_start_over, type(module)
+    for (mine, buffer), (other, expected) in zip(later.named_buffers(), eager.named_buffers(), strict=True):
+        assert mine == other
+        assert not buffer.is_meta
+        assert torch.equal(buffer, expected), mine
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(
+                strict=True, reason="transformers' Conv1D has no reset_parameters, so it stays real"
+            )
+            if name == "gpt2"
+            else (),
+        )
+        for name in BUILD
+    ],
+)
+def test_nearly_all_of_a_model_waits(name: str) -> None:
+    """Or building it would take the RAM that `init` is there to save."""
+    later = built_later(BUILD[name])
+    real = sum(p.numel() for p in later.parameters() if not p.is_meta)
+    assert real < 0.05 * sum(p.numel() for p in later.parameters())
+
+
+def test_modules_built_after_the_block_are_real_again() -> None:
+    class FailingError(Exception):
+        pass
+
+    def fail() -> None:
+        with pagoda.init():
+            raise FailingError
+
+    with pytest.raises(FailingError):
+        fail()
+    assert not nn.Linear(2, 2).weight.is_meta
+    with pagoda.init():
+        with pagoda.init():
+            pass
+        assert nn.Linear(2, 2).weight.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_initialisation_has_the_statistics_of_eager_construction(name: str, wrap: Wrap) -> None:
+    torch.manual_seed(1)
+    eager = {n: p.detach().double() for n, p in BUILD[name]().named_parameters()}
+    model, _ = wrap(built_later(BUILD[name]))
+    found = values(model)
+    assert found.keys() == eager.keys()
+    for param, expected in eager.items():
+        value = found[param].double()
+        if expected.numel() == 1 or expected.std() == 0:
+            assert torch.equal(value, expected), param
+            continue
+        assert (value == 0).sum() == (expected == 0).sum(), param
+        # Four standard errors of a difference of two samples, where those exceed the 10% that a mistake would.
+        error = 4 / math.sqrt(expected.numel())
+        assert value.std().item() == pytest.approx(expected.std().item(), rel=max(0.1, error)), param
+        assert value.mean().item() == pytest.approx(expected.mean().item(), abs=1.5 * error * expected.std().item())
+        assert value.abs().max().item() == pytest.approx(expected.abs().max().item(), rel=0.5), param
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, "fp32") for name in BUILD), ("gpt2", "bf16"), ("conv", "bf16")]
+)
+def test_values_depend_on_the_seed_alone(name: str, precision: Precision, wrap: Wrap, tmp_path: Path) -> None:
+    """Not on unit size, page size or tier."""
+    reference = values(wrap(built_later(BUILD[name]), precision=precision)[0])
+    memories = [
+        pagoda.Memory(host="64MiB", unit_limit="4KiB", page_size=PAGE),
+        pagoda.Memory(host="64MiB", unit_limit="16MiB"),
+        squeeze(BUILD[name](), ARENA_ALL_ON_SSD, tmp_path, precision=precision, clipping=False, unit_limit="32KiB"),
+    ]
+    for memory in memories:
+        model, _ = wrap(built_later(BUILD[name]), memory, precision=precision)
+        assert_equal(values(model), reference)
+    other = values(wrap(built_later(BUILD[name], seed=1), precision=precision)[0])
+    drawn = [n for n, value in reference.items() if value.numel() > 1 and value.std() > 0]
+    assert drawn
+    assert all(not torch.equal(other[n], reference[n]) for n in drawn if n != "scale")
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_no_two_parameters_share_their_numbers_by_accident(name: str, wrap: Wrap) -> None:
+    """As they would if units, or layers that are copies of one another, were initialised from the same seed."""
+    model, _ = wrap(built_later(BUILD[name]))
+    drawn = {n: v.flatten() for n, v in values(model).items() if v.numel() >= 32 and v.std() > 0}
+    assert len(drawn) > 1
+    for (first, a), (second, b) in itertools.combinations(drawn.items(), 2):
+        count = min(len(a), len(b))
+        correlation = torch.corrcoef(torch.stack([a[:count], b[:count]]).double())[0, 1].abs().item()
+        assert correlation < 6 / math.sqrt(count), (first, second)
+
+
+def test_wrap_draws_nothing_for_a_model_that_is_real(wrap: Wrap) -> None:
+    """So that data and dropout are the same whether or not a model is wrapped."""
+    model = Recipe("llama").build()
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    wrap(model)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_what_wrap_draws_does_not_depend_on_the_memory(wrap: Wrap, tmp_path: Path) -> None:
+    after = []
+    for memory in (RESIDENT, squeeze(Recipe("llama").build(), ALL_ON_SSD, tmp_path, precision="fp32", clipping=False)):
+        wrap(built_later(MODELS["llama"]), memory)
+        after.append(torch.rand(3))
+    assert torch.equal(*after)
+
+
+class Table(nn.Module):
+    """A constructor that computes its parameter, and has no way to do so again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(0, 1, 32).view(4, 8))
+        self.scale = nn.Parameter(torch.tensor([2.5]))
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x @ self.table.T @ self.table * self.scale)
+
+
+def test_values_that_only_a_constructor_knows_are_kept(wrap: Wrap) -> None:
+    later = built_later(Table)
+    assert not later.table.is_meta
+    assert not later.scale.is_meta
+    assert later.inner.weight.is_meta
+    model, optimizer = wrap(nn.Sequential(later, nn.Linear(8, 8)))
+    found = values(model)
+    assert torch.equal(found["0.table"], torch.linspace(0, 1, 32).view(4, 8))
+    assert found["0.scale"] == 2.5
+    assert found["0.inner.weight"].std() > 0
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+class OddShapes(nn.Module):
+    """Parameters of no dimension, as CLIP's logit scale, of one element, and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.5))
+        self.shift = nn.Parameter(torch.full((1, 1), 0.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale + self.shift).square().mean() + self.empty.sum()
+
+
+@pytest.mark.xfail(strict=True, reason="the placeholder of a parameter without dimensions cannot be expanded")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_parameters_of_any_shape_train(precision: str, wrap: Wrap) -> None:
+    model, optimizer = wrap(OddShapes(), precision=precision)
+    assert [tuple(p.shape) for p in model.parameters()] == [(), (1, 1), (0, 3)]
+    first = model(torch.ones(2)).item()
+    assert first == 9.0
+    for _ in range(30):
+        model(torch.ones(2)).backward()
+        optimizer.step()
+    assert model(torch.ones(2)).item() <= first
+    found = values(model)
+    assert found["scale"] < 2.5
+    assert found["empty"].shape == (0, 3)
+
+
+class Adapted(nn.Module):
+    """A model with its own initialiser, around a part that may be pretrained."""
+
+    def __init__(self, pretrained: nn.Module) -> None:
+        super().__init__()
+        self.pretrained = pretrained
+        self.head = nn.Linear(16, 16)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module is not self.pretrained:
+            nn.init.constant_(module.weight, 0.25)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Adapted):
+            # As some models do: an initialiser of the whole reaches into its parts.
+            for name, param in module.named_parameters():
+                if name.endswith("weight"):
+                    nn.init.constant_(param, 0.5)
+
+
+@pytest.mark.parametrize("unit_limit", ["4KiB", "1MiB"])
+def test_pretrained_parts_keep_their_values(unit_limit: str, wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    pretrained = nn.Linear(16, 16)
+    with pagoda.init():
+        model = nn.Sequential(nn.Linear(16, 16), pretrained, nn.Linear(16, 16))
+    kept = {f"1.{name}": value.detach().clone() for name, value in pretrained.named_parameters()}
+    model, _ = wrap(model, pagoda.Memory(host="64MiB", unit_limit=unit_limit, page_size=PAGE))
+    found = values(model)
+    assert_equal({name: found[name] for name in kept}, kept)
+    assert not torch.equal(found["0.weight"], found["2.weight"])
+
+
+@pytest.mark.parametrize("unit_limit", ["4KiB", "1MiB"])
+def test_an_initialiser_of_the_whole_model_leaves_pretrained_parts_alone(unit_limit: str, wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    with pagoda.init():
+        later = Adapted(nn.Identity())
+    later.pretrained = nn.Linear(16, 16)
+    kept = {f"pretrained.{name}": value.detach().clone() for name, value in later.pretrained.named_parameters()}
+    model, _ = wrap(later, pagoda.Memory(host="64MiB", unit_limit=unit_limit, page_size=PAGE))
+    found = values(model)
+    assert_equal({name: found[name] for name in kept}, kept)
+    assert (found["head.weight"] == 0.5).all()
+    assert (found["head.bias"] == 0).all()
+
+
+class Forgetful(nn.Module):
+    """An initialiser that leaves one of its parameters out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.forgotten = nn.Parameter(torch.ones(8))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
+    with pagoda.init():
+        model = nn.Sequential(nn.Linear(8, 8), Forgetful())
+    memory = pagoda.Memory(host="64KiB", ssd=f"{tmp_path}:1GiB", unit_limit="4KiB", page_size=PAGE)
+    with pytest.raises(pagoda.ConfigError, match=r"'1\.forgotten'.*uninitialised.*reset_parameters"):
+        pagoda.wrap(model, pagoda.AdamW(), memory=memory)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["eager", "init"])
+@pytest.mark.parametrize("name", MODELS)
+def test_ties_hold_after_wrap(name: str, later: bool, wrap: Wrap) -> None:
+    model = built_later(MODELS[name]) if later else MODELS[name]()
+    before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    model, optimizer = wrap(model)
+    after = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    assert before.keys() == after.keys()
+    groups = [{n for n, i in ids.items() if i == shared} for ids in (before, after) for shared in set(ids.values())]
+    assert sorted(map(sorted, groups[: len(set(before.values()))])) == sorted(
+        map(sorted, groups[len(set(before.values())) :])
+    )
+    assert (len(set(after.values())) < len(after)) == (name in ("llama", "gpt2", "t5"))
+    loss_of(model(**batch(name, torch.Generator().manual_seed(1)))).backward()
+    optimizer.step()
+    trained = model.state_dict()
+    for group in groups:
+        first, *others = group
+        assert all(torch.equal(trained[first], trained[other]) for other in others)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_built_later_learns(name: str, wrap: Wrap, tmp_path: Path) -> None:
+    model = built_later(MODELS[name])
+    memory = squeeze(MODELS[name](), ALL_ON_SSD, tmp_path)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=3e-3), memory=memory, clip_grad_norm=1.0)
+    losses = []
+    for _ in range(12):
+        loss = loss_of(model(**batch(name, torch.Generator().manual_seed(1))))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    optimizer.close()
+    assert losses[0] < 8
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_an_eager_model_is_taken_as_it_is(wrap: Wrap) -> None:
+    model = Recipe("gpt2").build()
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert_equal(values(wrap(model)[0]), expected)
+    model = Recipe("gpt2").build()
+    rounded = {n: split(p)[0].float() for n, p in expected.items()}
+    assert_equal(values(wrap(model, precision="bf16")[0]), rounded)
+
+
+_BUILD_LARGE = """
+import json, sys
+import torch
+from torch import nn
+import pagoda
+
+def rss(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+def build(width, depth):
+    with pagoda.init():
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    memory = pagoda.Memory(host=sys.argv[1], ssd=sys.argv[2], unit_limit="8MiB", page_size="1MiB")
+    return pagoda.wrap(model, pagoda.AdamW(), memory=memory)
+
+build(64, 2)[1].close()  # compiles the kernels and imports what there is to import
+with open("/proc/self/clear_refs", "w") as clear:
+    clear.write("5")  # VmHWM starts again from here
+before = rss("VmRSS")
+model, optimizer = build(2048, 24)
+growth = rss("VmHWM") - before
+plan = pagoda.plan_of(model)
+print(json.dumps({
+    "growth": growth,
+    "ledger": plan.peak_bytes["host"],
+    "weights_fp32": plan.parameters * 4,
+    "host": sorted(plan.bytes["host"]),
+}))
+optimizer.close()
+"""
+
+
+def test_building_a_large_model_takes_the_ram_of_a_few_layers(tmp_path: Path) -> None:
+    """400 MB of fp32 weights, everything on SSD: what grows is the ledger and the layer at hand."""
+    environment = {**os.environ, "PAGODA_POISON": "0", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", _BUILD_LARGE, "80MiB", f"{tmp_path}:4GiB"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["weights_fp32"] == 24 * 2048 * 2048 * 4
+    assert "weight" not in figures["host"]
+    layer = 2048 * 2048 * 4
+    # The ledger's pages, and one layer in fp32 with what initialising and splitting it takes beside it.
+    assert figures["growth"] < figures["ledger"] + 3 * layer + (16 << 20)
+    assert figures["growth"] < figures["weights_fp32"] / 2
