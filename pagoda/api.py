@@ -16,7 +16,7 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.runtime.construct import Builder, describe, init, live_units
 from pagoda.runtime.engine import Engine
-from pagoda.runtime.gathered import gathered, mark_homes
+from pagoda.runtime.gathered import gathered, is_paged, mark_homes
 from pagoda.runtime.optimizer import PagedOptimizer
 
 __all__ = ["AdamW", "Memory", "gathered", "init", "plan_of", "wrap"]
@@ -119,8 +119,8 @@ def wrap(
         raise ConfigError(f"clip_grad_norm is {clip_grad_norm}; it must be above 0, or None for no clipping.")
     if accumulation_steps is not None and accumulation_steps < 1:
         raise ConfigError(f"accumulation_steps is {accumulation_steps}; it must be at least 1.")
-    if getattr(model, _ENGINE, None) is not None:
-        raise UsageError("This model is wrapped already; call optimizer.close() and build a new one.")
+    if any(is_paged(param) for param in model.parameters()):
+        raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
     states = optimizer.states(precision)

@@ -64,7 +64,7 @@ def schedule_leases(
 
     def usefulness(unit: int, tick: int) -> float:
         ahead = uses.after(unit, tick)
-        return inf if unit in updated and tick + ahead > last else ahead
+        return inf if unit in updated and tick < last < tick + ahead else ahead
 
     def evict(unit: int, tick: int) -> None:
         run = held.pop(unit)

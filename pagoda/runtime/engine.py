@@ -163,6 +163,7 @@ class Engine:
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
             )
         self.gradients.clear()
+        self._manual_scale = None
 
     # --- the update -----------------------------------------------------------------------------------------
 
@@ -232,8 +233,8 @@ class Engine:
             self.drain()
         finally:
             self._updater.close()
-            for lane in self._lanes.values():
-                lane.close()
+            for name in ("ssd_read", "h2d", "d2h", "update", "ssd_write"):  # each feeds only those after it
+                self._lanes[name].close()
             self.leases.close()
             self.store.close()
 

@@ -15,6 +15,11 @@ from pagoda.runtime.unit import LiveUnit
 _HOME = "_pagoda_home"
 
 
+def is_paged(param: nn.Parameter) -> bool:
+    """True for a parameter of a wrapped model."""
+    return hasattr(param, _HOME)
+
+
 def mark_homes(engine: Engine) -> None:
     """Let every managed parameter say where it lives."""
     for unit in engine.units:
@@ -36,7 +41,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = params.parameters()
     elif isinstance(params, nn.Parameter):
         params = [params]
-    homes: dict[int, tuple[Engine, LiveUnit, int]] = {id(p): getattr(p, _HOME) for p in params if hasattr(p, _HOME)}
+    homes: dict[int, tuple[Engine, LiveUnit, int]] = {id(p): getattr(p, _HOME) for p in params if is_paged(p)}
     taken: list[tuple[Engine, LiveUnit, int]] = []
     try:
         for engine, unit, slot in homes.values():

@@ -92,6 +92,8 @@ class Gradients:
         self._records: dict[int, UnitGradient] = {}
         self._staged: list[UnitGradient] = []
         """Records with a staging buffer, oldest first."""
+        self._write_error: BaseException | None = None
+        """The first spill that failed: its buffer will never be clean, so nobody may wait for that."""
         self._in_flight: deque[tuple[Handle, int]] = deque()
         self._in_flight_bytes = 0
 
@@ -207,6 +209,8 @@ class Gradients:
                 continue
             if not block:
                 return False
+            if self._write_error is not None:
+                raise self._write_error
             # Queued gradients free their frames by being used; the updater, which uses them, must not wait for itself.
             updating = record.queued
             if not any(other.users or (other.queued and not updating) for other in self._staged):
@@ -236,6 +240,7 @@ class Gradients:
         def written(error: BaseException | None) -> None:
             with self._lock:
                 record.on_ssd = error is None and record.arrivals == arrivals
+                self._write_error = self._write_error or error
             self._let_go(record)
 
         record.users += 1

@@ -99,6 +99,8 @@ class Snapshot:
             for file in files.values():
                 file.close()
         for unit in self._engine.units:
+            for param in unit.params:
+                param.grad = None
             unit.steps = [manifest["steps"][unit.name(slot)] for slot in range(unit.trainable)]
             self._engine.weights_changed(unit)
         restore_rng(manifest["rng"])

@@ -209,7 +209,9 @@ class Updater:
             if start in self._ahead.blocks:
                 return self._ahead.blocks.pop(start)
             while not self._free_slots:
-                self._lock.wait()
+                self._drop_ahead()  # what is left of it lies behind this block: parameters without a gradient
+                if not self._free_slots:
+                    self._lock.wait()
             slot = self._free_slots.pop()
         return slot, self._transfers("ssd_read", unit, slot, start, stop)
 

@@ -379,7 +379,6 @@ def test_buffers_of_any_kind_are_saved_and_restored(buffer: torch.Tensor, tmp_pa
         optimizer.close()
 
 
-@pytest.mark.xfail(strict=True, reason="param.grad says that a gradient is there, so the next one is added to garbage")
 def test_loading_drops_the_gradients_that_had_arrived(tmp_path: Path) -> None:
     run = Run(LLAMA, RESIDENT).train(0, HALF)
     run.save(tmp_path / "step")

@@ -96,12 +96,8 @@ def test_nothing_is_fetched_for_use_after_the_step_that_updates_it(problem: Prob
 
 
 TWO_UNITS_ONE_FRAME = Problem(assumed_trace(2), {0: 1, 1: 1}, frozenset({0, 1}), 1, 1)
-THRASHES = pytest.mark.xfail(
-    strict=True, reason="at STEP a lease that was just fetched counts as useless, so the next one evicts it"
-)
 
 
-@THRASHES
 @example(TWO_UNITS_ONE_FRAME)
 @given(problems())
 def test_no_lease_makes_room_for_one_that_is_needed_later(problem: Problem) -> None:
@@ -157,7 +153,6 @@ def lru_fetches(problem: Problem) -> int:
     return fetches
 
 
-@THRASHES
 @example(TWO_UNITS_ONE_FRAME)
 @given(problems(widest=1))
 def test_prefetching_never_costs_more_fetches_than_least_recent_use_would(problem: Problem) -> None:

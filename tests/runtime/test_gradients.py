@@ -247,7 +247,6 @@ def test_a_failed_read_back_reaches_whoever_waits_for_the_gradient(
             record.settle()
 
 
-@pytest.mark.xfail(strict=True, reason="waits for ever for a buffer whose write to SSD has failed")
 def test_a_failed_write_to_ssd_reaches_the_compute_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with parts(tmp_path, EQUAL, staged_units=2) as part:
         monkeypatch.setattr(part.store.ssd, "store", refuse)

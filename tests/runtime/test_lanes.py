@@ -316,7 +316,6 @@ def test_a_lane_keeps_nothing_of_the_work_it_has_done(lane: Lane) -> None:
 # --- all lanes together ------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="h2d is closed first, so reads wait for fetch slots that no copy frees")
 def test_an_engine_closes_while_fetches_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a step starts the fetches of the next, which never comes."""
     monkeypatch.setattr(placement, "FETCH_PIECE_BYTES", 4096)

@@ -640,7 +640,6 @@ def test_a_model_is_wrapped_once(wrap: Wrap) -> None:
         pagoda.plan_of(fresh())
 
 
-@pytest.mark.xfail(strict=True, reason="placeholders are taken for weights")
 @pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
 def test_parts_of_a_wrapped_model_are_not_wrapped_again(closed: bool, wrap: Wrap) -> None:
     """Their parameters hold no values to take."""

@@ -297,7 +297,6 @@ def test_clipping_by_the_optimizer_is_clipping_by_wrap(limit: float, wrapped: Ca
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-@pytest.mark.xfail(strict=True, reason="zero_grad() forgets the gradients but not their clip")
 def test_a_clip_is_dropped_with_its_gradients(wrapped: Callable[..., Wrapped]) -> None:
     model, optimizer = wrapped()
     twin, twin_optimizer = wrapped()

@@ -78,11 +78,11 @@ def check(recipe: Recipe, placement: str, directory: Path) -> Outcome:
 
 
 def default_matrix() -> list[object]:
-    """Four rows for each model and placement; both halves of the array for each model and for each placement."""
+    """Two rows for each model and placement, so that each model and each placement meets every row."""
     return [
         pytest.param(model, placement, row, id=f"{model}-{placement}-{''.join(map(str, row))}")
         for (m, model), (p, placement) in itertools.product(enumerate(MODELS), enumerate(PLACEMENTS))
-        for row in ORTHOGONAL[(m + p) % 2 :: 2]
+        for row in ORTHOGONAL[(m + p) % 4 :: 4]
     ]
 
 
@@ -137,21 +137,32 @@ def test_updates_under_backward_equal_updates_at_the_step(recipe: Recipe, placem
     outcome.assert_same_bits(resident(unannounced))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ARENA_ALL_ON_SSD])
 @pytest.mark.parametrize("model", ["llama", "t5", "conv"])
 def test_placement_does_not_change_a_bit_in_fp32(model: str, placement: str, tmp_path: Path) -> None:
     outcome = check(Recipe(model, precision="fp32", accumulation=2), placement, tmp_path)
     assert all(w.dtype == torch.float32 for w in outcome.weights.values() if w.is_floating_point())
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "conv"])
 def test_reentrant_checkpoints_do_not_change_a_bit(model: str, placement: str, tmp_path: Path) -> None:
     check(Recipe(model, checkpointing=True, reentrant=True, accumulation=2), placement, tmp_path)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", CASES)
+def unusual_loops() -> list[object]:
+    """Each loop where weights are read from SSD and where they are copied to another memory; slow ones with both."""
+    cases = []
+    for name, placement in itertools.product(CASES, PLACEMENTS):
+        marks = [pytest.mark.slow] if placement in (HOST_WEIGHTS, ARENA_ALL_ON_SSD) else []
+        if (name, placement) == ("inference_mode_between_steps", ARENA):
+            reason = "a fetch from host RAM makes its tensor in the inference mode of whoever asks for it"
+            marks.append(pytest.mark.xfail(strict=True, reason=reason))
+        cases.append(pytest.param(name, placement, marks=marks, id=f"{name}-{placement}"))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "placement"), unusual_loops())
 def test_unusual_loops_do_not_depend_on_placement(name: str, placement: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = built(name)
@@ -195,31 +206,30 @@ def test_page_size_does_not_change_a_bit(page_size: int, tmp_path: Path) -> None
     outcome.assert_same_bits(resident(recipe))
 
 
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD])
+@pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
 def test_several_threads_do_not_change_a_bit(placement: str, tmp_path: Path) -> None:
-    """Compute stays on one thread, whose number torch's own results may depend on; the lanes get two."""
-    recipe = Recipe("conv", accumulation=2)
-    reference = resident(recipe)
-    model = recipe.build()
-    memory = squeeze(model, placement, tmp_path)
+    """Blocks of one unit are updated at once; torch's own results may depend on the threads it computes with."""
+    recipe = Recipe("conv", accumulation=2, steps=3)
+    memory = memory_of(recipe, placement, tmp_path)
     torch.set_num_threads(2)
-    try:
-        reference_on_two = train(recipe, RESIDENT)
-        outcome = train(recipe, memory)
-    finally:
-        torch.set_num_threads(1)
-    outcome.assert_same_bits(reference_on_two)
-    assert len(reference.losses) == len(outcome.losses)
+    reference = train(recipe, RESIDENT)
+    train(recipe, memory).assert_same_bits(reference)
 
 
-@pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD])
+@pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.xfail(
-    strict=False, reason="at the STEP tick every lease looks useless, so its prefetches evict each other"
-)
+@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3"])
+@pytest.mark.xfail(strict=True, reason="at the STEP tick every lease looks useless: its prefetches evict one another")
 def test_only_the_first_step_has_faults(model: str, checkpointing: bool, placement: str, tmp_path: Path) -> None:
     recipe = Recipe(model, checkpointing=checkpointing)
+    outcome = train(recipe, memory_of(recipe, placement, tmp_path))
+    assert outcome.faults[1:] == [0] * 4
+
+
+@pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
+@pytest.mark.xfail(strict=True, reason="the plan evicts the model's own parameter, which its forward holds open")
+def test_only_the_first_step_has_faults_where_a_module_holds_a_parameter(placement: str, tmp_path: Path) -> None:
+    recipe = Recipe("conv")
     outcome = train(recipe, memory_of(recipe, placement, tmp_path))
     assert outcome.faults[1:] == [0] * 4
 

@@ -329,7 +329,6 @@ def test_what_was_read_ahead_is_never_out_of_date(tmp_path: Path, placement: str
         running.assert_all_as_expected()
 
 
-@pytest.mark.xfail(strict=True, reason="blocks read ahead for parameters without a gradient keep every ring slot")
 def test_blocks_read_ahead_for_nothing_give_way_to_those_that_are_updated(tmp_path: Path) -> None:
     sizes = [[30_000, 10_000], [2048]]
     with parts(tmp_path, sizes, placement=ALL_ON_SSD, staged_units=8, block_limit=1) as part:
