@@ -30,7 +30,7 @@ class Case:
     host: str
 
 
-CASES = {"llama-1b": Case(3 * GIB, "1200MiB"), "llama-5b": Case(6 * GIB, "3GiB"), "llama-110m": Case(GIB, "280MiB")}
+CASES = {"llama-1b": Case(3 * GIB, "700MiB"), "llama-5b": Case(6 * GIB, "2200MiB")}
 
 
 def train(model_name: str, host: str, ssd: str, steps: int, seq_len: int) -> None:

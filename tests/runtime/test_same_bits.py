@@ -219,7 +219,6 @@ def test_several_threads_do_not_change_a_bit(placement: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3"])
-@pytest.mark.xfail(strict=True, reason="at the STEP tick every lease looks useless: its prefetches evict one another")
 def test_only_the_first_step_has_faults(model: str, checkpointing: bool, placement: str, tmp_path: Path) -> None:
     recipe = Recipe(model, checkpointing=checkpointing)
     outcome = train(recipe, memory_of(recipe, placement, tmp_path))
