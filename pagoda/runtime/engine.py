@@ -1,12 +1,15 @@
 """The engine: follows the live step along the plan, and is the only one who knows all the parts."""
 
+import atexit
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.memory.arena import Arena
@@ -18,6 +21,7 @@ from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
+from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
@@ -31,6 +35,17 @@ from pagoda.runtime.updates import Segment, Updater, non_finite_message
 
 Group = Mapping[str, Any]
 """One of torch's `param_groups`, as it stands when a step is taken."""
+
+
+_OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what the user did not: lanes that the interpreter ends inside native code would abort the process."""
+    with ExitStack() as stack:
+        for engine in _OPEN:
+            stack.callback(engine.close)
 
 
 class Engine:
@@ -79,6 +94,7 @@ class Engine:
         self.leases = self._open_leases(plan, poison)
         self.packing = Packing(self)
         self.packing.register(units)
+        self.brackets = Brackets(self.packing, self.acquire)
         self._updater = Updater(
             self.store, self.gradients, kernels, self._lanes, lambda record: self.gradients.release(record)
         )
@@ -89,6 +105,7 @@ class Engine:
         self._used_groups: dict[int, Hyper] = {}
         self._manual_scale: float | None = None
         self._closed = False
+        _OPEN.add(self)
 
     @property
     def plan(self) -> Plan:
@@ -111,22 +128,6 @@ class Engine:
             self._wait(lease.ready)
         return lease
 
-    def enter(self, unit: LiveUnit) -> None:
-        """A module that uses the unit starts its forward."""
-        phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
-        if unit.gathered:
-            raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
-        lease = self.acquire(unit, phase)
-        unit.active += 1
-        if unit.active == 1:
-            unit.show(lease.base)
-
-    def leave(self, unit: LiveUnit) -> None:
-        """A module that uses the unit has ended its forward."""
-        unit.active -= 1
-        if unit.active == 0:
-            unit.hide()
-
     # --- gradients ------------------------------------------------------------------------------------------
 
     def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
@@ -144,6 +145,11 @@ class Engine:
             raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
         if unit.update is not None:
             unit.wait_for_update(self._wait)
+        if self._manual_scale is not None:
+            raise UsageError(
+                f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, whose factor is for the "
+                "gradients before it. Clip after the last backward, right before optimizer.step()."
+            )
         record = self.gradients.add(unit, slot, grad, accumulate)
         if announced is not None and record.arrivals[slot] > announced:
             raise UsageError(
@@ -200,6 +206,7 @@ class Engine:
 
     def step(self) -> None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward."""
+        self.brackets.drop_interrupted()
         self._check_hyper()
         self._check_frozen()
         try:
@@ -222,6 +229,7 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
+        self.brackets.drop_interrupted()
         self._updater.drain()
 
     def close(self) -> None:
@@ -229,6 +237,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        _OPEN.discard(self)
         try:
             self.drain()
         finally:
@@ -341,7 +350,8 @@ class Engine:
             handle.wait()
             return
         start = time.perf_counter()
-        handle.wait()
+        with record_function(f"pagoda::wait_{handle.lane}"):
+            handle.wait()
         self._meter.stalled(handle.lane, time.perf_counter() - start)
 
     def _take_stats(self, norm: float | None, replanned: bool) -> None:

@@ -39,11 +39,11 @@ class Fetcher:
         after = () if unit.update is None else (unit.update,)
         home = self._store.tensor(unit.index, WEIGHT)
         if home is not None:
-            target = torch.frombuffer(into, dtype=home.dtype)
-            source = home[: target.numel()]
 
             def copy_home() -> None:
-                target.copy_(source)
+                # Both tensors are made here: on the caller's thread, inference mode would mark them as its own.
+                target = torch.frombuffer(into, dtype=home.dtype)
+                target.copy_(home[: target.numel()])
 
             return self._lanes["h2d"].submit(copy_home, after, into.nbytes)
         pieces = range(0, into.nbytes, self._piece_bytes)

@@ -45,11 +45,11 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
     taken: list[tuple[Engine, LiveUnit, int]] = []
     try:
         for engine, unit, slot in homes.values():
-            if slot in unit.gathered:
+            if slot in unit.gathered:  # by a block around this one, which will release it
                 continue
+            engine.drain()
             if unit.active:
                 raise UsageError(f"{unit.name(slot)!r} cannot be gathered while its module's forward is running.")
-            engine.drain()
             placed = unit.spec.slots[slot]
             flat = engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
             unit.params[slot].data = flat.view(placed.param.shape)
@@ -57,7 +57,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             taken.append((engine, unit, slot))
         yield
         if modify:
-            for engine, unit, slot in taken:
+            for engine, unit, slot in homes.values():
                 overwrite(engine, unit, slot, unit.params[slot].data)
     finally:
         for _, unit, slot in taken:

@@ -18,7 +18,7 @@ from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
-_IN_FLIGHT_BYTES = 128 << 20
+_IN_FLIGHT_BYTES = 32 << 20
 """Gradients on their way to an extent at once: bounds what autograd's own copies add to peak memory."""
 
 
@@ -50,9 +50,7 @@ class UnitGradient:
 
     def settle(self) -> None:
         """Wait until what has arrived lies in the extent. Both the compute thread and the updater may wait."""
-        pending = list(self.pending)
-        wait_all(pending)
-        self.pending = [handle for handle in self.pending if not handle.succeeded]
+        wait_all(list(self.pending))
 
     def non_finite(self) -> str | None:
         """Name of the first parameter whose gradient is NaN or infinite."""

@@ -24,7 +24,9 @@ class _GradientElsewhere(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name == "__get__" or name in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+            # `.data` and `detach()` give a plain tensor, whose NaN would be read without a word.
+            return result.as_subclass(cls) if type(result) is torch.Tensor else result
         raise RuntimeError(
             f"{name}() was called on a gradient that lies in Pagoda's pages, not in param.grad. To clip, pass "
             "wrap(clip_grad_norm=...) or call optimizer.clip_grad_norm_(max_norm) instead of "
@@ -63,10 +65,11 @@ class ModelHooks:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._handles: list[RemovableHandle] = []
+        self._accumulators: list[torch.autograd.graph.Node] = []
         needed = _units_of_modules(model, engine.units)
         needed.setdefault(model, [])
         for module, units in needed.items():
-            self._bracket(module, units)
+            self._bracket(module, units, root=module is model)
         for unit in engine.units:
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
@@ -77,27 +80,16 @@ class ModelHooks:
             handle.remove()
         self._handles.clear()
 
-    def _bracket(self, module: nn.Module, units: list[LiveUnit]) -> None:
-        engine = self._engine
-        # What each running forward of this module has entered; forwards nest when a module calls itself.
-        running: list[tuple[bool, list[LiveUnit]]] = []
+    def _bracket(self, module: nn.Module, units: list[LiveUnit], root: bool) -> None:
+        brackets = self._engine.brackets
 
         def before(_module: nn.Module, _args: Any) -> None:
-            entered: list[LiveUnit] = []
-            packing = engine.packing.enter()
-            running.append((packing, entered))
-            for unit in units:
-                engine.enter(unit)
-                entered.append(unit)
+            if root:
+                brackets.drop_interrupted(calling=module)
+            brackets.open(module, units)
 
         def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if not running:
-                return
-            packing, entered = running.pop()
-            for unit in entered:
-                engine.leave(unit)
-            if packing:
-                engine.packing.leave()
+            brackets.close(module)
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         # always_call: a forward also ends by an exception, such as a checkpoint stopping its recomputation early.
@@ -108,7 +100,7 @@ class ModelHooks:
         marker = unit.placeholders[slot].as_subclass(_GradientElsewhere)
         accumulate = False
 
-        def before(_grad: torch.Tensor) -> None:
+        def before(_grads: tuple[torch.Tensor, ...]) -> None:
             nonlocal accumulate
             accumulate = param.grad is marker
             param.grad = None
@@ -119,7 +111,14 @@ class ModelHooks:
             param.grad = marker
             self._engine.on_gradient(unit, slot, grad, accumulate)
 
-        self._handles.append(param.register_hook(before))  # type: ignore[no-untyped-call]
+        # The node that accumulates, not the tensor: a tensor's own hooks also run for torch.autograd.grad, which leaves
+        # param.grad alone. Whoever holds the node makes every later graph use it.
+        graph = param.expand_as(param).grad_fn
+        assert graph is not None, "a trainable parameter requires grad"
+        accumulator = graph.next_functions[0][0]
+        assert accumulator is not None
+        self._accumulators.append(accumulator)
+        self._handles.append(accumulator.register_prehook(before))
         self._handles.append(param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
 

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from torch.profiler import record_function
+
 
 class Handle:
     """Work submitted to a lane. Waiting on it raises what the work raised."""
@@ -83,6 +85,7 @@ class Lane:
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self.name = name
+        self._label = f"pagoda::{name}"
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], int, Handle] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._busy_s = 0.0
@@ -130,7 +133,8 @@ class Lane:
             start = time.perf_counter()
             error: BaseException | None = None
             try:
-                work()
+                with record_function(self._label):
+                    work()
             except BaseException as caught:
                 error = caught
             with self._lock:

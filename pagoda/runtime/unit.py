@@ -43,7 +43,7 @@ class LiveUnit:
         self.trainable = sum(slot.param.trainable for slot in spec.slots)
         self.steps = [0] * self.trainable
         """Updates each trainable parameter has had."""
-        self.placeholders = [torch.full((1,), torch.nan, dtype=dtype).expand(p.shape) for p in params]
+        self.placeholders = [torch.full((), torch.nan, dtype=dtype).expand(p.shape) for p in params]
 
     @property
     def index(self) -> int:

@@ -245,7 +245,6 @@ class OddShapes(nn.Module):
         return (x * self.scale + self.shift).square().mean() + self.empty.sum()
 
 
-@pytest.mark.xfail(strict=True, reason="the placeholder of a parameter without dimensions cannot be expanded")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_parameters_of_any_shape_train(precision: str, wrap: Wrap) -> None:
     model, optimizer = wrap(OddShapes(), precision=precision)

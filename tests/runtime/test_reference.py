@@ -126,18 +126,7 @@ def test_training_agrees_with_plain_torch_within_rounding(recipe: Recipe, precis
     assert len(set(plain.losses)) == len(plain.losses)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="the gradient hook also runs for torch.autograd.grad")
-            if name == "gradients_asked_for_by_the_user"
-            else (),
-        )
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_unusual_loops_agree_with_plain_torch_within_rounding(name: str) -> None:
     """In fp32, where nothing but a true difference exceeds the bound."""
     paged, plain = both(lambda: built(name), CASES[name].loop, "fp32", 0.5)

@@ -155,9 +155,6 @@ def unusual_loops() -> list[object]:
     cases = []
     for name, placement in itertools.product(CASES, PLACEMENTS):
         marks = [pytest.mark.slow] if placement in (HOST_WEIGHTS, ARENA_ALL_ON_SSD) else []
-        if (name, placement) == ("inference_mode_between_steps", ARENA):
-            reason = "a fetch from host RAM makes its tensor in the inference mode of whoever asks for it"
-            marks.append(pytest.mark.xfail(strict=True, reason=reason))
         cases.append(pytest.param(name, placement, marks=marks, id=f"{name}-{placement}"))
     return cases
 

@@ -1,0 +1,95 @@
+"""Brackets: the forwards that are running now, and what each keeps in place until it ends."""
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+from torch import nn
+
+from pagoda.errors import UsageError
+from pagoda.plan.trace import Phase
+from pagoda.runtime.leases import Lease
+from pagoda.runtime.packing import Packing
+from pagoda.runtime.unit import LiveUnit
+
+
+class _Bracket:
+    """One running forward of a module: the units it has entered, and whether it started the packing."""
+
+    __slots__ = ("entered", "module", "packing", "thread")
+
+    def __init__(self, module: nn.Module, packing: bool) -> None:
+        self.module = module
+        self.packing = packing
+        self.thread = threading.get_ident()
+        self.entered: list[LiveUnit] = []
+
+
+class Brackets:
+    """Every forward of a hooked module that is running, outermost first.
+
+    Invariant: `unit.active` is the number of brackets that have entered the unit; above zero its parameters point
+    into a pinned lease.
+    """
+
+    def __init__(self, packing: Packing, acquire: Callable[[LiveUnit, Phase], Lease]) -> None:
+        self._packing = packing
+        self._acquire = acquire
+        self._open: list[_Bracket] = []
+
+    def open(self, module: nn.Module, units: list[LiveUnit]) -> None:
+        """A module's forward starts: lease its units and point their parameters into the leases."""
+        bracket = _Bracket(module, self._packing.enter())
+        self._open.append(bracket)
+        phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
+        for unit in units:
+            if unit.gathered:
+                raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
+            lease = self._acquire(unit, phase)
+            unit.active += 1
+            bracket.entered.append(unit)
+            if unit.active == 1:
+                unit.show(lease.base)
+
+    def close(self, module: nn.Module) -> None:
+        """A module's forward has ended, and with it whatever it called."""
+        if any(bracket.module is module for bracket in self._open):
+            while self._close_innermost() is not module:
+                pass
+
+    def drop_interrupted(self, calling: nn.Module | None = None) -> None:
+        """Close what a KeyboardInterrupt left open: torch calls no forward hook after one.
+
+        A bracket is real as long as its module's call is on the stack. `calling` is a module whose call has begun but
+        whose bracket is not open yet.
+        """
+        if not self._open or self._open[0].thread != threading.get_ident():
+            return
+        outermost = self._open[0].module
+        expected = sum(bracket.module is outermost for bracket in self._open) + (calling is outermost)
+        if _calls_on_stack(outermost) < expected:
+            while self._open:
+                self._close_innermost()
+
+    def _close_innermost(self) -> nn.Module:
+        bracket = self._open.pop()
+        for unit in bracket.entered:
+            unit.active -= 1
+            if unit.active == 0:
+                unit.hide()
+        if bracket.packing:
+            self._packing.leave()
+        return bracket.module
+
+
+def _calls_on_stack(module: nn.Module) -> int:
+    """How many calls of `module` this thread is in."""
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            calls += 1
+        frame = frame.f_back
+    return calls
