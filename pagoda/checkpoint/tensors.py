@@ -10,23 +10,34 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pagoda.errors import CheckpointError
 
 _NAMES = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The format's names, as the library has them; F4, which packs two elements into a byte, is not supported."""
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER_BYTES = 100 << 20
 _CHUNK_ELEMENTS = 1 << 20
@@ -34,11 +45,15 @@ _CHUNK_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype and shape of one tensor in a file."""
+    """Name, dtype and shape of one tensor in a file. Raises CheckpointError for a dtype that the format lacks."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _NAMES:
+            raise CheckpointError(f"{self.name!r} is {self.dtype}, which a safetensors file cannot hold")
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +86,7 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], data: Iterable[torch.
         file.write(len(text).to_bytes(8, "little") + text)
         written = 0
         for piece in data:
-            written += file.write(piece.contiguous().view(torch.uint8).numpy().data)
+            written += file.write(piece.resolve_conj().contiguous().view(torch.uint8).numpy().data)
         if written != end:
             raise ValueError(f"{path} got {written} bytes of data; its header says {end}")
         file.flush()
@@ -87,30 +102,68 @@ class TensorFile:
             self._file = path.open("rb")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is not a safetensors file, or is truncated")
-        try:
-            header = json.loads(self._file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{path} has a damaged header") from error
-        header.pop("__metadata__", None)
         self.specs: dict[str, TensorSpec] = {}
         self._start: dict[str, int] = {}
-        for name, entry in header.items():
-            self.specs[name] = TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            self._start[name] = 8 + length + entry["data_offsets"][0]
-        end = max((self._start[n] + s.nbytes for n, s in self.specs.items()), default=8 + length)
-        if end != size:
-            raise CheckpointError(f"{path} has {size} bytes where its header says {end}: it is truncated or damaged")
+        """Where a tensor's bytes begin in the file."""
+        try:
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
         """Elements [start, start + count) of a tensor, flat."""
         spec = self.specs[name]
+        out = torch.empty(count, dtype=spec.dtype)
         self._file.seek(self._start[name] + start * spec.dtype.itemsize)
-        data = bytearray(self._file.read(count * spec.dtype.itemsize))
-        return torch.frombuffer(data, dtype=spec.dtype)
+        if self._file.readinto(out.view(torch.uint8).numpy().data) != out.nbytes:
+            raise CheckpointError(f"{self.path} was truncated while {name!r} was read")
+        return out
 
     def close(self) -> None:
         self._file.close()
+
+    def _read_header(self) -> None:
+        """Fill `specs` and `_start`. The tensors' bytes must cover the data exactly, as the format wants it."""
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{self.path} is not a safetensors file, or is truncated")
+        try:
+            header = json.loads(self._file.read(length))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path} has a damaged header: {error}") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{self.path} has a damaged header: it is not a JSON object")
+        header.pop("__metadata__", None)
+        found = sorted((self._entry(name, entry) for name, entry in header.items()), key=lambda item: item[1:])
+        end, data = 0, 8 + length
+        for spec, start, stop in found:
+            if start != end or data + stop > size:
+                raise CheckpointError(
+                    f"{self.path} is truncated or damaged: its header puts {spec.name!r} at bytes {start} to {stop} of "
+                    f"the data, which has {size - data} bytes, and what comes before it ends at {end}"
+                )
+            self.specs[spec.name] = spec
+            self._start[spec.name] = data + start
+            end = stop
+        if data + end != size:
+            raise CheckpointError(
+                f"{self.path} is truncated or damaged: it has {size} bytes where its header says {data + end}"
+            )
+
+    def _entry(self, name: str, entry: Any) -> tuple[TensorSpec, int, int]:
+        """What the header says of one tensor, and where in the data its bytes begin and end."""
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop], **others} if not others:
+                if dtype not in _DTYPES:
+                    raise CheckpointError(f"{self.path}: {name!r} has the unknown dtype {dtype!r}")
+                if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
+                    raise CheckpointError(f"{self.path}: {name!r} has the shape {shape} at bytes {start} to {stop}")
+                spec = TensorSpec(name, _DTYPES[dtype], tuple(shape))
+                if stop - start != spec.nbytes:
+                    raise CheckpointError(
+                        f"{self.path}: {name!r} needs {spec.nbytes} bytes, and its header gives it {stop - start}"
+                    )
+                return spec, start, stop
+        raise CheckpointError(f"{self.path}: the header's entry for {name!r} is not dtype, shape and data_offsets")
