@@ -19,7 +19,7 @@ def committed(directory: Path) -> Iterator[Path]:
     """A temporary directory to fill; renamed to `directory` when the block ends well, removed when it does not.
 
     Files in it must have been synced by whoever wrote them. Raises CheckpointError when `directory` exists already,
-    StorageError when the disk is full or cannot be written.
+    StorageError when the disk is full or cannot be written. Pagoda's own errors pass as they are.
     """
     if directory.exists():
         raise CheckpointError(f"{directory} exists already; checkpoints are never overwritten. Name another one.")
@@ -32,8 +32,12 @@ def committed(directory: Path) -> Iterator[Path]:
         _sync(temporary)
         temporary.rename(directory)
         _sync(directory.parent)
+    except StorageError:
+        raise  # another disk failed, and this says which
     except OSError as error:
-        raise StorageError(f"The checkpoint {directory} could not be written: {error}. Free space there.") from error
+        raise StorageError(
+            f"The checkpoint {directory} could not be written: {error}. Free space there, or name another directory."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

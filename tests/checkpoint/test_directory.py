@@ -142,6 +142,13 @@ def test_a_full_disk_is_a_storage_error_that_names_the_checkpoint(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_of_another_disk_is_not_taken_for_one_of_the_checkpoint(tmp_path: Path) -> None:
+    """Reading the states to save may fail, too."""
+    with pytest.raises(StorageError, match=r"^Reading /ssd/pages failed\.$"), committed(tmp_path / "step-1"):
+        raise StorageError("Reading /ssd/pages failed.")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_the_system_refuses_to_extend_leaves_nothing(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
