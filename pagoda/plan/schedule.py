@@ -54,60 +54,90 @@ def schedule_leases(
     """
     if not pages:
         return ()
-    uses = NextUse(trace)
-    period = uses.period
-    last = period - 1
-    pool = SlabPool(capacity, slab)
-    held: dict[int, Run] = {}
-    owner: dict[int, int] = {}
-    ops: list[Op] = []
+    rehearsal = _Rehearsal(trace, pages, updated, SlabPool(capacity, slab))
+    for _ in range(_CYCLES):
+        moves = rehearsal.cycle()
+    return tuple(
+        Op(kind, unit, lanes[unit], pages[unit] * page_bytes if kind is Kind.FETCH else 0, tick)
+        for kind, unit, tick in moves
+    )
 
-    def usefulness(unit: int, tick: int) -> float:
-        ahead = uses.after(unit, tick)
-        return inf if unit in updated and tick < last < tick + ahead else ahead
 
-    def evict(unit: int, tick: int) -> None:
-        run = held.pop(unit)
-        del owner[run.start]
-        pool.free(run)
-        ops.append(Op(Kind.EVICT, unit, lanes[unit], 0, tick))
+class _Rehearsal:
+    """Plays a trace against the frames there are; the leases of one cycle are there when the next begins."""
 
-    def fetch(unit: int, tick: int, wanted_in: float, pinned: int) -> bool:
-        def price(run: Run) -> float | None:
-            other = owner[run.start]
-            ahead = usefulness(other, tick)
-            return None if other == pinned or ahead <= wanted_in else -ahead
+    def __init__(self, trace: Trace, pages: Mapping[int, int], updated: frozenset[int], pool: SlabPool) -> None:
+        self._accesses = trace.accesses
+        self._uses = NextUse(trace)
+        self._pages = pages
+        self._updated = updated
+        self._pool = pool
+        self._held: dict[int, Run] = {}
+        self._owner: dict[int, int] = {}
+        """First frame of a lease -> its unit."""
+        self._moves: list[tuple[Kind, int, int]] = []
+        self._tick = 0
 
-        run = pool.alloc(pages[unit])
+    def cycle(self) -> list[tuple[Kind, int, int]]:
+        """Play one step; returns its moves as (kind, unit, tick)."""
+        self._moves = []
+        for tick, access in enumerate(self._accesses):
+            self._tick = tick
+            if access == STEP:
+                self._drop_updated()
+            elif self._missing(access.unit):
+                self._fetch(access.unit, 0)
+            self._prefetch()
+        return self._moves
+
+    def _prefetch(self) -> None:
+        """Fetch what is missing, in the order of its use, until frames run out or STEP is in between."""
+        period = len(self._accesses)
+        for ahead in range(1, period):
+            upcoming = self._accesses[(self._tick + ahead) % period]
+            if upcoming == STEP or (self._missing(upcoming.unit) and not self._fetch(upcoming.unit, ahead)):
+                return
+
+    def _missing(self, unit: int) -> bool:
+        return unit in self._pages and unit not in self._held
+
+    def _fetch(self, unit: int, wanted_in: int) -> bool:
+        """Lease a unit that is needed in so many ticks; False when that takes frames of units needed before."""
+        run = self._pool.alloc(self._pages[unit])
         if run is None:
-            victims = pool.cheapest_window(pages[unit], price)
+            victims = self._pool.cheapest_window(self._pages[unit], lambda other: self._price(other, wanted_in))
             if victims is None:
                 return False
             for victim in victims:
-                evict(owner[victim.start], tick)
-            run = pool.alloc(pages[unit])
+                self._evict(self._owner[victim.start])
+            run = self._pool.alloc(self._pages[unit])
             assert run is not None, "the window that was freed is contiguous"
-        held[unit] = run
-        owner[run.start] = unit
-        ops.append(Op(Kind.FETCH, unit, lanes[unit], pages[unit] * page_bytes, tick))
+        self._held[unit] = run
+        self._owner[run.start] = unit
+        self._moves.append((Kind.FETCH, unit, self._tick))
         return True
 
-    for _ in range(_CYCLES):
-        ops.clear()
-        for tick, access in enumerate(trace.accesses):
-            if access == STEP:
-                for unit in [u for u in held if u in updated]:
-                    run = held.pop(unit)
-                    del owner[run.start]
-                    pool.free(run)
-            elif access.unit in pages and access.unit not in held:
-                fetch(access.unit, tick, 0, access.unit)
-            for ahead in range(1, period):
-                upcoming = trace.accesses[(tick + ahead) % period]
-                if upcoming == STEP:
-                    break
-                if upcoming.unit in pages and upcoming.unit not in held:
-                    crosses = tick != last and tick + ahead > last and upcoming.unit in updated
-                    if crosses or not fetch(upcoming.unit, tick, ahead, access.unit):
-                        break
-    return tuple(ops)
+    def _price(self, run: Run, wanted_in: int) -> float | None:
+        """What evicting a lease costs; None forbids it."""
+        unit = self._owner[run.start]
+        ahead = self._usefulness(unit)
+        return None if unit == self._accesses[self._tick].unit or ahead <= wanted_in else -ahead
+
+    def _usefulness(self, unit: int) -> float:
+        """Ticks until a lease serves an access; infinite if an update ends it before."""
+        ahead = self._uses.after(unit, self._tick)
+        last = len(self._accesses) - 1
+        return inf if unit in self._updated and self._tick < last < self._tick + ahead else ahead
+
+    def _evict(self, unit: int) -> None:
+        self._drop(unit)
+        self._moves.append((Kind.EVICT, unit, self._tick))
+
+    def _drop_updated(self) -> None:
+        for unit in self._updated & self._held.keys():
+            self._drop(unit)
+
+    def _drop(self, unit: int) -> None:
+        run = self._held.pop(unit)
+        del self._owner[run.start]
+        self._pool.free(run)
