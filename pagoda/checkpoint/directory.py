@@ -59,7 +59,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} is not a checkpoint: {path.name} cannot be read ({error.strerror})"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a Pagoda manifest")

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagoda.errors import CheckpointError
+
 
 def rng_state() -> dict[str, Any]:
     """State of torch's CPU generator, NumPy's legacy one, and Python's `random`."""
@@ -19,11 +21,32 @@ def rng_state() -> dict[str, Any]:
     }
 
 
+def check_rng(state: dict[str, Any]) -> None:
+    """Raises CheckpointError, with every generator as it was, for a state that `restore_rng` could not restore."""
+    try:
+        for_torch, for_python, for_numpy = _states(state)
+        torch.Generator().set_state(for_torch)
+        random.Random().setstate(for_python)
+        np.random.RandomState().set_state(for_numpy)
+    except Exception as error:  # three libraries, each with errors of its own
+        raise CheckpointError(f"the states of the random number generators cannot be restored: {error!r}") from error
+
+
 def restore_rng(state: dict[str, Any]) -> None:
     """Put every generator back to a state `rng_state` gave."""
+    for_torch, for_python, for_numpy = _states(state)
+    torch.set_rng_state(for_torch)
+    random.setstate(for_python)
+    np.random.set_state(for_numpy)
+
+
+def _states(state: dict[str, Any]) -> tuple[torch.Tensor, tuple[Any, ...], tuple[Any, ...]]:
+    """What each of the three libraries takes."""
     data = bytearray(base64.b64decode(state["torch"]))
-    torch.set_rng_state(torch.frombuffer(data, dtype=torch.uint8))
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    return (
+        torch.frombuffer(data, dtype=torch.uint8),
+        (version, tuple(internal), gauss),
+        (name, np.array(keys, dtype=np.uint32), position, has_gauss, cached),
+    )

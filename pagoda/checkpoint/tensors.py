@@ -53,7 +53,13 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in _NAMES:
-            raise CheckpointError(f"{self.name!r} is {self.dtype}, which a safetensors file cannot hold")
+            raise CheckpointError(
+                f"{self.name!r} is {self.dtype}, which a safetensors file cannot hold. Convert it, or register it with "
+                "persistent=False."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {list(self.shape)}"
 
     @property
     def nbytes(self) -> int:

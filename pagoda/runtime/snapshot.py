@@ -1,21 +1,24 @@
 """Snapshots: every state of a live model, parameter by parameter, to and from a checkpoint."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.directory import committed, read_manifest, write_manifest
-from pagoda.checkpoint.rng import restore_rng, rng_state
+from pagoda.checkpoint.directory import MANIFEST, committed, read_manifest, write_manifest
+from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks, write_tensors
-from pagoda.errors import CheckpointError
+from pagoda.errors import CheckpointError, UsageError
+from pagoda.optim.adamw import Hyper, StateSpec
 from pagoda.plan.placement import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
 
 _BUFFERS = "buffers"
+_MANIFEST_KINDS = {"states": list, "steps": dict, "param_groups": list, "rng": dict, "extra": object}
 
 
 class Snapshot:
@@ -43,30 +46,28 @@ class Snapshot:
         self._engine.store.write(unit.index, state, unit.spec.slots[slot].offset, flat)
 
     def save(self, directory: Path, groups: list[dict[str, Any]], extra: dict[str, Any]) -> None:
-        """Write a checkpoint of the state after the last `step()`."""
+        """Write a checkpoint of the state after the last `step()`.
+
+        Raises UsageError where updates under backward have left that state behind already.
+        """
+        if any(unit.updated for unit in self._engine.units):
+            raise UsageError(
+                "save_checkpoint() between backward and step(): with accumulation_steps announced, some units have had "
+                "this step's update already and others have not. Call optimizer.step() first."
+            )
         self._engine.drain()
+        buffers = self._buffers()
+        buffer_specs = self._buffer_specs(buffers)
         with committed(directory) as folder:
             for state in self._states:
-                specs = [
-                    TensorSpec(unit.name(slot), state.dtype, unit.spec.slots[slot].param.shape)
-                    for unit, slot in self._slots(state.name)
-                ]
-                write_tensors(folder / f"{state.name}.safetensors", specs, self._pieces(state.name))
-            buffers = self._buffers()
-            write_tensors(
-                folder / f"{_BUFFERS}.safetensors",
-                [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()],
-                (buffer.detach().reshape(-1) for buffer in buffers.values()),
-            )
+                write_tensors(folder / f"{state.name}.safetensors", self._specs(state), self._pieces(state.name))
+            pieces = (buffer.detach().reshape(-1) for buffer in buffers.values())
+            write_tensors(folder / f"{_BUFFERS}.safetensors", buffer_specs, pieces)
             write_manifest(
                 folder,
                 {
                     "states": [state.name for state in self._states],
-                    "steps": {
-                        unit.name(slot): unit.steps[slot]
-                        for unit in self._engine.units
-                        for slot in range(unit.trainable)
-                    },
+                    "steps": {unit.name(slot): unit.steps[slot] for unit, slot in self._trainable()},
                     "param_groups": groups,
                     "rng": rng_state(),
                     "extra": extra,
@@ -74,30 +75,28 @@ class Snapshot:
             )
 
     def load(self, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Restore a checkpoint; returns its param groups and extra."""
+        """Restore a checkpoint; returns its param groups and extra. Nothing changes before all of it is checked."""
         self._engine.drain()
-        self._engine.gradients.clear()
         manifest = read_manifest(directory)
-        wanted = [state.name for state in self._states]
-        if manifest["states"] != wanted:
-            raise CheckpointError(
-                f"{directory} holds the states {manifest['states']}, this run keeps {wanted}: "
-                "wrap with the precision and optimizer of the run that saved it."
-            )
-        files = {name: TensorFile(directory / f"{name}.safetensors") for name in [*wanted, _BUFFERS]}
-        try:
-            self._check(directory, files)
-            for name in wanted:
-                for unit, slot in self._slots(name):
+        self._check_manifest(directory, manifest)
+        buffers = self._buffers()
+        with ExitStack() as opened:
+            files = {
+                name: opened.enter_context(closing(TensorFile(directory / f"{name}.safetensors")))
+                for name in [*manifest["states"], _BUFFERS]
+            }
+            for state in self._states:
+                _check_tensors(directory, files[state.name], self._specs(state))
+            _check_tensors(directory, files[_BUFFERS], self._buffer_specs(buffers))
+            self._engine.zero_grad()
+            for state in self._states:
+                for unit, slot in self._slots(state.name):
                     placed = unit.spec.slots[slot]
                     for start, count in chunks(placed.param.numel):
-                        values = files[name].read(unit.name(slot), start, count)
-                        self._engine.store.write(unit.index, name, placed.offset + start, values)
-            for name, buffer in self._buffers().items():
-                buffer.copy_(files[_BUFFERS].read(name, 0, buffer.numel()).view(buffer.shape))
-        finally:
-            for file in files.values():
-                file.close()
+                        values = files[state.name].read(unit.name(slot), start, count)
+                        self._engine.store.write(unit.index, state.name, placed.offset + start, values)
+            for name, buffer in buffers.items():
+                buffer.detach().copy_(files[_BUFFERS].read(name, 0, buffer.numel()).view(buffer.shape))
         for unit in self._engine.units:
             for param in unit.params:
                 param.grad = None
@@ -109,9 +108,22 @@ class Snapshot:
         return manifest["param_groups"], manifest["extra"]
 
     def _slots(self, state: str) -> Iterator[tuple[LiveUnit, int]]:
+        """Every parameter that has a state."""
         for unit in self._engine.units:
             for slot in range(len(unit.params) if state == WEIGHT else unit.trainable):
                 yield unit, slot
+
+    def _trainable(self) -> Iterator[tuple[LiveUnit, int]]:
+        for unit in self._engine.units:
+            for slot in range(unit.trainable):
+                yield unit, slot
+
+    def _specs(self, state: StateSpec) -> list[TensorSpec]:
+        """The tensors of one state, in the order in which they are written."""
+        return [
+            TensorSpec(unit.name(slot), state.dtype, unit.spec.slots[slot].param.shape)
+            for unit, slot in self._slots(state.name)
+        ]
 
     def _pieces(self, state: str) -> Iterator[torch.Tensor]:
         for unit, slot in self._slots(state):
@@ -128,18 +140,61 @@ class Snapshot:
             if buffer is not None and name not in module._non_persistent_buffers_set
         }
 
-    def _check(self, directory: Path, files: dict[str, TensorFile]) -> None:
-        """Every tensor this model needs is there, with its shape; nothing has been changed yet."""
-        for state in self._states:
-            specs = files[state.name].specs
-            expected = {unit.name(slot): unit.spec.slots[slot].param.shape for unit, slot in self._slots(state.name)}
-            for name in expected.keys() | specs.keys():
-                found = specs[name].shape if name in specs else None
-                if found != expected.get(name):
-                    raise CheckpointError(
-                        f"{directory} does not belong to this model: {state.name} of {name!r} has shape {found} in the "
-                        f"checkpoint and {expected.get(name)} in the model."
-                    )
-        missing = self._buffers().keys() - files[_BUFFERS].specs.keys()
-        if missing:
-            raise CheckpointError(f"{directory} does not belong to this model: it lacks the buffers {sorted(missing)}.")
+    def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
+        for name, buffer in buffers.items():
+            if buffer.layout is not torch.strided:
+                raise CheckpointError(
+                    f"Buffer {name!r} is {buffer.layout}, which a checkpoint cannot hold. Register it with "
+                    "persistent=False."
+                )
+        return [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+
+    def _check_manifest(self, directory: Path, manifest: dict[str, Any]) -> None:
+        """Everything the manifest says can be restored into this model and optimizer."""
+        path = directory / MANIFEST
+        for key, kind in _MANIFEST_KINDS.items():
+            if key not in manifest or not isinstance(manifest[key], kind):
+                raise CheckpointError(f"{path} is damaged: it has no {key!r}, or none that can be used")
+        wanted = [state.name for state in self._states]
+        if manifest["states"] != wanted:
+            raise CheckpointError(
+                f"{directory} holds the states {manifest['states']}, this run keeps {wanted}: "
+                "wrap with the precision and optimizer of the run that saved it."
+            )
+        steps = manifest["steps"]
+        differing = steps.keys() ^ {unit.name(slot) for unit, slot in self._trainable()}
+        if differing:
+            raise CheckpointError(
+                f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
+            )
+        if any(type(count) is not int or count < 0 for count in steps.values()):
+            raise CheckpointError(f"{path} is damaged: 'steps' holds what is no count")
+        self._check_groups(path, manifest["param_groups"])
+        try:
+            check_rng(manifest["rng"])
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+
+    def _check_groups(self, path: Path, groups: list[Any]) -> None:
+        live = {id(group): group for group in (self._engine.group_of(*at) for at in self._trainable())}
+        try:
+            sizes = [len(group["params"]) for group in groups]
+            for group in groups:
+                Hyper.from_group(group, step=1)
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error
+        wanted = [len(group["params"]) for group in live.values()]
+        if sorted(sizes) != sorted(wanted):
+            raise CheckpointError(f"{path} has 'param_groups' of {sizes} parameters; this run has {wanted}.")
+
+
+def _check_tensors(directory: Path, file: TensorFile, expected: list[TensorSpec]) -> None:
+    """A file holds the tensors expected, with their dtypes and shapes, and no others."""
+    wanted = {spec.name: spec for spec in expected}
+    for name in sorted(wanted.keys() | file.specs.keys()):
+        mine, other = wanted.get(name), file.specs.get(name)
+        if mine != other:
+            raise CheckpointError(
+                f"{directory} does not belong to this model: {name!r} in {file.path.name} is {other or 'absent'}, and "
+                f"{mine or 'absent'} in the model."
+            )
