@@ -143,15 +143,17 @@ class _Filler:
         weights, grads, moments = (sum(m.values()) for m in (self.weight, self.grad, self.moment))
         device = self._device_lines()
         buffers = min(grads, 4 * self.widest_grad) if self.transient else grads
-        if weights + moments + buffers <= self.host:
+        everything = weights + moments + buffers
+        if everything <= self.host:
             room = min(grads, self.host - weights - moments)
             resident = frozenset(u.index for u in self.layout.units)
             return self._placement(resident, resident, resident if room == grads else frozenset(), room, device)
         if self.budgets.ssd is None:
-            self._refuse(HOST, weights + moments + buffers, self.host, "memory.host, or add memory.ssd='DIR'")
-        return self._split(device)
+            self._refuse(HOST, everything, self.host, "memory.host, or add memory.ssd='DIR'")
+        return self._split(device, everything)
 
-    def _split(self, device: dict[str, int]) -> Placement:
+    def _split(self, device: dict[str, int], everything: int) -> Placement:
+        """Weights, gradients and moments in RAM as far as they go; `everything` pages would do without SSD."""
         grads = sum(self.grad.values())
         least_staging = min(grads, self.staging_buffers * self.widest_grad)
         ring_states = self._ring_pages(weights_on_ssd=False)
@@ -167,7 +169,7 @@ class _Filler:
             if left < least:
                 streamed = self.host - left + least
                 resident = ring_states + least_staging + sum(self.weight.values())
-                needed = min(streamed, resident)
+                needed = min(streamed, resident, everything)
                 self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
             lease_pages = min(lease_pages, left)
             weights_in = self._prefix(self.weight, left - lease_pages)

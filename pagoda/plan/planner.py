@@ -129,16 +129,18 @@ def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets,
     itemsize = states[0].dtype.itemsize
     total = sum(p.numel for p in params) * itemsize
     limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
+    refusals: list[BudgetError] = []
     while True:
         units = discover(root, limit, itemsize)
         try:
             layout, placement = _fit(_layout(units, states, options.page_bytes), budgets, options)
             break
-        except BudgetError:
-            smaller = _next_limit(units, limit, itemsize)
-            if options.unit_limit is not None or smaller is None:
-                raise
-            limit = smaller
+        except BudgetError as refusal:
+            refusals.append(refusal)
+        smaller = _next_limit(units, limit, itemsize)
+        if options.unit_limit is not None or smaller is None:
+            raise _least(refusals)
+        limit = smaller
     largest = format_bytes(max(unit.numel for unit in units) * itemsize)
     reasons = (
         f"{len(units)} units, the largest of {largest}: modules of at most {format_bytes(limit)} of weights "
@@ -155,16 +157,20 @@ def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets,
 
 
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:
-    """A placement, with smaller streaming buffers where the budget is tight. Raises BudgetError of the smallest."""
-    *tries, last = _BUFFERS
-    for block_limit, staging_buffers in tries:
+    """A placement, with smaller streaming buffers where the budget is tight."""
+    refusals: list[BudgetError] = []
+    for block_limit, staging_buffers in _BUFFERS:
         candidate = replace(layout, block_limit=block_limit)
         try:
             return candidate, place(candidate, budgets, options.update_under_backward, staging_buffers)
-        except BudgetError:
-            continue
-    layout = replace(layout, block_limit=last[0])
-    return layout, place(layout, budgets, options.update_under_backward, last[1])
+        except BudgetError as refusal:
+            refusals.append(refusal)
+    raise _least(refusals)
+
+
+def _least(refusals: list[BudgetError]) -> BudgetError:
+    """Of the refusals that name the same tier as the last, the one that asks for least."""
+    return min((r for r in refusals if r.tier == refusals[-1].tier), key=lambda r: r.needed_bytes or 0)
 
 
 def _when(options: Options) -> str:

@@ -14,8 +14,12 @@ Draw = Callable[[st.SearchStrategy], object]
 STATES = {precision: AdamW().states(precision) for precision in ("bf16", "fp32")}
 
 _shapes = st.lists(st.integers(1, 24), min_size=0, max_size=2).map(tuple)
-_own = st.lists(st.tuples(_shapes, st.booleans()), max_size=3)
-_trees = st.recursive(st.tuples(_own, st.just([])), lambda t: st.tuples(_own, st.lists(t, max_size=4)), max_leaves=12)
+_large_shapes = st.tuples(st.integers(1, 200_000))
+
+
+def _trees(shapes: st.SearchStrategy) -> st.SearchStrategy:
+    own = st.lists(st.tuples(shapes, st.booleans()), max_size=3)
+    return st.recursive(st.tuples(own, st.just([])), lambda t: st.tuples(own, st.lists(t, max_size=4)), max_leaves=12)
 
 
 def _named(tree: tuple, name: str) -> ModuleSpec:
@@ -28,8 +32,13 @@ def _named(tree: tuple, name: str) -> ModuleSpec:
     )
 
 
-module_trees = _trees.map(lambda tree: _named(tree, "")).filter(lambda root: any(root.walk()))
+module_trees = _trees(_shapes).map(lambda tree: _named(tree, "")).filter(lambda root: any(root.walk()))
 """Trees that hold at least one parameter; some are frozen, some modules hold none."""
+
+large_trees = (
+    _trees(_large_shapes).map(lambda tree: _named(tree, "")).filter(lambda root: any(p.trainable for p in root.walk()))
+)
+"""Trees of which something trains, with parameters that the planner has reason to split into units."""
 
 
 def unit(index: int, trainable: int, frozen: int = 0) -> UnitSpec:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -157,7 +156,6 @@ def test_more_host_memory_never_moves_weights_out_of_it(case: tuple[Layout, Budg
     assert all(late for early, late in zip(before, after, strict=True) if early)
 
 
-@pytest.mark.xfail(strict=True, reason="needed_bytes of host RAM is not the least for models that fit two leases")
 @example((Layout((unit(0, 19_000), unit(1, 19_000)), STATES["bf16"], 4096), Budgets(host=4096, ssd=LARGE), False))
 @given(cases)
 def test_a_refusal_names_the_tier_and_the_least_budget_that_is_not_refused(

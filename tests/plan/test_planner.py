@@ -14,7 +14,7 @@ from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
-from .strategies import STATES, Draw, module_trees, traces
+from .strategies import STATES, Draw, large_trees, module_trees, traces
 
 LARGE = 1 << 40
 
@@ -89,6 +89,35 @@ def test_what_no_unit_size_can_fit_is_refused_naming_tier_shortfall_and_setting(
     with pytest.raises(BudgetError, match=r"host needs at least .* short\. Raise memory\.host") as refused:
         make_plan(tower(2, 64), STATES["bf16"], Budgets(PAGE_ALIGN, ssd=LARGE), Options())
     assert refused.value.tier == HOST
+
+
+def refusal(root: ModuleSpec, budgets: Budgets, options: Options) -> BudgetError | None:
+    try:
+        make_plan(root, STATES["bf16"], budgets, options)
+    except BudgetError as error:
+        return error
+    return None
+
+
+@given(large_trees, st.sampled_from([None, 1, 40_000]), st.none() | st.just(0), st.sampled_from([None, 0, LARGE]))
+def test_what_a_refusal_asks_for_is_enough_whatever_units_it_takes(
+    root: ModuleSpec, unit_limit: int | None, device: int | None, ssd: int | None
+) -> None:
+    options = Options(unit_limit=unit_limit)
+    budgets = Budgets(0, device, ssd)
+    asked_for: list[str] = []
+    while (error := refusal(root, budgets, options)) is not None:
+        assert error.tier is not None
+        assert error.needed_bytes is not None
+        asked_for.append(error.tier)
+        budgets = replace(budgets, **{error.tier: error.needed_bytes})
+    if ssd != 0:  # less of one tier cannot be made up for by another
+        assert len(asked_for) == len(set(asked_for))
+        for tier in asked_for:
+            short = replace(budgets, **{tier: getattr(budgets, tier) - 1})
+            error = refusal(root, short, options)
+            assert error is not None
+            assert (error.tier, error.needed_bytes) == (tier, getattr(budgets, tier))
 
 
 def test_a_model_without_parameters_is_refused() -> None:
