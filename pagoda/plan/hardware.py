@@ -1,0 +1,215 @@
+"""Hardware: what one machine holds and how fast it moves it, as a planner and a simulator need it.
+
+Every number is a `Figure`: a value in the base unit that its field names, and where the value comes from. Named
+machines are in `pagoda.plan.machines`; `pagoda calibrate` measures the machine it runs on and writes the same thing
+as JSON.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from pagoda.errors import ConfigError
+
+FORMAT = "pagoda-hardware"
+VERSION = 1
+"""Of the JSON file; a file of another version is refused, because measuring again takes a minute."""
+
+MatmulType = Literal["bf16", "fp32"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number and its origin.
+
+    `source` is a datasheet, a paper or "measured …", and says so where the number is an assumption or was recalled
+    without the source at hand. `spread` is the relative spread of a measurement, 0 for what was not measured here.
+    """
+
+    value: float
+    source: str
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and self.value > 0):
+            raise ConfigError(f"a figure must be above zero and finite, not {self.value} ({self.source})")
+        if not (math.isfinite(self.spread) and self.spread >= 0):
+            raise ConfigError(f"a relative spread must be zero or more, not {self.spread} ({self.source})")
+        if not self.source.strip():
+            raise ConfigError(f"the figure {self.value} does not say where it comes from")
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulRate:
+    """Rate of dense matrix products in one dtype, of one GPU or of all cores of a CPU."""
+
+    peak_flop_per_s: Figure
+    """What a share of peak refers to. A calibrated machine has its fastest product here."""
+    reached_flop_per_s: Figure
+    """What forward and backward of a transformer reach while all their data is resident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU."""
+
+    memory_bytes: Figure
+    memory_bytes_per_s: Figure
+    """Reads and writes of its own memory, together."""
+    bf16: MatmulRate
+    """16-bit products: fp16 on devices without bf16, which have the same rate."""
+    fp32: MatmulRate
+    update_params_per_s: Figure
+    """AdamW on the split master, all state in this device's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """All processors and all RAM of one node."""
+
+    memory_bytes: Figure
+    memory_bytes_per_s: Figure
+    """Reads and writes of RAM, together; shared by updates, PCIe copies and SSD transfers."""
+    update_params_per_s: Figure
+    """AdamW on the split master with all cores and nothing else running."""
+    bf16: MatmulRate | None = None
+    """Matrix products on the CPU; needed where the CPU is the device that computes."""
+    fp32: MatmulRate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The connection between host RAM and GPUs; `gpus` GPUs share one link's figures."""
+
+    h2d_bytes_per_s: Figure
+    d2h_bytes_per_s: Figure
+    both_bytes_per_s: Figure
+    """Both directions added, while both are busy."""
+    gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """All SSDs of one node, striped."""
+
+    capacity_bytes: Figure
+    read_bytes_per_s: Figure
+    write_bytes_per_s: Figure
+    """Sustained, not into a cache."""
+    both_bytes_per_s: Figure
+    """Reading and writing added, while half of the traffic is each."""
+    endurance_bytes: Figure
+    """Rated total bytes written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One node, and the network between equal nodes."""
+
+    name: str
+    cpu: Cpu
+    gpus_per_node: int = 1
+    """GPUs, or the processes of a node that has none."""
+    device: Device | None = None
+    """Each GPU; None where the CPU computes."""
+    link: Link | None = None
+    """None exactly where `device` is."""
+    ssd: Drive | None = None
+    intra_node_bytes_per_s: Figure | None = None
+    """What each GPU sends, while it receives as much, in a collective inside the node: an all-gather of S bytes
+    over n GPUs takes S * (n - 1) / n divided by this. None for a single GPU."""
+    inter_node_bytes_per_s: Figure | None = None
+    """What each node sends, while it receives as much, in a collective over nodes. None if there is one node."""
+
+    def __post_init__(self) -> None:
+        if (self.device is None) != (self.link is None):
+            raise ConfigError(f"hardware {self.name!r}: a device needs a link to host RAM, and a link a device")
+        if self.gpus_per_node < 1 or (self.link and not 1 <= self.link.gpus <= self.gpus_per_node):
+            raise ConfigError(f"hardware {self.name!r}: it needs at least one GPU or process, and one per link")
+        if self.gpus_per_node > 1 and self.intra_node_bytes_per_s is None:
+            raise ConfigError(f"hardware {self.name!r}: {self.gpus_per_node} GPUs need intra_node_bytes_per_s")
+
+    def matmul(self, dtype: MatmulType) -> MatmulRate:
+        """Rate of what computes: one GPU, else the CPU. Raises ConfigError if the file has no rate for the CPU."""
+        rate = getattr(self.device or self.cpu, dtype)
+        if not isinstance(rate, MatmulRate):
+            raise ConfigError(f"hardware {self.name!r} has no GPU and no {dtype} rate of its CPU")
+        return rate
+
+    def with_gpus(self, count: int) -> "Hardware":
+        """The same node with `count` of its GPUs in use, spread over its links; all of the host stays.
+
+        Raises ConfigError for more GPUs than the node has.
+        """
+        if self.link is None:
+            return replace(self, gpus_per_node=count)
+        if not 1 <= count <= self.gpus_per_node:
+            raise ConfigError(f"hardware {self.name!r} has 1 to {self.gpus_per_node} GPUs per node, not {count}")
+        links = self.gpus_per_node // self.link.gpus
+        return replace(self, gpus_per_node=count, link=replace(self.link, gpus=-(-count // links)))
+
+    def to_json(self) -> str:
+        """The text that `from_json` reads."""
+        return json.dumps({"format": FORMAT, "version": VERSION, "hardware": asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "hardware file") -> "Hardware":
+        """The hardware that `to_json` wrote.
+
+        Raises ConfigError naming `origin`, and the entry at fault, for text that is not such a file.
+        """
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("format") != FORMAT:
+                raise ConfigError(f'it is not JSON with "format": "{FORMAT}"')
+            if data.get("version") != VERSION:
+                raise ConfigError(f"it is of version {data.get('version')}; this Pagoda reads version {VERSION}")
+            return _read(cls, data.get("hardware"), "hardware")
+        except (json.JSONDecodeError, OverflowError, ConfigError) as error:
+            raise ConfigError(f"{origin} cannot be used: {error}. Run `pagoda calibrate` to write it anew.") from error
+
+
+def read_hardware(path: Path) -> Hardware:
+    """The hardware in a file. Raises ConfigError if it cannot be read or is not one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hardware file {path} cannot be read: {error}") from error
+    return Hardware.from_json(text, f"hardware file {path}")
+
+
+def _read(kind: type[_T], data: Any, where: str) -> _T:
+    """A dataclass of this module from its `asdict`; `where` is the path to it in the file."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} is not an object")
+    assert is_dataclass(kind)
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind)]
+    if set(data) != set(names):
+        missing = [name for name in names if name not in data]
+        unknown = [name for name in data if name not in names]
+        raise ConfigError(f"{where} lacks {missing} and has the unknown {unknown}")
+    values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in names}
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _value(hint: Any, data: Any, where: str) -> Any:
+    if isinstance(hint, UnionType):
+        if data is None:
+            return None
+        (hint,) = (each for each in get_args(hint) if each is not NoneType)
+    if is_dataclass(hint):
+        return _read(hint, data, where)  # type: ignore[arg-type]
+    accepted = (int, float) if hint is float else hint
+    if isinstance(data, bool) or not isinstance(data, accepted):
+        raise ConfigError(f"{where} is {data!r}, not {hint.__name__}")
+    return float(data) if hint is float else data

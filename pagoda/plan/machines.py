@@ -1,0 +1,271 @@
+"""Machines by name, from public datasheets and papers, for planning on what is not at hand.
+
+Each figure names its source. "assumed" marks a rule of ours, "unverified" a number recalled without its source at
+hand; `pagoda calibrate` replaces both by measurements on a machine that is at hand. RAM and GPU memory are sold in
+powers of 1024, so "80 GB" of either is 80 GiB here; drives are not.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from pagoda.errors import ConfigError
+from pagoda.plan.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate
+
+_GIB = float(1 << 30)
+_GB = 1e9
+_TB = 1e12
+_TFLOP = 1e12
+
+UPDATE_BYTES = 28
+"""Memory traffic of AdamW on the bf16 split master, per parameter: 14 bytes read, 12 written, and the gradient
+cleared for the next step."""
+
+_CPU_UPDATE_SHARE = 0.6
+_GPU_UPDATE_SHARE = 0.9
+_FP32_SHARE = 0.8
+_BOTH_SHARE = 0.8
+_COLLECTIVE_SHARE = 0.7
+_NETWORK_SHARE = 0.8
+_DRIVE_WRITES = 5 * 365
+
+
+def _device(name: str, gib: float, memory: float, bf16: float, reached: tuple[float, str], fp32: float) -> Device:
+    """A GPU by its datasheet: memory in GiB, bandwidth in bytes/s, rates in TFLOP/s."""
+    sheet = f"{name} datasheet"
+    return Device(
+        memory_bytes=Figure(gib * _GIB, sheet),
+        memory_bytes_per_s=Figure(memory, sheet),
+        bf16=MatmulRate(Figure(bf16 * _TFLOP, f"{sheet}, dense"), Figure(reached[0] * _TFLOP, reached[1])),
+        fp32=MatmulRate(
+            Figure(fp32 * _TFLOP, f"{sheet}, without TF32"),
+            Figure(fp32 * _TFLOP * _FP32_SHARE, f"assumed: {_FP32_SHARE} of peak"),
+        ),
+        update_params_per_s=Figure(
+            memory * _GPU_UPDATE_SHARE / UPDATE_BYTES,
+            f"assumed: {_GPU_UPDATE_SHARE} of memory bandwidth at {UPDATE_BYTES} bytes a parameter, the share behind "
+            "Elixir's 50 G parameters/s on an A100-40G",
+        ),
+    )
+
+
+def _cpu(memory: Figure, bandwidth: float, source: str) -> Cpu:
+    return Cpu(
+        memory_bytes=memory,
+        memory_bytes_per_s=Figure(bandwidth, source),
+        update_params_per_s=Figure(
+            bandwidth * _CPU_UPDATE_SHARE / UPDATE_BYTES,
+            f"assumed: {_CPU_UPDATE_SHARE} of RAM bandwidth at {UPDATE_BYTES} bytes a parameter, the share behind "
+            "Elixir's 8.6 G parameters/s on an 8xA100 node",
+        ),
+    )
+
+
+def _link(h2d: float, d2h: float, source: str, gpus: int = 1) -> Link:
+    return Link(
+        h2d_bytes_per_s=Figure(h2d, source),
+        d2h_bytes_per_s=Figure(d2h, source),
+        both_bytes_per_s=Figure((h2d + d2h) * _BOTH_SHARE, f"assumed: {_BOTH_SHARE} of the sum of the two directions"),
+        gpus=gpus,
+    )
+
+
+def _drive(capacity: Figure, read: Figure, write: Figure, endurance: Figure | None = None) -> Drive:
+    return Drive(
+        capacity_bytes=capacity,
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+        both_bytes_per_s=Figure(
+            2 / (1 / read.value + 1 / write.value), "assumed: reading and writing take turns, half of the bytes each"
+        ),
+        endurance_bytes=endurance
+        or Figure(
+            capacity.value * _DRIVE_WRITES,
+            "assumed: one drive write a day for five years, the usual rating of data-centre TLC drives "
+            "(Samsung PM9D3a 7.68 TB: 14,016 TB)",
+        ),
+    )
+
+
+def _nvlink(both_ways: float, name: str) -> Figure:
+    return Figure(
+        both_ways / 2 * _COLLECTIVE_SHARE,
+        f"{name} datasheet: {both_ways / _GB:.0f} GB/s both ways; assumed: {_COLLECTIVE_SHARE} of one direction, as in "
+        "NVIDIA/nccl-tests issue 149 (about 200 of 300 GB/s on 8 A100)",
+    )
+
+
+def _network(gigabits: float, source: str) -> Figure:
+    return Figure(gigabits / 8 * _GB * _NETWORK_SHARE, f"{source}; assumed: {_NETWORK_SHARE} of it is reached")
+
+
+def _gen4_drives(count: int, system: str) -> Drive:
+    return _drive(
+        Figure(count * 3.84 * _TB, f"{system}: {count} x 3.84 TB NVMe"),
+        Figure(count * 6.25 * _GB, "NVIDIA's DGX A100 announcement, 2020: 25 GB/s for 4 drives; unverified"),
+        Figure(count * 3.8 * _GB, "Samsung PM1733 3.84 TB datasheet: 3.8 GB/s a drive; unverified"),
+    )
+
+
+def _share(node: Figure, of: int) -> Figure:
+    return Figure(node.value / of, f"1/{of} of the node: {node.source}")
+
+
+_V100 = _device(
+    "NVIDIA V100 SXM3 32GB",
+    32,
+    900 * _GB,
+    125.0,
+    (70.0, "achievable peak of a V100 in ZeRO-Infinity, arXiv 2104.07857"),
+    15.7,
+)
+_A100_REACHED = (187.0, "assumed: 0.6 of peak; PatrickStar, arXiv 2108.05818, plots 154 TFLOP/s a GPU with offload")
+_A100_40G = replace(
+    _device("NVIDIA A100 SXM4 40GB", 40, 1_555 * _GB, 312.0, _A100_REACHED, 19.5),
+    memory_bytes=Figure(42_405_855_232.0, "deviceQuery on an A100-SXM4-40GB, in PC2 Paderborn's documentation"),
+)
+_A100_80G = _device("NVIDIA A100 SXM4 80GB", 80, 2_039 * _GB, 312.0, _A100_REACHED, 19.5)
+_HOPPER_REACHED = (600.0, "assumed: 0.61 of peak")
+_H100 = _device("NVIDIA H100 SXM5 80GB", 80, 3_350 * _GB, 989.4, _HOPPER_REACHED, 66.9)
+_H200 = replace(
+    _device("NVIDIA H200 SXM5 141GB", 141, 4_800 * _GB, 989.4, _HOPPER_REACHED, 66.9),
+    memory_bytes=Figure(143_771.0 * (1 << 20), "nvidia-smi on an H200: 143,771 MiB; unverified"),
+)
+_RTX4090 = _device("NVIDIA GeForce RTX 4090", 24, 1_008 * _GB, 165.2, (140.0, "assumed: 0.85 of peak"), 82.6)
+
+_XEON_8168 = (256 * _GB, "2 Xeon Platinum 8168, 6 channels of DDR4-2666 each, as in the DGX-2; unverified")
+_EPYC_7742 = (409.6 * _GB, "2 EPYC 7742, 8 channels of DDR4-3200 each, as in the DGX A100")
+_XEON_8480 = (614.4 * _GB, "2 Xeon Platinum 8480C, 8 channels of DDR5-4800 each, as in the DGX H100")
+
+_A100_LINK = _link(
+    (16.3 * 8 + 8.7) / 8 * _GB,
+    (15.8 * 8 + 2.3) / 8 * _GB,
+    "Elixir's calibration of an 8xA100 node, all GPUs at once: 16.3 n + 8.7 GB/s down and 15.8 n + 2.3 up for n GPUs",
+)
+_GEN5_LINK = _link(55 * _GB, 55 * _GB, "assumed: 55 of the 64 GB/s of PCIe Gen5 x16")
+
+_A100_NODE = Hardware(
+    name="a100-40g",
+    cpu=_cpu(Figure(1024 * _GIB, "1 TB, arXiv 2108.05818 and 2303.02868"), *_EPYC_7742),
+    gpus_per_node=8,
+    device=_A100_40G,
+    link=_A100_LINK,
+    ssd=_drive(
+        Figure(11 * _TB, "11 TB, Angel-PTM, arXiv 2303.02868; unverified"),
+        Figure(3.5 * _GB, "assumed: one PCIe Gen3 drive's worth; the paper's figure is not at hand"),
+        Figure(3.5 * _GB, "assumed: one PCIe Gen3 drive's worth; the paper's figure is not at hand"),
+    ),
+    intra_node_bytes_per_s=_nvlink(600 * _GB, "NVIDIA A100 SXM4"),
+    inter_node_bytes_per_s=_network(100, "100 Gb/s RDMA, articles on AngelPTM's ZeRO-Cache"),
+)
+_H100_NODE = Hardware(
+    name="h100",
+    cpu=_cpu(Figure(2048 * _GIB, "NVIDIA DGX H100 datasheet: 2 TB"), *_XEON_8480),
+    gpus_per_node=8,
+    device=_H100,
+    link=_GEN5_LINK,
+    ssd=_gen4_drives(8, "NVIDIA DGX H100 datasheet"),
+    intra_node_bytes_per_s=_nvlink(900 * _GB, "NVIDIA H100 SXM5"),
+    inter_node_bytes_per_s=_network(3200, "NVIDIA DGX H100 datasheet: 8 x 400 Gb/s"),
+)
+_H200_NODE = replace(_H100_NODE, name="h200", device=_H200)
+
+MACHINES: Mapping[str, Hardware] = MappingProxyType(
+    {
+        machine.name: machine
+        for machine in (
+            Hardware(
+                name="v100-32g",
+                cpu=_cpu(Figure(1536 * _GIB, "NVIDIA DGX-2 datasheet: 1.5 TB"), *_XEON_8168),
+                gpus_per_node=16,
+                device=_V100,
+                link=_link(
+                    12 * _GB,
+                    12 * _GB,
+                    "ZeRO-Infinity, arXiv 2104.07857: about 12 GB/s for one link; fig. 2b: 3 GB/s for each of 16 GPUs, "
+                    "so four share a link (unverified)",
+                    gpus=4,
+                ),
+                ssd=_drive(
+                    Figure(28 * _TB, "ZeRO-Infinity, arXiv 2104.07857, fig. 2b: 28 TB a node; unverified"),
+                    Figure(25.6 * _GB, "ZeRO-Infinity, fig. 2b: 1.6 GB/s for each of 16 GPUs; unverified"),
+                    Figure(25.6 * _GB, "assumed: as reading; ZeRO-Infinity gives one figure"),
+                ),
+                intra_node_bytes_per_s=_nvlink(300 * _GB, "NVIDIA V100 SXM3"),
+                inter_node_bytes_per_s=_network(800, "ZeRO, arXiv 1910.02054: 800 Gb/s between DGX-2 nodes"),
+            ),
+            Hardware(
+                name="v100-32g-8",
+                cpu=_cpu(Figure(240 * _GB, "PatrickStar, arXiv 2108.05818: 240 GB"), *_XEON_8168),
+                gpus_per_node=8,
+                device=_V100,
+                link=_link(12 * _GB, 12 * _GB, "as one link of a DGX-2; assumed: two GPUs share it", gpus=2),
+                intra_node_bytes_per_s=_nvlink(300 * _GB, "NVIDIA V100 SXM2"),
+            ),
+            _A100_NODE,
+            replace(
+                _A100_NODE,
+                name="a100-40g-dgx",
+                ssd=_gen4_drives(4, "NVIDIA DGX A100 320GB datasheet"),
+                inter_node_bytes_per_s=_network(1600, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s"),
+            ),
+            Hardware(
+                name="a100-80g",
+                cpu=_cpu(Figure(2048 * _GIB, "NVIDIA DGX A100 640GB datasheet: 2 TB"), *_EPYC_7742),
+                gpus_per_node=8,
+                device=_A100_80G,
+                link=_A100_LINK,
+                ssd=_gen4_drives(8, "NVIDIA DGX A100 640GB datasheet"),
+                intra_node_bytes_per_s=_nvlink(600 * _GB, "NVIDIA A100 SXM4"),
+                inter_node_bytes_per_s=_network(1600, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s"),
+            ),
+            _H100_NODE,
+            _H200_NODE,
+            Hardware(
+                name="h200-x1",
+                cpu=Cpu(
+                    memory_bytes=_share(_H200_NODE.cpu.memory_bytes, 8),
+                    memory_bytes_per_s=_share(_H200_NODE.cpu.memory_bytes_per_s, 8),
+                    update_params_per_s=_share(_H200_NODE.cpu.update_params_per_s, 8),
+                ),
+                device=_H200,
+                link=_GEN5_LINK,
+                ssd=_gen4_drives(1, "1/8 of an NVIDIA DGX H200"),
+            ),
+            Hardware(
+                name="rtx4090",
+                cpu=_cpu(
+                    Figure(128 * _GIB, "assumed: 4 x 32 GB"),
+                    89.6 * _GB,
+                    "assumed: 2 channels of DDR5-5600",
+                ),
+                device=_RTX4090,
+                link=_link(25 * _GB, 25 * _GB, "assumed: 25 of the 32 GB/s of PCIe Gen4 x16"),
+                ssd=_drive(
+                    Figure(2 * _TB, "Samsung 990 PRO 2 TB datasheet"),
+                    Figure(7.45 * _GB, "Samsung 990 PRO 2 TB datasheet"),
+                    Figure(
+                        1.5 * _GB,
+                        "assumed: as the 980 PRO 1 TB once its cache is full (TechPowerUp); the 990 PRO's datasheet "
+                        "has 6.9 GB/s into the cache",
+                    ),
+                    Figure(1_200 * _TB, "Samsung 990 PRO 2 TB datasheet"),
+                ),
+            ),
+        )
+    }
+)
+"""Every named machine: a node of it, and the network between such nodes."""
+
+
+def find_machine(name: str) -> Hardware:
+    """The machine called `name`.
+
+    Raises ConfigError: no such machine; the message lists the names and the closest one.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    close = difflib.get_close_matches(name, MACHINES, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"unknown hardware {name!r}.{hint} Named machines: {', '.join(MACHINES)}; 'auto' is this one.")

@@ -1,0 +1,207 @@
+"""Every figure of a machine is positive and sourced, and a hardware file reads back as it was written."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.errors import ConfigError
+from pagoda.plan.hardware import Cpu, Figure, Hardware, MatmulRate, read_hardware
+from pagoda.plan.machines import MACHINES, UPDATE_BYTES, find_machine
+
+ASKED_FOR = ["v100-32g", "v100-32g-8", "a100-40g", "a100-80g", "h100", "h200", "h200-x1", "rtx4090"]
+
+figures = st.builds(
+    Figure,
+    st.floats(1e-3, 1e20),
+    st.text(min_size=1).filter(str.strip),
+    st.floats(0, 2),
+)
+rates = st.builds(MatmulRate, figures, figures)
+cpus = st.builds(Cpu, figures, figures, figures, st.none() | rates, st.none() | rates)
+
+
+def walk(part: Any) -> Iterator[tuple[str, Figure]]:
+    """(field, figure) of everything in a hardware."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, Figure):
+            yield field.name, value
+        elif is_dataclass(value):
+            yield from walk(value)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_figure_is_positive_sourced_and_not_claimed_as_measured(name: str) -> None:
+    machine = MACHINES[name]
+    assert machine.name == name
+    for field, figure in walk(machine):
+        assert figure.value > 0, field
+        assert len(figure.source) > 8, field
+        assert figure.spread == 0, field
+
+
+def test_the_machines_asked_for_are_there() -> None:
+    assert set(ASKED_FOR) <= set(MACHINES)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_rates_are_consistent(name: str) -> None:
+    machine = MACHINES[name]
+    assert machine.device is not None
+    assert machine.link is not None
+    for rate in (machine.device.bf16, machine.device.fp32):
+        assert rate.reached_flop_per_s.value <= rate.peak_flop_per_s.value
+    assert machine.device.fp32.peak_flop_per_s.value < machine.device.bf16.peak_flop_per_s.value
+    for part in (machine.device, machine.cpu):
+        assert part.update_params_per_s.value * UPDATE_BYTES < part.memory_bytes_per_s.value
+    link = machine.link
+    one_way = (link.h2d_bytes_per_s.value, link.d2h_bytes_per_s.value)
+    assert max(one_way) <= link.both_bytes_per_s.value <= sum(one_way)
+    if machine.ssd is not None:
+        one_way = (machine.ssd.read_bytes_per_s.value, machine.ssd.write_bytes_per_s.value)
+        assert min(one_way) * 0.999 <= machine.ssd.both_bytes_per_s.value <= sum(one_way)
+        assert machine.ssd.endurance_bytes.value > machine.ssd.capacity_bytes.value
+
+
+def test_the_papers_nodes_are_what_the_papers_say() -> None:
+    dgx2 = MACHINES["v100-32g"]
+    assert dgx2.gpus_per_node == 16
+    assert dgx2.device is not None
+    assert dgx2.device.memory_bytes.value == 32 << 30
+    assert dgx2.cpu.memory_bytes.value == 1536 << 30
+    assert MACHINES["v100-32g-8"].cpu.memory_bytes.value == 240e9
+    a100 = MACHINES["a100-40g"]
+    assert a100.ssd is not None
+    assert (a100.gpus_per_node, a100.ssd.capacity_bytes.value) == (8, 11e12)
+
+
+def test_updates_on_an_a100_node_are_as_fast_as_elixir_measured() -> None:
+    a100 = MACHINES["a100-40g"]
+    assert a100.device is not None
+    assert a100.device.update_params_per_s.value == pytest.approx(50e9, rel=0.01)
+    assert a100.cpu.update_params_per_s.value == pytest.approx(8.6e9, rel=0.05)
+
+
+@pytest.mark.parametrize(("count", "sharing"), [(1, 1), (4, 1), (5, 2), (16, 4)])
+def test_fewer_gpus_spread_over_the_links(count: int, sharing: int) -> None:
+    node = MACHINES["v100-32g"].with_gpus(count)
+    assert node.link is not None
+    assert (node.gpus_per_node, node.link.gpus) == (count, sharing)
+    assert node.cpu == MACHINES["v100-32g"].cpu
+
+
+def test_more_gpus_than_there_are_are_refused() -> None:
+    for count in (0, 9):
+        with pytest.raises(ConfigError, match="1 to 8 GPUs"):
+            MACHINES["h100"].with_gpus(count)
+
+
+def test_an_unknown_machine_lists_the_names_and_the_closest() -> None:
+    assert find_machine("h100") is MACHINES["h100"]
+    with pytest.raises(ConfigError, match=r"Did you mean 'a100-80g'\?.*rtx4090"):
+        find_machine("a100-80")
+
+
+def test_what_computes_is_the_gpu_else_the_cpu() -> None:
+    h100 = MACHINES["h100"]
+    assert h100.device is not None
+    assert h100.matmul("bf16") == h100.device.bf16
+    rate = MatmulRate(Figure(2e11, "measured"), Figure(1e11, "measured"))
+    laptop = Hardware("laptop", replace(h100.cpu, fp32=rate))
+    assert laptop.matmul("fp32") == rate
+    with pytest.raises(ConfigError, match="no bf16 rate"):
+        laptop.matmul("bf16")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_figure_that_is_no_rate_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="above zero"):
+        Figure(value, "datasheet")
+
+
+def test_a_figure_without_a_source_or_with_a_negative_spread_is_refused() -> None:
+    with pytest.raises(ConfigError, match="where it comes from"):
+        Figure(1.0, " ")
+    with pytest.raises(ConfigError, match="spread"):
+        Figure(1.0, "measured", spread=-0.1)
+
+
+def test_parts_that_do_not_belong_together_are_refused() -> None:
+    h100 = MACHINES["h100"]
+    with pytest.raises(ConfigError, match="needs a link"):
+        replace(h100, link=None)
+    with pytest.raises(ConfigError, match="intra_node_bytes_per_s"):
+        replace(h100, intra_node_bytes_per_s=None)
+    with pytest.raises(ConfigError, match="at least one"):
+        replace(h100, gpus_per_node=0)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_named_machine_survives_its_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(MACHINES[name].to_json(), encoding="utf-8")
+    assert read_hardware(path) == MACHINES[name]
+
+
+@given(cpus, st.none() | figures, st.integers(1, 64))
+def test_any_machine_survives_its_file(cpu: Cpu, network: Figure | None, processes: int) -> None:
+    machine = Hardware("m", cpu, processes, intra_node_bytes_per_s=cpu.memory_bytes, inter_node_bytes_per_s=network)
+    assert Hardware.from_json(machine.to_json()) == machine
+
+
+def damaged(**changes: Any) -> str:
+    """The file of a machine with entries replaced, by dotted path; `...` removes one."""
+    data = json.loads(MACHINES["h100"].to_json())
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        entry = data
+        for parent in parents:
+            entry = entry[parent]
+        if value is ...:
+            del entry[last]
+        else:
+            entry[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "Expecting value"),
+        ("[]", "not JSON with"),
+        ('{"format": "other"}', "not JSON with"),
+        (damaged(version=2), "version 2; this Pagoda reads version 1"),
+        (damaged(hardware=3), "hardware is not an object"),
+        (damaged(**{"hardware.cpu": ...}), r"hardware lacks \['cpu'\]"),
+        (damaged(**{"hardware.tpu": 1}), r"unknown \['tpu'\]"),
+        (damaged(**{"hardware.cpu": None}), r"hardware\.cpu is not an object"),
+        (damaged(**{"hardware.name": 4}), r"hardware\.name is 4, not str"),
+        (damaged(**{"hardware.gpus_per_node": 8.5}), r"gpus_per_node is 8\.5, not int"),
+        (damaged(**{"hardware.gpus_per_node": True}), "gpus_per_node is True"),
+        (damaged(**{"hardware.cpu.memory_bytes.value": "2 TB"}), r"cpu\.memory_bytes\.value is '2 TB', not float"),
+        (damaged(**{"hardware.cpu.memory_bytes.value": -1}), r"cpu\.memory_bytes: a figure must be above zero"),
+        (damaged(**{"hardware.cpu.memory_bytes.value": float("nan")}), "above zero and finite"),
+        (damaged(**{"hardware.cpu.memory_bytes.value": 10**400}), "too large"),
+        (damaged(**{"hardware.link": None}), "hardware: hardware 'h100': a device needs a link"),
+    ],
+)
+def test_a_bad_file_is_refused_naming_the_file_and_the_entry(text: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_hardware(path)
+    assert str(path) in str(caught.value)
+    assert "pagoda calibrate" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"\xff")
+    for name in ("missing", "latin"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_hardware(tmp_path / name)
