@@ -1,0 +1,226 @@
+"""The shapes of the papers that Pagoda follows, as data to plan with. They are not built: see `shapes` for what is.
+
+Two families. `gpt` is GPT-2's block: learned positions, biases everywhere, the head tied to the embedding. `t5` is
+T5 1.0: an encoder and a decoder, no biases, norms with a scale only, ReLU, relative positions, one embedding for
+encoder, decoder and head. With `experts`, every block's MLP is that many MLPs and a router in front of them.
+"""
+
+import difflib
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from pagoda.errors import ConfigError
+
+PaperFamily = Literal["gpt", "t5"]
+
+GPT_VOCAB = 50_304
+"""GPT-2's 50,257 entries, rounded up to a multiple of 64."""
+T5_VOCAB = 32_128
+RELATIVE_BUCKETS = 32
+"""Distances that T5 tells apart; encoder and decoder each have one table of this many rows, `heads` wide."""
+
+_STEPS = range(5, 100_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperShape:
+    """A model as far as a plan needs it."""
+
+    name: str
+    family: PaperFamily
+    nominal: float
+    """Parameters that the name promises."""
+    layers: int
+    """Blocks; of the encoder, if there is a decoder."""
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    """Tokens of a sequence in the paper; the rows of `gpt`'s position table."""
+    source: str
+    """Where the shape is from, or how it was chosen where the paper gives none."""
+    decoder_layers: int = 0
+    experts: int = 0
+    """MLPs of each block from which a router chooses; 0 is one MLP without a router."""
+    top_k: int = 0
+    """Experts that see each token."""
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads or (self.family == "t5") != (self.decoder_layers > 0):
+            raise ConfigError(f"shape {self.name!r}: heads must divide hidden, and exactly t5 has decoder layers")
+        if not 0 <= self.top_k <= self.experts or (self.experts > 0) != (self.top_k > 0):
+            raise ConfigError(f"shape {self.name!r}: top_k must be between 1 and its {self.experts} experts")
+
+    @property
+    def params(self) -> int:
+        """Parameters, tied ones counted once."""
+        hidden, ffn, blocks = self.hidden, self.ffn, self.layers + self.decoder_layers
+        bias = self.family == "gpt"
+        norm = 2 * hidden if bias else hidden
+        attention = 4 * hidden * hidden + (4 * hidden if bias else 0) + norm
+        mlp = 2 * hidden * ffn + (hidden + ffn if bias else 0)
+        feed_forward = norm + (self.experts * (mlp + hidden) if self.experts else mlp)
+        positions = self.seq_len * hidden if bias else 2 * RELATIVE_BUCKETS * self.heads
+        final_norms = norm if bias else 2 * norm
+        return (
+            self.vocab * hidden
+            + positions
+            + blocks * (attention + feed_forward)
+            + self.decoder_layers * attention
+            + final_norms
+        )
+
+
+def _gpt(
+    name: str, nominal: float, layers: int, hidden: int, heads: int, source: str, seq_len: int = 1024
+) -> PaperShape:
+    return PaperShape(
+        name=name,
+        family="gpt",
+        nominal=nominal,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=4 * hidden,
+        vocab=GPT_VOCAB,
+        seq_len=seq_len,
+        source=source,
+    )
+
+
+def _t5(
+    name: str, nominal: float, pairs: int, hidden: int, heads: int, ffn: int, source: str, experts: int = 0
+) -> PaperShape:
+    return PaperShape(
+        name=name,
+        family="t5",
+        nominal=nominal,
+        layers=pairs,
+        decoder_layers=pairs,
+        hidden=hidden,
+        heads=heads,
+        ffn=ffn,
+        vocab=T5_VOCAB,
+        seq_len=512,
+        experts=experts,
+        top_k=1 if experts else 0,
+        source=source,
+    )
+
+
+_PATRICKSTAR = "PatrickStar, arXiv 2108.05818 and its examples/model_builder.py; 16 heads; vocabulary of GPT-2"
+_ANGEL_T5 = (
+    "Angel-PTM, arXiv 2303.02868, gives the size; chosen: the width of gpt-55b, equal encoder and decoder, "
+    "as many layers as the size takes"
+)
+
+PAPER_SHAPES: Mapping[str, PaperShape] = MappingProxyType(
+    {
+        shape.name: shape
+        for shape in (
+            #     name         nominal layers hidden heads
+            _gpt("gpt-1b", 1e9, 20, 2_048, 16, _PATRICKSTAR),
+            _gpt("gpt-2b", 2e9, 40, 2_048, 16, _PATRICKSTAR),
+            _gpt("gpt-4b", 4e9, 64, 2_304, 16, _PATRICKSTAR),
+            _gpt("gpt-6b", 6e9, 53, 3_072, 16, _PATRICKSTAR),
+            _gpt("gpt-8b", 8e9, 72, 3_072, 16, _PATRICKSTAR),
+            _gpt("gpt-10b", 10e9, 50, 4_096, 16, _PATRICKSTAR),
+            _gpt("gpt-12b", 12e9, 60, 4_096, 16, _PATRICKSTAR),
+            _gpt("gpt-13b", 13e9, 65, 4_096, 16, f"{_PATRICKSTAR}; stands for the 13B of ZeRO too"),
+            _gpt("gpt-15b", 15e9, 78, 4_096, 16, f"{_PATRICKSTAR}; its layers make 15.7B without the embedding"),
+            _gpt("gpt-18b", 18e9, 90, 4_096, 16, _PATRICKSTAR),
+            _gpt("gpt-20b", 20e9, 25, 8_192, 16, _PATRICKSTAR),
+            _gpt(
+                "gpt-28b", 28e9, 34, 8_192, 64, "Angel-PTM, arXiv 2303.02868, gives the size; chosen: gpt-55b's width"
+            ),
+            _gpt("gpt-30b", 30e9, 37, 8_192, 16, "PatrickStar plots the size; chosen: between its 20B and 40B"),
+            _gpt("gpt-40b", 40e9, 50, 8_192, 16, _PATRICKSTAR),
+            _gpt("gpt-50b", 50e9, 62, 8_192, 16, _PATRICKSTAR),
+            _gpt(
+                "gpt-55b",
+                55e9,
+                68,
+                8_192,
+                64,
+                "Angel-PTM, arXiv 2303.02868, gives the size; chosen: PatrickStar's width between 20B and 60B",
+            ),
+            _gpt("gpt-60b", 60e9, 75, 8_192, 16, _PATRICKSTAR),
+            _gpt("gpt-68b", 68e9, 66, 9_216, 16, _PATRICKSTAR),
+            _gpt("gpt-100b", 100e9, 125, 8_192, 64, "ZeRO and ZeRO-Infinity, from memory, unverified"),
+            _gpt("gpt-170b", 170e9, 212, 8_192, 64, "ZeRO, arXiv 1910.02054, from memory, unverified"),
+            _gpt(
+                "gpt3-175b",
+                175e9,
+                96,
+                12_288,
+                96,
+                "GPT-3, arXiv 2005.14165, table 2.1; PatrickStar trains it at 1,024 tokens",
+                seq_len=2048,
+            ),
+            _gpt("gpt-1t", 1e12, 128, 25_600, 256, "ZeRO-Infinity, arXiv 2104.07857, fig. 2a, from memory, unverified"),
+            _gpt(
+                "gpt-32t",
+                32e12,
+                254,
+                102_400,
+                800,
+                "ZeRO-Infinity gives the size; chosen: between its 10T (195 x 65,536) and 101T (315 x 163,840)",
+            ),
+            _gpt("zero-7.5b", 7.5e9, 65, 3_072, 24, "ZeRO, fig. 1, gives the size; chosen: the width of its 8B"),
+            _gpt("zero-128b", 128e9, 158, 8_192, 64, "ZeRO, table 1, gives the size; chosen: the width of its 170B"),
+            _t5("t5-27b", 27e9, 14, 8_192, 64, 32_768, _ANGEL_T5),
+            _t5("t5-58b", 58e9, 31, 8_192, 64, 32_768, _ANGEL_T5),
+            _t5(
+                "t5-moe-1.2t",
+                1.2e12,
+                8,
+                1_024,
+                16,
+                16_384,
+                "Angel-PTM, arXiv 2303.02868: 16 layers of 2,304 experts, from memory, unverified; chosen: half of "
+                "them encoder, every block with experts, one expert a token as in Switch Transformer",
+                experts=2_304,
+            ),
+        )
+    }
+)
+"""The papers' shapes by name."""
+
+
+def gpt_shape(params: float, seq_len: int = 1024) -> PaperShape:
+    """The largest shape of a family of GPTs with at most `params` parameters, for searching the largest that trains.
+
+    The family is one chain: from each shape to the next, either one layer or 64 of hidden are added, two layers for
+    every three times 64, so that hidden is about 96 times the layers (64 to 128 in GPT-3's shapes, 36 to 328 in
+    PatrickStar's) and parameters always grow. Neighbours differ by about 6% at 1B, 3% at 10B, 1% at 100B.
+
+    Raises ConfigError below the smallest, which has two layers of 192.
+    """
+    step = bisect_right(_STEPS, params, key=lambda step: _family(step, seq_len).params) - 1
+    if step < 0:
+        smallest = _family(_STEPS[0], seq_len).params
+        raise ConfigError(f"no GPT shape has at most {params:,.0f} parameters; the smallest has {smallest:,}")
+    return _family(_STEPS[step], seq_len)
+
+
+def _family(step: int, seq_len: int) -> PaperShape:
+    units = 3 * step // 5
+    layers, hidden = step - units, 64 * units
+    shape = _gpt(f"gpt-{layers}x{hidden}", 0.0, layers, hidden, units, "Pagoda's own family", seq_len)
+    return replace(shape, nominal=float(shape.params))
+
+
+def find_paper_shape(name: str) -> PaperShape:
+    """The paper's shape called `name`.
+
+    Raises ConfigError: no such shape; the message lists the names and the closest one.
+    """
+    if name in PAPER_SHAPES:
+        return PAPER_SHAPES[name]
+    close = difflib.get_close_matches(name, PAPER_SHAPES, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"unknown shape {name!r}.{hint} The papers' shapes: {', '.join(PAPER_SHAPES)}.")

@@ -1,0 +1,120 @@
+"""The papers' shapes have the sizes their names promise."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from pagoda.errors import ConfigError
+from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape, find_paper_shape, gpt_shape
+
+ASKED_FOR = [
+    "gpt-1b",
+    "gpt-4b",
+    "gpt-6b",
+    "gpt-10b",
+    "gpt-18b",
+    "gpt-20b",
+    "gpt-40b",
+    "gpt-68b",
+    "gpt3-175b",
+    "gpt-13b",
+    "gpt-55b",
+    "gpt-100b",
+    "gpt-170b",
+    "gpt-1t",
+    "gpt-32t",
+    "zero-7.5b",
+    "zero-128b",
+    "t5-27b",
+    "t5-58b",
+    "t5-moe-1.2t",
+]
+
+ROUNDED_BY_THE_PAPER = {
+    "gpt-15b": 0.05,  # 78 layers of 4,096 are 15.7B
+    "t5-moe-1.2t": 0.035,  # the paper writes two digits
+}
+
+
+def without_embedding(shape: PaperShape) -> int:
+    return shape.params - shape.vocab * shape.hidden
+
+
+@pytest.mark.parametrize("name", PAPER_SHAPES)
+def test_a_shape_has_the_size_its_name_promises(name: str) -> None:
+    shape = PAPER_SHAPES[name]
+    # The papers count small models without their embedding.
+    errors = [abs(count / shape.nominal - 1) for count in (shape.params, without_embedding(shape))]
+    assert min(errors) <= ROUNDED_BY_THE_PAPER.get(name, 0.03)
+    assert errors[0] <= 0.03 or shape.nominal <= 15e9 or name in ROUNDED_BY_THE_PAPER
+
+
+@pytest.mark.parametrize("name", PAPER_SHAPES)
+def test_the_nominal_size_is_the_one_in_the_name(name: str) -> None:
+    digits, unit = name.rpartition("-")[2][:-1], name[-1]
+    assert PAPER_SHAPES[name].nominal == pytest.approx(float(digits) * {"b": 1e9, "t": 1e12}[unit])
+
+
+def test_every_shape_is_there_and_says_where_it_is_from() -> None:
+    assert set(ASKED_FOR) <= set(PAPER_SHAPES)
+    assert all(shape.source for shape in PAPER_SHAPES.values())
+
+
+def test_the_count_is_that_of_models_built_elsewhere() -> None:
+    gpt = replace(PAPER_SHAPES["gpt-1b"], layers=12, hidden=768, heads=12, ffn=3_072, vocab=50_257)
+    assert gpt.params == 124_439_808  # gpt2
+    t5 = replace(PAPER_SHAPES["t5-27b"], layers=6, decoder_layers=6, hidden=512, heads=8, ffn=2_048)
+    assert t5.params == 60_506_624  # t5-small
+
+
+def test_zeros_arithmetic_follows_from_the_nominal_sizes() -> None:
+    def gigabytes(name: str, ranks: int) -> list[float]:
+        size = PAPER_SHAPES[name].nominal / 1e9
+        return [size * (4 + 12 / ranks), size * (2 + 14 / ranks), size * 16 / ranks]
+
+    assert gigabytes("zero-7.5b", 64) == pytest.approx([31.4, 16.6, 1.88], abs=0.05)
+    assert gigabytes("gpt-1t", 1024)[2] == pytest.approx(15.6, abs=0.05)
+
+
+def test_the_family_grows_with_the_size_asked_for_and_stays_below_it() -> None:
+    sizes = [1.1e7 * 1.02**power for power in range(760)]
+    shapes = [gpt_shape(size) for size in sizes]
+    assert sizes[-1] > 32e12
+    for size, shape in zip(sizes, shapes, strict=True):
+        assert shape.params <= size
+        assert shape.nominal == shape.params
+    for smaller, larger in itertools.pairwise(shapes):
+        assert (smaller.layers, smaller.hidden) == (larger.layers, larger.hidden) or smaller.params < larger.params
+        assert smaller.layers <= larger.layers
+        assert smaller.hidden <= larger.hidden
+
+
+@pytest.mark.parametrize(("size", "gap"), [(1e9, 0.09), (1e10, 0.04), (1e11, 0.02), (1e12, 0.01)])
+def test_the_family_is_dense(size: float, gap: float) -> None:
+    assert gpt_shape(size).params >= size / (1 + gap)
+
+
+def test_a_shape_of_the_family_is_a_gpt_of_the_sequence_length_asked_for() -> None:
+    shape = gpt_shape(1e9, seq_len=4_096)
+    assert (shape.family, shape.seq_len, shape.ffn, shape.vocab) == ("gpt", 4_096, 4 * shape.hidden, GPT_VOCAB)
+    assert shape.name == f"gpt-{shape.layers}x{shape.hidden}"
+
+
+def test_a_size_below_the_family_is_refused() -> None:
+    with pytest.raises(ConfigError, match="smallest has 10,"):
+        gpt_shape(1e6)
+
+
+def test_an_unknown_name_lists_the_shapes_and_the_closest() -> None:
+    assert find_paper_shape("gpt-55b") is PAPER_SHAPES["gpt-55b"]
+    with pytest.raises(ConfigError, match=r"Did you mean 'gpt3-175b'\?.*t5-moe-1\.2t"):
+        find_paper_shape("gpt-175b")
+
+
+@pytest.mark.parametrize(
+    "change", [{"heads": 7}, {"decoder_layers": 2}, {"experts": 4}, {"top_k": 1}, {"experts": 2, "top_k": 3}]
+)
+def test_a_shape_that_cannot_be_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        replace(PAPER_SHAPES["gpt-1b"], **change)
