@@ -32,6 +32,9 @@ _MIN_PAGE_BYTES = 4096
 _BUFFERS = ((BLOCK_ELEMENTS, 2), (BLOCK_ELEMENTS // 2, 2), (BLOCK_ELEMENTS // 4, 2), (BLOCK_ELEMENTS // 8, 1))
 """(elements of a streamed block, gradients in the staging region): what to try, from roomy to tight."""
 
+_CHECKED = (DEVICE, HOST, SSD)
+"""Tiers in the order in which `place` checks their budgets."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -113,6 +116,13 @@ class Plan:
             if everywhere or self.placement.home(unit.index, WEIGHT) == SSD
         }
 
+    @property
+    def lease_slab(self) -> int:
+        """Frames of a slab of the leases: the widest lease, or all there are where every lease fits at once."""
+        frames = self.placement.pages(self.lease_tier or HOST, LEASES)
+        pages = self.leased_pages().values()
+        return frames if sum(pages) <= frames else max(pages)
+
     def retraced(self, trace: Trace) -> "Plan":
         """The same placement, with ops for another trace."""
         return replace(self, trace=trace, ops=_ops(self, trace))
@@ -169,8 +179,9 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
 
 
 def _least(refusals: list[BudgetError]) -> BudgetError:
-    """Of the refusals that name the same tier as the last, the one that asks for least."""
-    return min((r for r in refusals if r.tier == refusals[-1].tier), key=lambda r: r.needed_bytes or 0)
+    """Of the refusals in which most tiers were found to be enough, the one that asks for least."""
+    furthest = max(_CHECKED.index(r.tier or DEVICE) for r in refusals)
+    return min((r for r in refusals if r.tier == _CHECKED[furthest]), key=lambda r: r.needed_bytes or 0)
 
 
 def _when(options: Options) -> str:
@@ -217,9 +228,8 @@ def _ops(plan: Plan, trace: Trace) -> tuple[Op, ...]:
     trainable = frozenset(u.index for u in plan.units if u.trainable_numel)
     ops: list[Op] = []
     if (tier := plan.lease_tier) is not None:
-        slab = max(leased.values())
         capacity = placement.pages(tier, LEASES)
-        ops += schedule_leases(trace, leased, lanes, trainable, capacity, slab, page)
+        ops += schedule_leases(trace, leased, lanes, trainable, capacity, plan.lease_slab, page)
     last = len(trace.accesses) - 1
     final_backward: dict[int, int] = {}
     for tick, access in enumerate(trace.accesses):

@@ -392,7 +392,7 @@ class Engine:
             tier = MemoryTier(DEVICE, arena, plan.page_bytes, poison=poison)
         region = None
         if plan.lease_tier is not None:
-            region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), max(pages.values()))
+            region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), plan.lease_slab)
         leases = Leases(region, pages, self.store.dtype(WEIGHT), fetcher.fill)
         for unit in self.units:
             if unit.index not in pages:
