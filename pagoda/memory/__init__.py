@@ -8,7 +8,7 @@ Knows nothing of modules, plans or optimizers. The nouns, from small to large:
 
 from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES, Run, pages_for
-from pagoda.memory.pool import PagePool, SharedPool
+from pagoda.memory.pool import PagePool
 from pagoda.memory.sizes import format_bytes, parse_bytes
 from pagoda.memory.ssd import PageFile
 from pagoda.memory.tier import MemoryTier, SSDTier, Tier
@@ -23,7 +23,6 @@ __all__ = [
     "PagePool",
     "Run",
     "SSDTier",
-    "SharedPool",
     "Tier",
     "format_bytes",
     "pages_for",

@@ -1,7 +1,5 @@
 """Which frames are free. Pure bookkeeping without bytes, so planner and runtime use the same class."""
 
-import threading
-import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ class PagePool:
     Cost: neighbours are found by boundary tags, and the free runs are one list sorted by (length, address),
     so `alloc` and `free` are a binary search over the free runs, whatever the number of frames.
 
-    NOT thread-safe, on purpose: the planner needs no lock. Threads share a `SharedPool`.
+    NOT thread-safe, on purpose: the planner needs no lock. A tier has one around its pool.
     """
 
     def __init__(self, frames: int, first: int = 0) -> None:
@@ -46,17 +44,13 @@ class PagePool:
 
     @property
     def peak(self) -> int:
-        """Most frames allocated at once since creation or `reset_peak`."""
+        """Most frames allocated at once since creation."""
         return self._peak
 
     @property
     def largest_free(self) -> int:
         """Frames in the longest free run: the largest `count` that `alloc` can serve now."""
         return self._free_by_fit[-1][0] if self._free_by_fit else 0
-
-    def reset_peak(self) -> None:
-        """Start measuring `peak` again from what is in use now."""
-        self._peak = self._in_use
 
     def alloc(self, count: int = 1) -> Run | None:
         """`count` contiguous frames from the shortest free run that holds them (lowest address on ties).
@@ -99,10 +93,6 @@ class PagePool:
             raise ValueError(f"{run} is not allocated: no run starts at frame {run.start}")
         if count != run.count:
             raise ValueError(f"{run} is not allocated: the run at frame {run.start} has {count} frames")
-
-    def allocated(self) -> Iterator[Run]:
-        """The allocated runs, in address order. The pool must not change while this is read."""
-        return (Run(start, count) for start, count, is_free in self._tiles() if not is_free)
 
     def cheapest_window(self, count: int, price: Price) -> list[Run] | None:
         """Which allocated runs to free, at the least cost, so that `alloc(count)` succeeds.
@@ -171,100 +161,6 @@ class PagePool:
         del self._free_by_start[start]
         del self._free_by_stop[start + count]
         del self._free_by_fit[bisect_left(self._free_by_fit, (count, start))]
-
-
-class SharedPool:
-    """A `PagePool` for several threads: one waits for frames, others free them.
-
-    Every method is atomic. Between `cheapest_window` and freeing its runs another thread may allocate; that
-    is the caller's to order.
-    """
-
-    def __init__(self, frames: int, first: int = 0) -> None:
-        """Raises ValueError as `PagePool` does."""
-        self._pool = PagePool(frames, first)
-        self._freed = threading.Condition()
-
-    @property
-    def frames(self) -> int:
-        """All frames of the pool."""
-        return self._pool.frames
-
-    @property
-    def first(self) -> int:
-        """Index of the lowest frame."""
-        return self._pool.first
-
-    @property
-    def in_use(self) -> int:
-        """Frames allocated now."""
-        with self._freed:
-            return self._pool.in_use
-
-    @property
-    def peak(self) -> int:
-        """Most frames allocated at once since creation or `reset_peak`."""
-        with self._freed:
-            return self._pool.peak
-
-    @property
-    def largest_free(self) -> int:
-        """Frames in the longest free run."""
-        with self._freed:
-            return self._pool.largest_free
-
-    def reset_peak(self) -> None:
-        """Start measuring `peak` again from what is in use now."""
-        with self._freed:
-            self._pool.reset_peak()
-
-    def try_alloc(self, count: int = 1) -> Run | None:
-        """`PagePool.alloc`: never waits, None when no contiguous run is free."""
-        with self._freed:
-            return self._pool.alloc(count)
-
-    def alloc(self, count: int = 1, timeout_s: float | None = None) -> Run:
-        """`count` contiguous frames, waiting until other threads have freed them.
-
-        Raises ValueError when the pool could never hold `count`, and TimeoutError after `timeout_s` seconds
-        (None: no limit).
-        """
-        if count > self.frames:
-            raise ValueError(f"asked for {count} frames of a pool that has {self.frames}: they never come free")
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._freed:
-            while (run := self._pool.alloc(count)) is None:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(
-                        f"asked for {count} contiguous frames; none came free in {timeout_s} s ("
-                        f"{self._pool.in_use} of {self.frames} in use, "
-                        f"longest free run {self._pool.largest_free})"
-                    )
-                self._freed.wait(left)
-            return run
-
-    def free(self, run: Run) -> None:
-        """`PagePool.free`, then wakes the threads that wait in `alloc`."""
-        with self._freed:
-            self._pool.free(run)
-            # All, not one: only some waiters may fit what came free.
-            self._freed.notify_all()
-
-    def check(self, run: Run) -> None:
-        """Raises ValueError, naming `run`, unless exactly it is allocated now."""
-        with self._freed:
-            self._pool.check(run)
-
-    def allocated(self) -> list[Run]:
-        """The allocated runs at this moment, in address order."""
-        with self._freed:
-            return list(self._pool.allocated())
-
-    def cheapest_window(self, count: int, price: Price) -> list[Run] | None:
-        """`PagePool.cheapest_window`. `price` runs under the pool's lock: it must not call the pool."""
-        with self._freed:
-            return self._pool.cheapest_window(count, price)
 
 
 def _check_count(count: int) -> None:

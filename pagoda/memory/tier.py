@@ -1,7 +1,7 @@
 """A tier: a pool of pages over the bytes that hold them. RAM and SSD keep one contract."""
 
+import threading
 from abc import ABC, abstractmethod
-from typing import Self
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ import torch
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run
-from pagoda.memory.pool import SharedPool
+from pagoda.memory.pool import PagePool
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd import PageFile
 
@@ -19,53 +19,41 @@ class Tier(ABC):
 
     Invariants: `in_use_bytes <= peak_bytes <= capacity_bytes`, always; a run is touched only between `alloc`
     and `free` (every call checks that exactly this run is allocated).
-
-    Give runs back through `free`, never through `pool.free`: the tier may have work to do. To wait for pages,
-    or to get None instead of an error, take them with `pool.alloc` or `pool.try_alloc`.
     """
 
-    def __init__(self, name: str, page_bytes: int, pool: SharedPool) -> None:
+    def __init__(self, name: str, page_bytes: int, frames: int) -> None:
         self.name = name
         self.page_bytes = page_bytes
-        self.pool = pool
+        self._pool = PagePool(frames)
+        self._lock = threading.Lock()
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes of all pages."""
-        return self.pool.frames * self.page_bytes
+        return self._pool.frames * self.page_bytes
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the pages allocated or carved off now."""
-        return self.pool.in_use * self.page_bytes
+        """Bytes of the pages allocated now."""
+        return self._pool.in_use * self.page_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in use at once since creation or `pool.reset_peak()`."""
-        return self.pool.peak * self.page_bytes
+        """Most bytes in use at once since creation."""
+        return self._pool.peak * self.page_bytes
 
     def alloc(self, pages: int) -> Run:
         """`pages` contiguous pages, now. Raises BudgetError, naming the tier, when none are free."""
-        run = self.pool.try_alloc(pages)
-        if run is None:
-            raise BudgetError(self._shortage(pages))
-        return run
+        with self._lock:
+            run = self._pool.alloc(pages)
+            if run is None:
+                raise BudgetError(self._shortage(pages))
+            return run
 
     def free(self, run: Run) -> None:
         """Give back a run. Raises ValueError when exactly this run is not allocated."""
-        self.pool.free(run)
-
-    def carve(self, name: str, pages: int) -> Self:
-        """A tier "<this>.<name>" over `pages` contiguous pages of this one, for as long as this one lives.
-
-        The quota is fixed: neither side can take the other's pages, so lines of the ledger (resident weights,
-        leases, gradients, the ring) cannot starve one another. It counts as in use here from now on. Raises
-        BudgetError when the pages are not free.
-        """
-        run = self.pool.try_alloc(pages)
-        if run is None:
-            raise BudgetError(f"cannot carve {name!r}: {self._shortage(pages)}")
-        return self._part(f"{self.name}.{name}", SharedPool(run.count, run.start))
+        with self._lock:
+            self._pool.free(run)
 
     @abstractmethod
     def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
@@ -75,12 +63,12 @@ class Tier(ABC):
     def store(self, run: Run, offset_bytes: int, data: memoryview) -> None:
         """Write `data` at byte `offset_bytes` of `run` on. Raises ValueError when that leaves the run."""
 
-    @abstractmethod
-    def _part(self, name: str, pool: SharedPool) -> Self:
-        """A tier over the same bytes, restricted to the frames of `pool`."""
+    def _check_allocated(self, run: Run) -> None:
+        with self._lock:
+            self._pool.check(run)
 
     def _check(self, run: Run, offset_bytes: int, nbytes: int) -> None:
-        self.pool.check(run)
+        self._check_allocated(run)
         if offset_bytes < 0 or nbytes < 0 or offset_bytes + nbytes > run.count * self.page_bytes:
             raise ValueError(
                 f"asked for {nbytes} bytes at offset {offset_bytes} of {run} in tier {self.name!r}, "
@@ -88,11 +76,10 @@ class Tier(ABC):
             )
 
     def _shortage(self, pages: int) -> str:
-        pool = self.pool
         return (
             f"tier {self.name!r} has no {pages} contiguous pages free "
             f"({format_bytes(pages * self.page_bytes)} asked; {format_bytes(self.capacity_bytes)} in all, "
-            f"{format_bytes(self.in_use_bytes)} in use, longest free run {pool.largest_free} pages); "
+            f"{format_bytes(self.in_use_bytes)} in use, longest free run {self._pool.largest_free} pages); "
             "free or evict pages first, or give this tier more memory"
         )
 
@@ -100,16 +87,8 @@ class Tier(ABC):
 class MemoryTier(Tier):
     """Pages in an arena. Frame i is the bytes [i * page_bytes, (i + 1) * page_bytes) of the arena."""
 
-    def __init__(
-        self,
-        name: str,
-        arena: Arena,
-        page_bytes: int,
-        *,
-        poison: bool = False,
-        pool: SharedPool | None = None,
-    ) -> None:
-        """All whole pages of `arena`, or only the frames of `pool`.
+    def __init__(self, name: str, arena: Arena, page_bytes: int, *, poison: bool = False) -> None:
+        """All whole pages of `arena`.
 
         `poison` is the debug mode in which every page not in use holds NaN (0xFF bytes), from the start and
         again after each `free`: a lease used after its end then shows. It touches all the memory at once.
@@ -122,11 +101,11 @@ class MemoryTier(Tier):
                 f"tier {name!r} has {format_bytes(arena.nbytes)}, less than one page of "
                 f"{format_bytes(page_bytes)}; give it more memory or make pages smaller"
             )
-        super().__init__(name, page_bytes, SharedPool(frames) if pool is None else pool)
+        super().__init__(name, page_bytes, frames)
         self.arena = arena
         self.poison = poison
         if poison:
-            arena.poison(self.pool.first * page_bytes, self.capacity_bytes)
+            arena.poison(0, self.capacity_bytes)
 
     def tensor(self, run: Run, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
         """`numel` elements at byte `offset_bytes` of `run`, shape [numel], with their own storage object.
@@ -145,7 +124,7 @@ class MemoryTier(Tier):
         """Give back a run, poisoned in debug mode. Raises ValueError unless exactly this run is allocated."""
         if self.poison:
             # Only what is really allocated, and before another thread can own it.
-            self.pool.check(run)
+            self._check_allocated(run)
             self.arena.poison(run.start * self.page_bytes, run.count * self.page_bytes)
         super().free(run)
 
@@ -157,16 +136,13 @@ class MemoryTier(Tier):
         """A copy into the run, on this thread, without the GIL. Raises ValueError as the contract says."""
         _copy(self.view(run, offset_bytes, data.nbytes), data)
 
-    def _part(self, name: str, pool: SharedPool) -> Self:
-        return type(self)(name, self.arena, self.page_bytes, poison=self.poison, pool=pool)
-
 
 class SSDTier(Tier):
     """Pages in a page file. Slot i is page i of the file."""
 
-    def __init__(self, name: str, page_file: PageFile, *, pool: SharedPool | None = None) -> None:
-        """All pages of `page_file`, or only the slots of `pool`."""
-        super().__init__(name, page_file.page_bytes, SharedPool(page_file.pages) if pool is None else pool)
+    def __init__(self, name: str, page_file: PageFile) -> None:
+        """All pages of `page_file`."""
+        super().__init__(name, page_file.page_bytes, page_file.pages)
         self.page_file = page_file
 
     def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
@@ -184,9 +160,6 @@ class SSDTier(Tier):
         """
         self._check(run, offset_bytes, data.nbytes)
         self.page_file.pwrite(run.start, data, offset_bytes)
-
-    def _part(self, name: str, pool: SharedPool) -> Self:
-        return type(self)(name, self.page_file, pool=pool)
 
 
 def _copy(into: memoryview, data: memoryview) -> None:

@@ -1,8 +1,6 @@
 """The pool against a naive model that keeps one owner per frame."""
 
 import copy
-import random
-import threading
 import time
 from itertools import groupby
 
@@ -11,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda.memory import PagePool, Run, SharedPool
+from pagoda.memory import PagePool, Run
 
 Prices = dict[Run, float | None]
 
@@ -77,11 +75,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=rf"start={start}, count={count}"):
                 self.pool.free(run)
 
-    @rule()
-    def reset_peak_starts_from_what_is_in_use(self) -> None:
-        self.pool.reset_peak()
-        self.peak = len(self.owners) - self.owners.count(None)
-
     @rule(count=st.integers(1, 26), data=st.data())
     def cheapest_window_is_the_cheapest_and_frees_the_frames(self, count: int, data: st.DataObject) -> None:
         price = st.none() | st.sampled_from([float("-inf"), -2.0, 0.0, 1.0, float("inf")])
@@ -109,7 +102,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.pool.in_use == len(self.owners) - self.owners.count(None)
         assert self.pool.peak == self.peak
         assert self.pool.largest_free == max((length for length, _ in self.holes()), default=0)
-        assert list(self.pool.allocated()) == self.runs()
+        assert [Run(start, count) for start, count, is_free in self.pool._tiles() if not is_free] == self.runs()
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
@@ -151,60 +144,3 @@ def test_a_large_pool_allocates_in_microseconds_when_half_its_frames_are_holes()
         pool.free(run)
     # About 10 us for the pair; a scan of the 50,000 holes takes 1,000 us or more.
     assert (time.perf_counter() - start) / 1000 < 500e-6
-
-
-def test_a_waiting_thread_gets_the_frames_another_frees() -> None:
-    pool = SharedPool(2)
-    first, second = pool.alloc(), pool.alloc()
-    got: list[Run] = []
-    waiter = threading.Thread(target=lambda: got.append(pool.alloc(2, timeout_s=30)))
-    waiter.start()
-    pool.free(first)  # not enough: the waiter needs both
-    waiter.join(0.05)
-    assert waiter.is_alive()
-    pool.free(second)
-    waiter.join(30)
-    assert got == [Run(0, 2)]
-
-
-def test_waiting_ends_with_an_error_that_says_what_is_in_use() -> None:
-    pool = SharedPool(4)
-    pool.alloc(3)
-    with pytest.raises(TimeoutError, match=r"2 contiguous frames.*3 of 4 in use, longest free run 1"):
-        pool.alloc(2, timeout_s=0.01)
-    assert pool.try_alloc(2) is None
-
-
-def test_waiting_for_more_than_the_pool_has_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="pool that has 4"):
-        SharedPool(4).alloc(5)
-
-
-def test_threads_never_hold_the_same_frame() -> None:
-    pool = SharedPool(6)
-    holders = [0] * 6
-    clashes: list[Run] = []
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(300):
-            run = pool.alloc(rng.randint(1, 3), timeout_s=30)
-            for frame in range(run.start, run.stop):
-                if holders[frame] != 0:
-                    clashes.append(run)
-                holders[frame] = seed
-            if rng.random() < 0.1:
-                time.sleep(0)  # lets another thread run while this one holds frames
-            for frame in range(run.start, run.stop):
-                holders[frame] = 0
-            pool.free(run)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert clashes == []
-    assert (pool.in_use, pool.largest_free) == (0, 6)
-    assert pool.peak >= 3
