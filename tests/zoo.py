@@ -233,8 +233,8 @@ def take_step(optimizer: Any, outcome: Outcome) -> None:
     outcome.moved.append(optimizer.stats.bytes_moved)
 
 
-def train(recipe: Recipe, memory: pagoda.Memory) -> Outcome:
-    """Train a model of the zoo under a placement."""
+def usual_loop(recipe: Recipe) -> Loop:
+    """Forward and backward over as many micro-batches as a step accumulates, then the step."""
 
     def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -245,10 +245,15 @@ def train(recipe: Recipe, memory: pagoda.Memory) -> Outcome:
                 outcome.losses.append(loss.item())
             take_step(optimizer, outcome)
 
+    return loop
+
+
+def train(recipe: Recipe, memory: pagoda.Memory) -> Outcome:
+    """Train a model of the zoo under a placement."""
     return run(
         recipe.build(),
         memory,
-        loop,
+        usual_loop(recipe),
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,

@@ -1,18 +1,34 @@
-"""What keeps the tests of this folder fast, and apart from one another."""
+"""Wrapped models that are closed after a test, and tests kept apart from one another."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from zoo import RESIDENT
+
+import pagoda
+from pagoda.runtime.optimizer import PagedOptimizer
+
+Wrap = Callable[..., tuple[nn.Module, PagedOptimizer]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small models train many times faster on one thread, most of all where tests share cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture
+def wrap() -> Iterator[Wrap]:
+    """Wraps a model, and closes it after the test."""
+    opened: list[PagedOptimizer] = []
+
+    def wrap(
+        model: nn.Module, memory: pagoda.Memory = RESIDENT, lr: float = 1e-2, **options: Any
+    ) -> tuple[nn.Module, PagedOptimizer]:
+        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=lr, weight_decay=0.1), memory=memory, **options)
+        opened.append(optimizer)
+        return model, optimizer
+
+    yield wrap
+    for optimizer in opened:
+        optimizer.close()
 
 
 @pytest.fixture(autouse=True)

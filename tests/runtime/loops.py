@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from zoo import LENGTH, VOCABULARY, ConvNet, Loop, Outcome, batch, gpt2, llama, 
 
 STEPS = 5
 WIDTH = 160
+LossOfStep = Callable[[nn.Module, torch.Generator, Outcome], torch.Tensor]
 
 
 class Layers(nn.Module):
@@ -48,6 +50,21 @@ class Case:
     loop: Loop
 
 
+def one_loss_a_step(loss: LossOfStep) -> Loop:
+    """A loop over `loss(model, generator of the data, outcome)`: each step is one of its losses, backward, step."""
+
+    @wraps(loss)
+    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(STEPS):
+            of_step = loss(model, generator, outcome)
+            of_step.backward()
+            outcome.losses.append(of_step.item())
+            take_step(optimizer, outcome)
+
+    return loop
+
+
 def evaluation_between_steps(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -61,25 +78,21 @@ def evaluation_between_steps(model: nn.Module, optimizer: Any, outcome: Outcome)
         outcome.losses.append(loss.item())
 
 
-def evaluation_between_forward_and_backward(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        loss = loss_of(model(**batch("gpt2", generator)))
-        with torch.no_grad():
-            outcome.losses.append(loss_of(model(**batch("gpt2", generator))).item())
-        loss.backward()
-        take_step(optimizer, outcome)
+@one_loss_a_step
+def evaluation_between_forward_and_backward(
+    model: nn.Module, generator: torch.Generator, outcome: Outcome
+) -> torch.Tensor:
+    loss = loss_of(model(**batch("gpt2", generator)))
+    with torch.no_grad():
+        outcome.losses.append(loss_of(model(**batch("gpt2", generator))).item())
+    return loss
 
 
-def inference_mode_between_steps(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        with torch.inference_mode():
-            outcome.losses.append(loss_of(model(**batch("llama", generator))).item())
-        loss = loss_of(model(**batch("llama", generator)))
-        loss.backward()
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+@one_loss_a_step
+def inference_mode_between_steps(model: nn.Module, generator: torch.Generator, outcome: Outcome) -> torch.Tensor:
+    with torch.inference_mode():
+        outcome.losses.append(loss_of(model(**batch("llama", generator))).item())
+    return loss_of(model(**batch("llama", generator)))
 
 
 def gradients_asked_for_by_the_user(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
@@ -156,38 +169,26 @@ def backward_in_the_order_of_forward(model: nn.Module, optimizer: Any, outcome: 
         take_step(optimizer, outcome)
 
 
-def loss_outside_the_model(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        inputs = batch("llama", generator)
-        logits = model(input_ids=inputs["input_ids"]).logits
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), inputs["labels"].flatten())
-        loss.backward()
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+@one_loss_a_step
+def loss_outside_the_model(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
+    inputs = batch("llama", generator)
+    logits = model(input_ids=inputs["input_ids"]).logits
+    return functional.cross_entropy(logits.float().flatten(0, 1), inputs["labels"].flatten())
 
 
-def submodule_only(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        hidden = model.model(input_ids=batch("llama", generator)["input_ids"]).last_hidden_state
-        loss = (hidden.float() - 1).square().mean()
-        loss.backward()
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+@one_loss_a_step
+def submodule_only(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
+    hidden = model.model(input_ids=batch("llama", generator)["input_ids"]).last_hidden_state
+    return (hidden.float() - 1).square().mean()
 
 
-def one_layer_at_a_time(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+@one_loss_a_step
+def one_layer_at_a_time(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
     """The user calls the parts of a model, never the model."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        x = torch.randn(4, WIDTH, generator=generator).to(model.layers[0][0].weight.dtype)
-        for layer in model.layers:
-            x = layer(layer(x))
-        loss = x.float().square().mean()
-        loss.backward()
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+    x = torch.randn(4, WIDTH, generator=generator).to(model.layers[0][0].weight.dtype)
+    for layer in model.layers:
+        x = layer(layer(x))
+    return x.float().square().mean()
 
 
 def steps_without_gradients(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
@@ -200,18 +201,14 @@ def steps_without_gradients(model: nn.Module, optimizer: Any, outcome: Outcome) 
         take_step(optimizer, outcome)
 
 
-def gradient_of_an_input(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+@one_loss_a_step
+def gradient_of_an_input(model: nn.Module, generator: torch.Generator, outcome: Outcome) -> torch.Tensor:
     """Backward through the weights with no gradient for them, then a usual step."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        images = batch("conv", generator)
-        images["images"].requires_grad_()
-        (slope,) = torch.autograd.grad(model(**images), images["images"])
-        outcome.losses.append(slope.double().square().sum().item())
-        loss = model(**batch("conv", generator))
-        loss.backward()
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
+    images = batch("conv", generator)
+    images["images"].requires_grad_()
+    (slope,) = torch.autograd.grad(model(**images), images["images"])
+    outcome.losses.append(slope.double().square().sum().item())
+    return loss_of(model(**batch("conv", generator)))
 
 
 CASES = {

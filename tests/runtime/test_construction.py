@@ -6,9 +6,9 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,25 +18,14 @@ from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, ba
 import pagoda
 from pagoda.optim.adamw import Precision
 from pagoda.optim.reference import split
-from pagoda.runtime.optimizer import PagedOptimizer
 
-Wrap = Callable[..., tuple[nn.Module, PagedOptimizer]]
+from .conftest import Wrap
 
 
 @pytest.fixture
-def wrap() -> Iterator[Wrap]:
-    """Wraps a model, and closes it after the test."""
-    opened: list[PagedOptimizer] = []
-
-    def wrap(model: nn.Module, memory: pagoda.Memory = RESIDENT, **options: Any) -> tuple[nn.Module, PagedOptimizer]:
-        options = {"precision": "fp32", **options}
-        wrapped, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-3), memory=memory, **options)
-        opened.append(optimizer)
-        return wrapped, optimizer
-
-    yield wrap
-    for optimizer in opened:
-        optimizer.close()
+def wrap(wrap: Wrap) -> Wrap:
+    """In fp32, where weights can be compared with those of eager construction."""
+    return partial(wrap, precision="fp32")
 
 
 def encoder() -> nn.Module:

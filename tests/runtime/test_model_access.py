@@ -1,6 +1,6 @@
 """Weights outside forward: read, written, saved, loaded, and every misuse answered with an error that names the fix."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,26 +28,11 @@ import pagoda
 from pagoda.optim.reference import join, split
 from pagoda.runtime.optimizer import PagedOptimizer
 
+from .conftest import Wrap
 from .loops import WIDTH, Layers
 
-Wrap = Callable[..., tuple[nn.Module, PagedOptimizer]]
 Place = Callable[[nn.Module], pagoda.Memory]
 SMALL_UNITS = pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE)
-
-
-@pytest.fixture
-def wrap() -> Iterator[Wrap]:
-    """Wraps a model, and closes it after the test."""
-    opened: list[PagedOptimizer] = []
-
-    def wrap(model: nn.Module, memory: pagoda.Memory = RESIDENT, **options: Any) -> tuple[nn.Module, PagedOptimizer]:
-        wrapped, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, **options)
-        opened.append(optimizer)
-        return wrapped, optimizer
-
-    yield wrap
-    for optimizer in opened:
-        optimizer.close()
 
 
 @pytest.fixture(params=["resident", ALL_ON_SSD, ARENA_ALL_ON_SSD])

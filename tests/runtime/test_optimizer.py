@@ -1,7 +1,7 @@
 """The optimizer behaves as a torch optimizer, and where it cannot it says so."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import pagoda
 from pagoda.plan.ops import LANES
 from pagoda.runtime.optimizer import PagedOptimizer
 
+from .conftest import Wrap
 from .loops import WIDTH, Layers
 
 STEPS = 4
-Wrapped = tuple[nn.Module, PagedOptimizer]
 
 
 def fresh() -> nn.Module:
@@ -27,21 +27,13 @@ def fresh() -> nn.Module:
 
 
 @pytest.fixture
-def wrapped() -> Iterator[Callable[..., Wrapped]]:
-    """Wraps a model, and closes it after the test."""
-    opened: list[PagedOptimizer] = []
+def wrapped(wrap: Wrap) -> Wrap:
+    """Wraps a model, by default a fresh one."""
 
-    def wrap(
-        model: nn.Module | None = None, memory: pagoda.Memory = RESIDENT, lr: float = 1e-2, **options: Any
-    ) -> Wrapped:
-        model = fresh() if model is None else model
-        model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=lr, weight_decay=0.1), memory=memory, **options)
-        opened.append(optimizer)
-        return model, optimizer
+    def wrapped(model: nn.Module | None = None, *args: Any, **options: Any) -> tuple[nn.Module, PagedOptimizer]:
+        return wrap(fresh() if model is None else model, *args, **options)
 
-    yield wrap
-    for optimizer in opened:
-        optimizer.close()
+    return wrapped
 
 
 def inputs(seed: int) -> torch.Tensor:
@@ -58,7 +50,7 @@ def state(model: nn.Module, optimizer: PagedOptimizer) -> Outcome:
     return Outcome(weights=model.state_dict(), optimizer=optimizer.state_dict())
 
 
-def test_it_is_a_torch_optimizer_over_the_models_parameters(wrapped: Callable[..., Wrapped]) -> None:
+def test_it_is_a_torch_optimizer_over_the_models_parameters(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
@@ -75,9 +67,7 @@ SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
 
 @pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_do_what_they_do_to_torchs_adamw(
-    scheduler: str, announced: int | None, wrapped: Callable[..., Wrapped]
-) -> None:
+def test_schedulers_do_what_they_do_to_torchs_adamw(scheduler: str, announced: int | None, wrapped: Wrap) -> None:
     """OneCycleLR also cycles beta1."""
     model, optimizer = wrapped(precision="fp32", accumulation_steps=announced)
     plain = fresh()
@@ -101,7 +91,7 @@ def test_schedulers_do_what_they_do_to_torchs_adamw(
     assert not torch.equal(constant.state_dict()["layers.0.0.weight"], model.state_dict()["layers.0.0.weight"])
 
 
-def test_a_closure_runs_with_gradients_and_its_loss_is_returned(wrapped: Callable[..., Wrapped]) -> None:
+def test_a_closure_runs_with_gradients_and_its_loss_is_returned(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     twin, twin_optimizer = wrapped()
 
@@ -117,7 +107,7 @@ def test_a_closure_runs_with_gradients_and_its_loss_is_returned(wrapped: Callabl
 
 @pytest.mark.parametrize("clear", ["optimizer", "model", "model-to-zero"])
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["no-clip", "clip"])
-def test_cleared_gradients_never_happened(clear: str, clip: float | None, wrapped: Callable[..., Wrapped]) -> None:
+def test_cleared_gradients_never_happened(clear: str, clip: float | None, wrapped: Wrap) -> None:
     model, optimizer = wrapped(clip_grad_norm=clip)
     twin, twin_optimizer = wrapped(clip_grad_norm=clip)
     for step in range(STEPS):
@@ -136,7 +126,7 @@ def test_cleared_gradients_never_happened(clear: str, clip: float | None, wrappe
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-def test_clearing_between_forward_and_backward_keeps_the_graph(wrapped: Callable[..., Wrapped]) -> None:
+def test_clearing_between_forward_and_backward_keeps_the_graph(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     twin, twin_optimizer = wrapped()
     for step in range(STEPS):
@@ -149,7 +139,7 @@ def test_clearing_between_forward_and_backward_keeps_the_graph(wrapped: Callable
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-def test_zero_grad_after_a_step_does_nothing_more(wrapped: Callable[..., Wrapped]) -> None:
+def test_zero_grad_after_a_step_does_nothing_more(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     twin, twin_optimizer = wrapped()
     for step in range(STEPS):
@@ -161,7 +151,7 @@ def test_zero_grad_after_a_step_does_nothing_more(wrapped: Callable[..., Wrapped
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-def test_a_second_step_without_gradients_changes_nothing(wrapped: Callable[..., Wrapped]) -> None:
+def test_a_second_step_without_gradients_changes_nothing(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     backward(model, 1)
     optimizer.step()
@@ -172,7 +162,7 @@ def test_a_second_step_without_gradients_changes_nothing(wrapped: Callable[..., 
     assert optimizer.stats.step == 2
 
 
-def test_a_gradient_is_none_exactly_when_there_is_none(wrapped: Callable[..., Wrapped]) -> None:
+def test_a_gradient_is_none_exactly_when_there_is_none(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     assert all(p.grad is None for p in model.parameters())
     backward(model, 1, (0, 1))
@@ -186,7 +176,7 @@ def test_a_gradient_is_none_exactly_when_there_is_none(wrapped: Callable[..., Wr
 
 
 @pytest.mark.parametrize("to", ["resident", "ssd"])
-def test_state_dicts_resume_bit_for_bit(to: str, wrapped: Callable[..., Wrapped], tmp_path: Path) -> None:
+def test_state_dicts_resume_bit_for_bit(to: str, wrapped: Wrap, tmp_path: Path) -> None:
     """Weights go through bf16 unless the master is loaded too, so fp32 is what resumes exactly through state dicts."""
     model, optimizer = wrapped(precision="fp32")
     scheduler = CosineAnnealingLR(optimizer, T_max=2 * STEPS)
@@ -211,7 +201,7 @@ def test_state_dicts_resume_bit_for_bit(to: str, wrapped: Callable[..., Wrapped]
     state(model, optimizer).assert_same_bits(state(other, other_optimizer))
 
 
-def test_the_state_of_torchs_adamw_can_be_loaded(wrapped: Callable[..., Wrapped]) -> None:
+def test_the_state_of_torchs_adamw_can_be_loaded(wrapped: Wrap) -> None:
     plain = fresh()
     reference = torch.optim.AdamW(plain.parameters(), lr=3e-3, betas=(0.8, 0.9), weight_decay=0.2)
     for step in range(STEPS):
@@ -232,7 +222,7 @@ def test_the_state_of_torchs_adamw_can_be_loaded(wrapped: Callable[..., Wrapped]
         torch.testing.assert_close(weight, plain.state_dict()[name], rtol=0, atol=2e-6, msg=name)
 
 
-def test_loading_a_state_forgets_moments_that_it_does_not_have(wrapped: Callable[..., Wrapped]) -> None:
+def test_loading_a_state_forgets_moments_that_it_does_not_have(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     start = optimizer.state_dict()
     assert start["state"] == {}
@@ -266,7 +256,7 @@ def test_loading_a_state_forgets_moments_that_it_does_not_have(wrapped: Callable
     ],
 )
 def test_using_the_value_of_a_gradient_is_refused_with_the_fix(
-    clip: Callable[[list[nn.Parameter]], object], wrapped: Callable[..., Wrapped]
+    clip: Callable[[list[nn.Parameter]], object], wrapped: Wrap
 ) -> None:
     model, _ = wrapped()
     backward(model, 1)
@@ -275,7 +265,7 @@ def test_using_the_value_of_a_gradient_is_refused_with_the_fix(
 
 
 @pytest.mark.parametrize("limit", [0.05, 1e6], ids=["bites", "does-not"])
-def test_clipping_by_the_optimizer_is_clipping_by_wrap(limit: float, wrapped: Callable[..., Wrapped]) -> None:
+def test_clipping_by_the_optimizer_is_clipping_by_wrap(limit: float, wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     twin, twin_optimizer = wrapped(clip_grad_norm=limit)
     for step in range(STEPS):
@@ -289,7 +279,7 @@ def test_clipping_by_the_optimizer_is_clipping_by_wrap(limit: float, wrapped: Ca
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-def test_a_gradient_after_a_clip_is_refused(wrapped: Callable[..., Wrapped]) -> None:
+def test_a_gradient_after_a_clip_is_refused(wrapped: Wrap) -> None:
     """The factor of the gradients before it would be applied to it too."""
     model, optimizer = wrapped()
     backward(model, 0)
@@ -298,7 +288,7 @@ def test_a_gradient_after_a_clip_is_refused(wrapped: Callable[..., Wrapped]) -> 
         backward(model, 1)
 
 
-def test_a_clip_is_dropped_with_its_gradients(wrapped: Callable[..., Wrapped]) -> None:
+def test_a_clip_is_dropped_with_its_gradients(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     twin, twin_optimizer = wrapped()
     backward(model, 0)
@@ -311,14 +301,14 @@ def test_a_clip_is_dropped_with_its_gradients(wrapped: Callable[..., Wrapped]) -
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-def test_parameters_cannot_be_added(wrapped: Callable[..., Wrapped]) -> None:
+def test_parameters_cannot_be_added(wrapped: Wrap) -> None:
     _, optimizer = wrapped()
     with pytest.raises(pagoda.UsageError, match="wrap"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert len(optimizer.param_groups) == 1
 
 
-def test_hyperparameters_changed_after_their_use_under_backward_are_refused(wrapped: Callable[..., Wrapped]) -> None:
+def test_hyperparameters_changed_after_their_use_under_backward_are_refused(wrapped: Wrap) -> None:
     model, optimizer = wrapped(accumulation_steps=1)
     backward(model, 1)
     optimizer.param_groups[0]["lr"] = 5e-3
@@ -331,7 +321,7 @@ def test_hyperparameters_changed_after_their_use_under_backward_are_refused(wrap
     optimizer.step()
 
 
-def test_more_backward_passes_than_announced_are_refused(wrapped: Callable[..., Wrapped]) -> None:
+def test_more_backward_passes_than_announced_are_refused(wrapped: Wrap) -> None:
     model, _ = wrapped(accumulation_steps=2)
     backward(model, 1)
     backward(model, 2)
@@ -339,7 +329,7 @@ def test_more_backward_passes_than_announced_are_refused(wrapped: Callable[..., 
         backward(model, 3)
 
 
-def test_more_backward_passes_than_announced_are_refused_with_clipping(wrapped: Callable[..., Wrapped]) -> None:
+def test_more_backward_passes_than_announced_are_refused_with_clipping(wrapped: Wrap) -> None:
     model, _ = wrapped(accumulation_steps=2, clip_grad_norm=1.0)
     backward(model, 1)
     backward(model, 2)
@@ -347,7 +337,7 @@ def test_more_backward_passes_than_announced_are_refused_with_clipping(wrapped: 
         backward(model, 3)
 
 
-def test_fewer_backward_passes_than_announced_are_one_step_all_the_same(wrapped: Callable[..., Wrapped]) -> None:
+def test_fewer_backward_passes_than_announced_are_one_step_all_the_same(wrapped: Wrap) -> None:
     """As at the end of an epoch."""
     model, optimizer = wrapped(accumulation_steps=4)
     twin, twin_optimizer = wrapped()
@@ -360,7 +350,7 @@ def test_fewer_backward_passes_than_announced_are_one_step_all_the_same(wrapped:
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-def test_gradients_applied_under_backward_cannot_be_dropped(wrapped: Callable[..., Wrapped]) -> None:
+def test_gradients_applied_under_backward_cannot_be_dropped(wrapped: Wrap) -> None:
     model, optimizer = wrapped(accumulation_steps=1)
     backward(model, 1)
     with pytest.raises(pagoda.UsageError, match="already applied"):
@@ -369,14 +359,14 @@ def test_gradients_applied_under_backward_cannot_be_dropped(wrapped: Callable[..
     optimizer.zero_grad()
 
 
-def test_clipping_by_hand_is_refused_where_updates_run_under_backward(wrapped: Callable[..., Wrapped]) -> None:
+def test_clipping_by_hand_is_refused_where_updates_run_under_backward(wrapped: Wrap) -> None:
     model, optimizer = wrapped(accumulation_steps=1)
     backward(model, 1)
     with pytest.raises(pagoda.UsageError, match="clip_grad_norm"):
         optimizer.clip_grad_norm_(1.0)
 
 
-def test_stats_describe_the_step(wrapped: Callable[..., Wrapped], tmp_path: Path) -> None:
+def test_stats_describe_the_step(wrapped: Wrap, tmp_path: Path) -> None:
     model = fresh()
     model, optimizer = wrapped(model, squeeze(model, ALL_ON_SSD, tmp_path))
     assert optimizer.stats.step == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import RESIDENT, Loop, Outcome, Recipe, batch, loss_of, run, take_step
+from zoo import RESIDENT, Loop, Outcome, Recipe, run, take_step, usual_loop
 
 from .loops import CASES, Layers, built
 
@@ -57,19 +57,6 @@ def reference(model: nn.Module, loop: Loop, precision: str, clip: float | None) 
     states = optimizer.adamw.state_dict()["state"]
     outcome.optimizer = {"state": states}
     return outcome
-
-
-def usual_loop(recipe: Recipe) -> Loop:
-    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(recipe.steps):
-            for _ in range(recipe.accumulation):
-                loss = loss_of(model(**batch(recipe.model, generator)))
-                (loss / recipe.accumulation).backward()
-                outcome.losses.append(loss.item())
-            take_step(optimizer, outcome)
-
-    return loop
 
 
 def both(build: Any, loop: Loop, precision: str, clip: float | None) -> tuple[Outcome, Outcome]:
