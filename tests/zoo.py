@@ -281,13 +281,12 @@ def squeeze(
     """The smallest budgets under which a model trains in a placement.
 
     HOST_WEIGHTS keeps weights and gradients in RAM and every moment on SSD; ALL_ON_SSD has in RAM what streams
-    through it; ARENA computes in a memory of its own with room for two of the largest unit.
+    through it; ARENA computes in the smallest memory of its own.
     """
     options = Options(PAGE, parse_bytes(unit_limit), announced, clipping)
     root, states = describe(model), pagoda.AdamW().states(precision)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
-    widest = max(layout.pages(unit, WEIGHT) for unit in layout.units)
-    device = 2 * widest * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None
+    device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None
     host = 64 << 20
     if placement == HOST_WEIGHTS:
         grads = layout.total_pages(GRAD)
@@ -325,7 +324,7 @@ def assert_placed(outcome: Outcome, placement: str) -> None:
     assert plan.budgets.device == (plan.peak_bytes["device"] if "device" in plan.bytes else None)
     if placement in (ARENA, ARENA_ALL_ON_SSD):
         assert len(layout.units) > 2
-        assert plan.peak_bytes["device"] == 2 * PAGE * max(layout.pages(unit, WEIGHT) for unit in layout.units)
+        assert plan.peak_bytes["device"] == PAGE * layout.lease_pages(ahead=1)
         assert 0 < outcome.peak_bytes["device"] <= plan.peak_bytes["device"] < weights
         assert moved["h2d"] > 0
     else:

@@ -9,7 +9,7 @@ from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
 from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.units import UnitSpec
+from pagoda.plan.units import UnitSpec, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
 LEASES, STAGING, RING, FETCH_RING = "leases", "staging", "ring", "fetch_ring"
@@ -78,6 +78,15 @@ class Layout:
         widest = max(self.pages(unit, WEIGHT) for unit in self.units)
         return min(widest, pages_for(FETCH_PIECE_BYTES, self.page_bytes))
 
+    def lease_pages(self, ahead: int) -> int:
+        """Frames with which a unit, those around it and `ahead` more can be leased at once, wherever they lie.
+
+        Whatever is in use may touch a slab each, so each counts as a slab, that is as the widest unit.
+        """
+        widest = max(self.pages(unit, WEIGHT) for unit in self.units)
+        in_use = 1 + max(len(around) for around in enclosing(self.units).values())
+        return min(self.total_pages(WEIGHT), (in_use + ahead) * widest)
+
     def total_pages(self, state: str) -> int:
         return sum(self.pages(unit, state) for unit in self.units)
 
@@ -135,7 +144,6 @@ class _Filler:
         self.weight = {u.index: layout.pages(u, WEIGHT) for u in units}
         self.grad = {u.index: layout.pages(u, GRAD) for u in units}
         self.moment = {u.index: sum(layout.pages(u, s.name) for s in layout.moments) for u in units}
-        self.widest = max(self.weight.values())
         self.widest_grad = max(self.grad.values())
         self.host = budgets.host // layout.page_bytes
 
@@ -161,8 +169,7 @@ class _Filler:
         weights_in = self._prefix(self.weight, left)
         lease_pages = 0
         if len(weights_in) < len(self.layout.units):
-            lease_pages = min(sum(self.weight.values()), 3 * self.widest)
-            least = min(sum(self.weight.values()), 2 * self.widest)
+            lease_pages, least = self.layout.lease_pages(ahead=2), self.layout.lease_pages(ahead=1)
             if self.separate:
                 lease_pages = least = FETCH_SLOTS * self.layout.fetch_piece_pages
             left = self.host - self._ring_pages(weights_on_ssd=True) - least_staging
@@ -221,7 +228,7 @@ class _Filler:
             return {}
         total = sum(self.weight.values())
         leases = min(self.budgets.device // self.layout.page_bytes, total)
-        least = min(total, 2 * self.widest)
+        least = self.layout.lease_pages(ahead=1)
         if leases < least:
             self._refuse(DEVICE, least, leases, "memory.device, or lower memory.unit_limit")
         return {LEASES: leases}

@@ -22,7 +22,7 @@ from pagoda.plan.placement import (
 )
 from pagoda.plan.schedule import schedule_leases
 from pagoda.plan.trace import STEP, Phase, Trace, assumed_trace
-from pagoda.plan.units import ModuleSpec, UnitSpec, discover
+from pagoda.plan.units import ModuleSpec, UnitSpec, discover, enclosing
 
 _MAX_UNIT_BYTES = 512 << 20
 _MIN_UNIT_BYTES = 64 << 10
@@ -229,7 +229,7 @@ def _ops(plan: Plan, trace: Trace) -> tuple[Op, ...]:
     ops: list[Op] = []
     if (tier := plan.lease_tier) is not None:
         capacity = placement.pages(tier, LEASES)
-        ops += schedule_leases(trace, leased, lanes, trainable, capacity, plan.lease_slab, page)
+        ops += schedule_leases(trace, leased, lanes, trainable, enclosing(plan.units), capacity, plan.lease_slab, page)
     last = len(trace.accesses) - 1
     final_backward: dict[int, int] = {}
     for tick, access in enumerate(trace.accesses):

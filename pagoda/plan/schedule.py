@@ -43,6 +43,7 @@ def schedule_leases(
     pages: Mapping[int, int],
     lanes: Mapping[int, str],
     updated: frozenset[int],
+    enclosing: Mapping[int, frozenset[int]],
     capacity: int,
     slab: int,
     page_bytes: int,
@@ -51,10 +52,11 @@ def schedule_leases(
 
     `pages` maps each unit that needs leases to its frames, `lanes` to the lane that fetches it; units in
     `updated` lose their lease when the step updates their weights, so nothing is fetched for them across STEP.
+    `enclosing` maps a unit to those that stay in use, and are never evicted, while it is accessed.
     """
     if not pages:
         return ()
-    rehearsal = _Rehearsal(trace, pages, updated, SlabPool(capacity, slab))
+    rehearsal = _Rehearsal(trace, pages, updated, enclosing, SlabPool(capacity, slab))
     for _ in range(_CYCLES):
         moves = rehearsal.cycle()
     return tuple(
@@ -66,11 +68,19 @@ def schedule_leases(
 class _Rehearsal:
     """Plays a trace against the frames there are; the leases of one cycle are there when the next begins."""
 
-    def __init__(self, trace: Trace, pages: Mapping[int, int], updated: frozenset[int], pool: SlabPool) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        pages: Mapping[int, int],
+        updated: frozenset[int],
+        enclosing: Mapping[int, frozenset[int]],
+        pool: SlabPool,
+    ) -> None:
         self._accesses = trace.accesses
         self._uses = NextUse(trace)
         self._pages = pages
         self._updated = updated
+        self._enclosing = enclosing
         self._pool = pool
         self._held: dict[int, Run] = {}
         self._owner: dict[int, int] = {}
@@ -121,7 +131,11 @@ class _Rehearsal:
         """What evicting a lease costs; None forbids it."""
         unit = self._owner[run.start]
         ahead = self._usefulness(unit)
-        return None if unit == self._accesses[self._tick].unit or ahead <= wanted_in else -ahead
+        return None if self._pinned(unit) or ahead <= wanted_in else -ahead
+
+    def _pinned(self, unit: int) -> bool:
+        accessed = self._accesses[self._tick].unit
+        return unit == accessed or unit in self._enclosing.get(accessed, ())
 
     def _usefulness(self, unit: int) -> float:
         """Ticks until a lease serves an access; infinite if an update ends it before."""

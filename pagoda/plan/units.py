@@ -95,6 +95,24 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
     return tuple(units)
 
 
+def enclosing(units: tuple[UnitSpec, ...]) -> dict[int, frozenset[int]]:
+    """unit -> the units of the modules around its own: in forward they stay in use for as long as it runs.
+
+    A module around another has a unit of its own only if it was split and holds parameters directly.
+    """
+    by_module = {unit.module: unit.index for unit in units}
+    return {
+        unit.index: frozenset(by_module[name] for name in _around(unit.module) if name in by_module) for unit in units
+    }
+
+
+def _around(module: str) -> Iterator[str]:
+    """Names of the modules around one, from the nearest to the model."""
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
 def align(elements: int) -> int:
     """`elements` rounded up to the alignment of a parameter."""
     return -(-elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS

@@ -3,16 +3,17 @@
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.memory import PAGE_ALIGN, PAGE_BYTES
+from pagoda.memory.slabs import SlabPool
 from pagoda.plan.ops import HOST, LANES, SSD, Kind
 from pagoda.plan.placement import GRAD, LEASES, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.trace import STEP, Access, Phase, Trace
-from pagoda.plan.units import ModuleSpec, ParamSpec
+from pagoda.plan.units import ModuleSpec, ParamSpec, enclosing
 
 from .strategies import STATES, Draw, large_trees, module_trees, traces
 
@@ -161,6 +162,57 @@ def test_the_same_question_gives_the_same_plan() -> None:
         return make_plan(tower(3, 64), STATES["fp32"], Budgets(1 << 20, 1 << 17, LARGE), Options())
 
     assert ask() == ask()
+
+
+@st.composite
+def nests(draw: Draw) -> ModuleSpec:
+    """Layers, each with two parts, where everything may hold up to five pages of parameters itself."""
+
+    def module(name: str, least: int, *children: ModuleSpec) -> ModuleSpec:
+        pages = draw(st.integers(least, 5))
+        return ModuleSpec(name, (ParamSpec(f"{name}.w", (2048 * pages,)),) if pages else (), children)
+
+    layers = (module(f"l{i}", 0, module(f"l{i}.a", 1), module(f"l{i}.b", 1)) for i in range(draw(st.integers(10, 14))))
+    return module("", 0, *layers)
+
+
+@given(nests(), st.booleans(), st.data())
+def test_whatever_is_in_use_and_wherever_it_lies_room_can_be_made_for_one_unit_more(
+    root: ModuleSpec, separate: bool, data: st.DataObject
+) -> None:
+    options = Options(page_bytes=4096, unit_limit=1)
+    least = refusal(root, Budgets(0, 0 if separate else None, LARGE), options)
+    assert least is not None
+    assert least.needed_bytes is not None
+    budgets = Budgets(LARGE, least.needed_bytes) if separate else Budgets(least.needed_bytes, None, LARGE)
+    plan = make_plan(root, STATES["bf16"], budgets, options)
+    pages, around = plan.leased_pages(), enclosing(plan.units)
+    pool = SlabPool(plan.placement.pages("device" if separate else HOST, LEASES), plan.lease_slab)
+    assume(sum(pages.values()) > pool.frames)
+    leases: dict[int, int] = {}
+    """First frame -> unit."""
+
+    def fetch(unit: int, in_use: set[int]) -> None:
+        if unit in leases.values():
+            return
+        prices = data.draw(st.permutations(range(len(pages))))
+        victims = pool.cheapest_window(
+            pages[unit], lambda run: None if leases[run.start] in in_use else prices[leases[run.start]]
+        )
+        assert victims is not None
+        for victim in victims:
+            del leases[victim.start]
+            pool.free(victim)
+        run = pool.alloc(pages[unit])
+        assert run is not None
+        leases[run.start] = unit
+
+    for unit in data.draw(st.lists(st.sampled_from(sorted(pages)), min_size=1, max_size=12)):
+        in_use: set[int] = set()
+        for needed in (*sorted(around[unit] & pages.keys()), unit):
+            fetch(needed, in_use)
+            in_use.add(needed)
+        fetch(data.draw(st.sampled_from(sorted(pages))), in_use)
 
 
 # --- ops --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Leases are scheduled within their frames, in time, and without needless traffic, whatever the trace."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import pytest
@@ -26,10 +26,13 @@ class Problem:
     updated: frozenset[int]
     capacity: int
     slab: int
+    enclosing: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def schedule(self) -> tuple[Op, ...]:
         lanes = {unit: "h2d" if unit % 2 else "ssd_read" for unit in self.pages}
-        return schedule_leases(self.trace, self.pages, lanes, self.updated, self.capacity, self.slab, PAGE)
+        return schedule_leases(
+            self.trace, self.pages, lanes, self.updated, self.enclosing, self.capacity, self.slab, PAGE
+        )
 
     @property
     def last(self) -> int:
@@ -57,6 +60,19 @@ def problems(draw: Draw, all_fit: bool = False, widest: int = 5) -> Problem:
     return Problem(trace, pages, frozenset(draw(st.sets(st.sampled_from(range(units))))), capacity, slab)
 
 
+@st.composite
+def nested_problems(draw: Draw) -> Problem:
+    """Units in units, with frames for what is in use at once and one unit more."""
+    problem = draw(problems())
+    around: dict[int, frozenset[int]] = {}
+    for unit in range(6):
+        parent = draw(st.none() | st.integers(0, unit - 1)) if unit else None
+        around[unit] = frozenset() if parent is None else around[parent] | {parent}
+    in_use = 1 + max(len(units) for units in around.values())
+    capacity = draw(st.integers((in_use + 1) * problem.slab, (in_use + 3) * problem.slab))
+    return replace(problem, enclosing=around, capacity=capacity)
+
+
 def held_at_the_start(problem: Problem, ops: tuple[Op, ...]) -> set[int]:
     """The leases a step finds: those it uses or evicts before it fetches them, and those it never mentions."""
     first: dict[int, Kind | None] = {}
@@ -67,7 +83,7 @@ def held_at_the_start(problem: Problem, ops: tuple[Op, ...]) -> set[int]:
     return {unit for unit, kind in first.items() if unit in problem.pages and kind is not Kind.FETCH}
 
 
-@given(problems())
+@given(problems() | nested_problems())
 def test_every_access_has_its_lease_and_leases_never_pass_the_frames(problem: Problem) -> None:
     ops = problem.schedule()
     start = held = held_at_the_start(problem, ops)
@@ -85,6 +101,13 @@ def test_every_access_has_its_lease_and_leases_never_pass_the_frames(problem: Pr
             assert sum(problem.pages[unit] for unit in held) <= problem.capacity
         assert access.unit in held or access.unit not in problem.pages
     assert held == start, "a step leaves the leases that the next one, which runs the same ops, starts with"
+
+
+@given(nested_problems())
+def test_what_is_around_the_unit_in_use_is_never_evicted(problem: Problem) -> None:
+    for op in problem.schedule():
+        if op.kind is Kind.EVICT:
+            assert op.unit not in problem.enclosing.get(problem.trace.accesses[op.tick].unit, ())
 
 
 @given(problems())

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
-from pagoda.plan.units import ALIGN_ELEMENTS, ModuleSpec, ParamSpec, UnitSpec, discover
+from pagoda.plan.units import ALIGN_ELEMENTS, ModuleSpec, ParamSpec, UnitSpec, discover, enclosing
 
 from .strategies import module_trees
 
@@ -83,6 +83,20 @@ def test_trainable_parameters_are_the_prefix_of_their_unit(root: ModuleSpec, lim
             else:
                 assert slot.offset >= unit.trainable_numel
         assert (unit.trainable_numel > 0) == any(slot.param.trainable for slot in unit.slots)
+
+
+@given(module_trees, limits, itemsizes)
+def test_around_a_unit_are_the_parameters_that_modules_around_its_own_hold_themselves(
+    root: ModuleSpec, limit: int, itemsize: int
+) -> None:
+    units = discover(root, limit, itemsize)
+    found = enclosing(units)
+    assert sorted(found) == [unit.index for unit in units]
+    inside = {
+        module.name: {below.name for child in module.children for below in modules(child)} for module in modules(root)
+    }
+    for unit in units:
+        assert found[unit.index] == {other.index for other in units if unit.module in inside[other.module]}
 
 
 @given(module_trees, limits, limits, itemsizes)

@@ -223,7 +223,6 @@ def test_only_the_first_step_has_faults(model: str, checkpointing: bool, placeme
 
 
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
-@pytest.mark.xfail(strict=True, reason="the plan evicts the model's own parameter, which its forward holds open")
 def test_only_the_first_step_has_faults_where_a_module_holds_a_parameter(placement: str, tmp_path: Path) -> None:
     recipe = Recipe("conv")
     outcome = train(recipe, memory_of(recipe, placement, tmp_path))
@@ -251,7 +250,6 @@ def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: 
     assert faults[4] < faults[2]
 
 
-@pytest.mark.xfail(strict=True, reason="the plan does not count what modules around a unit hold open")
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA])
 def test_a_plan_that_is_accepted_has_room_for_parameters_held_by_enclosing_modules(
     placement: str, tmp_path: Path
