@@ -17,6 +17,7 @@ HOUSE = (
     "cli",
     "integrations",
     "train",
+    "calibrate",
     "api",
     "runtime",
     "parallel",

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from pagoda.errors import ConfigError
 
 FORMAT = "pagoda-hardware"
-VERSION = 1
+VERSION = 2
 """Of the JSON file; a file of another version is refused, because measuring again takes a minute."""
 
 MatmulType = Literal["bf16", "fp32"]
@@ -71,16 +71,29 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """All processors and all RAM of one node."""
+    """All processors and all RAM of one node.
 
+    The optional figures are needed where the CPU computes.
+    """
+
+    cores: int
+    """Those that this process may use, where it was measured."""
     memory_bytes: Figure
     memory_bytes_per_s: Figure
     """Reads and writes of RAM, together; shared by updates, PCIe copies and SSD transfers."""
     update_params_per_s: Figure
     """AdamW on the split master with all cores and nothing else running."""
     bf16: MatmulRate | None = None
-    """Matrix products on the CPU; needed where the CPU is the device that computes."""
+    """Matrix products on the CPU."""
     fp32: MatmulRate | None = None
+    copy_bytes_per_s: Figure | None = None
+    """Bytes copied from RAM to an arena that stands in for a device, by one lane thread: each is read and written."""
+    gradient_bytes_per_s: Figure | None = None
+    """Bytes of gradient through the kernel that stores it and sums its squares, on one lane thread."""
+
+    def __post_init__(self) -> None:
+        if self.cores < 1:
+            raise ConfigError(f"a CPU has at least one core, not {self.cores}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,8 @@ class Drive:
     """Reading and writing added, while half of the traffic is each."""
     endurance_bytes: Figure
     """Rated total bytes written."""
+    cpu_share: Figure | None = None
+    """Share of all cores that reading and writing at full rate take from compute. None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)

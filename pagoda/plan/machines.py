@@ -50,8 +50,9 @@ def _device(name: str, gib: float, memory: float, bf16: float, reached: tuple[fl
     )
 
 
-def _cpu(memory: Figure, bandwidth: float, source: str) -> Cpu:
+def _cpu(memory: Figure, cores: int, bandwidth: float, source: str) -> Cpu:
     return Cpu(
+        cores=cores,
         memory_bytes=memory,
         memory_bytes_per_s=Figure(bandwidth, source),
         update_params_per_s=Figure(
@@ -134,9 +135,9 @@ _H200 = replace(
 )
 _RTX4090 = _device("NVIDIA GeForce RTX 4090", 24, 1_008 * _GB, 165.2, (140.0, "assumed: 0.85 of peak"), 82.6)
 
-_XEON_8168 = (256 * _GB, "2 Xeon Platinum 8168, 6 channels of DDR4-2666 each, as in the DGX-2; unverified")
-_EPYC_7742 = (409.6 * _GB, "2 EPYC 7742, 8 channels of DDR4-3200 each, as in the DGX A100")
-_XEON_8480 = (614.4 * _GB, "2 Xeon Platinum 8480C, 8 channels of DDR5-4800 each, as in the DGX H100")
+_XEON_8168 = (48, 256 * _GB, "2 Xeon Platinum 8168, 6 channels of DDR4-2666 each, as in the DGX-2; unverified")
+_EPYC_7742 = (128, 409.6 * _GB, "2 EPYC 7742, 8 channels of DDR4-3200 each, as in the DGX A100")
+_XEON_8480 = (112, 614.4 * _GB, "2 Xeon Platinum 8480C, 8 channels of DDR5-4800 each, as in the DGX H100")
 
 _A100_LINK = _link(
     (16.3 * 8 + 8.7) / 8 * _GB,
@@ -225,6 +226,7 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             Hardware(
                 name="h200-x1",
                 cpu=Cpu(
+                    cores=_H200_NODE.cpu.cores // 8,
                     memory_bytes=_share(_H200_NODE.cpu.memory_bytes, 8),
                     memory_bytes_per_s=_share(_H200_NODE.cpu.memory_bytes_per_s, 8),
                     update_params_per_s=_share(_H200_NODE.cpu.update_params_per_s, 8),
@@ -237,6 +239,7 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
                 name="rtx4090",
                 cpu=_cpu(
                     Figure(128 * _GIB, "assumed: 4 x 32 GB"),
+                    16,
                     89.6 * _GB,
                     "assumed: 2 channels of DDR5-5600",
                 ),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
-from pagoda.plan.hardware import Cpu, Figure, Hardware, MatmulRate, read_hardware
+from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, MatmulRate, read_hardware
 from pagoda.plan.machines import MACHINES, UPDATE_BYTES, find_machine
 
 ASKED_FOR = ["v100-32g", "v100-32g-8", "a100-40g", "a100-80g", "h100", "h200", "h200-x1", "rtx4090"]
@@ -23,7 +23,11 @@ figures = st.builds(
     st.floats(0, 2),
 )
 rates = st.builds(MatmulRate, figures, figures)
-cpus = st.builds(Cpu, figures, figures, figures, st.none() | rates, st.none() | rates)
+maybe = st.none() | figures
+cpus = st.builds(
+    Cpu, st.integers(1, 512), figures, figures, figures, st.none() | rates, st.none() | rates, maybe, maybe
+)
+drives = st.builds(Drive, figures, figures, figures, figures, figures, maybe)
 
 
 def walk(part: Any) -> Iterator[tuple[str, Figure]]:
@@ -140,6 +144,8 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         replace(h100, intra_node_bytes_per_s=None)
     with pytest.raises(ConfigError, match="at least one"):
         replace(h100, gpus_per_node=0)
+    with pytest.raises(ConfigError, match="at least one core"):
+        replace(h100.cpu, cores=0)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -149,9 +155,11 @@ def test_a_named_machine_survives_its_file(name: str, tmp_path: Path) -> None:
     assert read_hardware(path) == MACHINES[name]
 
 
-@given(cpus, st.none() | figures, st.integers(1, 64))
-def test_any_machine_survives_its_file(cpu: Cpu, network: Figure | None, processes: int) -> None:
-    machine = Hardware("m", cpu, processes, intra_node_bytes_per_s=cpu.memory_bytes, inter_node_bytes_per_s=network)
+@given(cpus, st.none() | drives, maybe, st.integers(1, 64))
+def test_any_machine_survives_its_file(cpu: Cpu, ssd: Drive | None, network: Figure | None, processes: int) -> None:
+    machine = Hardware(
+        "m", cpu, processes, ssd=ssd, intra_node_bytes_per_s=cpu.memory_bytes, inter_node_bytes_per_s=network
+    )
     assert Hardware.from_json(machine.to_json()) == machine
 
 
@@ -176,7 +184,7 @@ def damaged(**changes: Any) -> str:
         ("", "Expecting value"),
         ("[]", "not JSON with"),
         ('{"format": "other"}', "not JSON with"),
-        (damaged(version=2), "version 2; this Pagoda reads version 1"),
+        (damaged(version=1), "version 1; this Pagoda reads version 2"),
         (damaged(hardware=3), "hardware is not an object"),
         (damaged(**{"hardware.cpu": ...}), r"hardware lacks \['cpu'\]"),
         (damaged(**{"hardware.tpu": 1}), r"unknown \['tpu'\]"),
