@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from pagoda.errors import ConfigError, StorageError, UsageError
@@ -14,7 +15,8 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW, Precision, check_precision
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.runtime.construct import Builder, describe, init, live_units
+from pagoda.runtime.construct import Builder, describe, init, live_units, move_buffers
+from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import gathered, is_paged, mark_homes
 from pagoda.runtime.optimizer import PagedOptimizer
@@ -38,7 +40,8 @@ class Memory:
     """
 
     device: str | None = None
-    """None: compute reads weights in host RAM. "cpu:SIZE": a separate arena in RAM stands in for a GPU's memory."""
+    """"SIZE": memory of the current CUDA GPU for pages, beside what activations need. None: compute is the CPU and
+    reads weights in host RAM. "cpu:SIZE": a separate arena in RAM stands in for a GPU's memory."""
     host: str | int | None = None
     """Host RAM for pages; None takes 80% of what is free now."""
     ssd: str | None = None
@@ -66,16 +69,28 @@ class Memory:
     def ssd_directory(self) -> str | None:
         return None if self.ssd is None else self._ssd_parts()[0]
 
+    @property
+    def torch_device(self) -> torch.device:
+        """Where compute runs: the CPU, or the GPU that is current. Raises ConfigError when there is none."""
+        if self.device is None or self.device.startswith("cpu:"):
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"memory.device is {self.device!r}, but torch finds no CUDA GPU here: leave it out to compute on the "
+                "CPU, or use 'cpu:SIZE' for a separate arena that stands in for a GPU's memory."
+            )
+        return torch.device("cuda", torch.cuda.current_device())
+
     def budgets(self) -> Budgets:
         """Bytes per tier; what was left open is read from the machine."""
         host = parse_bytes(self.host, "memory.host") if self.host is not None else int(_free_ram() * _HOST_SHARE)
         device = None
         if self.device is not None:
-            kind, _, size = self.device.partition(":")
-            if kind != "cpu" or not size:
+            size = self.device.removeprefix("cpu:")
+            if not size[:1].isdigit():
                 raise ConfigError(
-                    f"memory.device is {self.device!r}; this version computes on the CPU: leave it out, or use "
-                    "'cpu:SIZE' for a separate arena that stands in for a GPU's memory."
+                    f"memory.device is {self.device!r}; give SIZE, such as '20GiB' of a GPU's memory, or 'cpu:SIZE' "
+                    "for an arena in RAM that stands in for one."
                 )
             device = parse_bytes(size, "memory.device")
         if self.ssd is None:
@@ -104,7 +119,7 @@ def wrap(
 
     The model is changed in place and used as before: forward, backward, `optimizer.step()`. Its parameters take
     the compute dtype of `precision` ("bf16": bf16 weights that are the high half of an fp32 master; "fp32").
-    Buffers keep their dtype.
+    Buffers keep their dtype and move to the device.
 
     `clip_grad_norm` clips the global gradient norm, exactly, wherever the gradients live. `accumulation_steps`
     announces how many backward passes precede each `step()`: then, without clipping, units are updated while
@@ -123,14 +138,16 @@ def wrap(
         raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
+    device = open_device(memory.torch_device)
     states = optimizer.states(precision)
     options = Options(memory.page_bytes, memory.unit_bytes, accumulation_steps, clip_grad_norm is not None)
     plan = make_plan(describe(model), states, memory.budgets(), options)
-    units = live_units(model, plan.units, states[0].dtype)
+    units = live_units(model, plan.units, states[0].dtype, device.torch_device)
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
-    engine = Engine(plan, units, precision, memory.ssd_directory, clip_grad_norm, poison)
+    engine = Engine(plan, units, precision, memory.ssd_directory, clip_grad_norm, poison, device)
     try:
         Builder(model, engine.store).build(units)
+        move_buffers(model, device.torch_device)
         paged = PagedOptimizer(model, optimizer, engine)
     except BaseException:
         engine.close()

@@ -12,13 +12,15 @@ from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.units import UnitSpec, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
-LEASES, STAGING, RING, FETCH_RING = "leases", "staging", "ring", "fetch_ring"
+LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 
 RING_SLOTS = 4
 """Blocks in flight on SSD at once, at least: one being read, one updated, one written, one to spare."""
 FETCH_SLOTS = 4
 """Pieces of weights between SSD and a separate device at once."""
 FETCH_PIECE_BYTES = 4 << 20
+BOUNCE_ELEMENTS = 1 << 20
+"""Elements of a gradient that leave a separate device at a time; two pieces are on their way at once."""
 BLOCK_ELEMENTS = 1 << 20
 """Elements the update kernel takes at a time: its streams then stay a few MiB, and two threads share a unit."""
 
@@ -96,8 +98,8 @@ class Placement:
     """Home of every extent, and the pages of every line of the ledger.
 
     Lines named after states are homes; LEASES hold weights while they are used, STAGING holds gradients on their
-    way to the update or to SSD, RING blocks of weights and moments that stream through RAM, and FETCH_RING pieces
-    of weights on their way from SSD to a device of its own.
+    way to the update or to SSD, RING blocks of weights and moments that stream through RAM, FETCH_RING pieces of
+    weights on their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it.
     """
 
     homes: Mapping[tuple[int, str], str]
@@ -145,7 +147,8 @@ class _Filler:
         self.grad = {u.index: layout.pages(u, GRAD) for u in units}
         self.moment = {u.index: sum(layout.pages(u, s.name) for s in layout.moments) for u in units}
         self.widest_grad = max(self.grad.values())
-        self.host = budgets.host // layout.page_bytes
+        self.bounce = 2 * self._bounce_pages() if self.separate else 0
+        self.host = budgets.host // layout.page_bytes - self.bounce
 
     def fill(self) -> Placement:
         weights, grads, moments = (sum(m.values()) for m in (self.weight, self.grad, self.moment))
@@ -200,6 +203,11 @@ class _Filler:
             return staging, left - staging, frozenset()
         kept = self._prefix(self.grad, left - least)
         return least, left - least - sum(self.grad[u] for u in kept), kept
+
+    def _bounce_pages(self) -> int:
+        """Pages of one piece of a gradient on its way from a separate device."""
+        widest = max(unit.trainable_numel for unit in self.layout.units)
+        return pages_for(min(widest, BOUNCE_ELEMENTS) * self.layout.itemsize(GRAD), self.layout.page_bytes)
 
     def _prefix(self, pages: dict[int, int], room: int) -> frozenset[int]:
         """The first units, in forward order, whose pages fit `room`."""
@@ -282,6 +290,8 @@ class _Filler:
             )
         else:
             self.reasons.append("Every state fits in host RAM; SSD is not used.")
+        if self.bounce:
+            host[BOUNCE] = self.bounce
         needed = sum(ssd.values()) * layout.page_bytes
         if self.budgets.ssd is not None and needed > self.budgets.ssd:
             self._refuse(SSD, sum(ssd.values()), self.budgets.ssd // layout.page_bytes, "memory.ssd='DIR:SIZE'")
@@ -290,6 +300,8 @@ class _Filler:
 
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes
+        if tier == HOST:
+            needed, available = needed + self.bounce, available + self.bounce
         raise BudgetError(
             f"The training state does not fit: {tier} needs at least {format_bytes(needed * page)} and has "
             f"{format_bytes(available * page)}, {format_bytes((needed - available) * page)} short. "
@@ -301,7 +313,7 @@ class _Filler:
 
 def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
     """tier -> line -> bytes, in the order a table shows them."""
-    order: Sequence[str] = (*(s.name for s in layout.states), GRAD, LEASES, STAGING, RING, FETCH_RING)
+    order: Sequence[str] = (*(s.name for s in layout.states), GRAD, LEASES, STAGING, RING, FETCH_RING, BOUNCE)
     return {
         tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}
         for tier in (DEVICE, HOST, SSD)

@@ -60,7 +60,9 @@ def describe(model: nn.Module) -> ModuleSpec:
     return visit(model, "")
 
 
-def live_units(model: nn.Module, specs: tuple[UnitSpec, ...], dtype: torch.dtype) -> list[LiveUnit]:
+def live_units(
+    model: nn.Module, specs: tuple[UnitSpec, ...], dtype: torch.dtype, device: torch.device
+) -> list[LiveUnit]:
     """The units of a model, on its own parameters (meta ones are still to be built)."""
     params = dict(model.named_parameters(remove_duplicate=False))
     owners: dict[int, list[Owner]] = {}
@@ -71,8 +73,17 @@ def live_units(model: nn.Module, specs: tuple[UnitSpec, ...], dtype: torch.dtype
     units = []
     for spec in specs:
         held = [params[slot.param.name] for slot in spec.slots]
-        units.append(LiveUnit(spec, held, [owners[id(param)] for param in held], dtype))
+        units.append(LiveUnit(spec, held, [owners[id(param)] for param in held], dtype, device))
     return units
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put every buffer where compute runs, each once: shared ones stay shared."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
 
 class Builder:

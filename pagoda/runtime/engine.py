@@ -12,7 +12,6 @@ import torch
 from torch.profiler import record_function
 
 from pagoda.errors import NonFiniteGradientError, UsageError
-from pagoda.memory.arena import Arena
 from pagoda.memory.slabs import SlabRegion
 from pagoda.memory.tier import MemoryTier
 from pagoda.optim.adamw import Hyper, Precision, step_scalars
@@ -22,6 +21,7 @@ from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
 from pagoda.runtime.brackets import Brackets
+from pagoda.runtime.device import Device
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
@@ -64,6 +64,7 @@ class Engine:
         directory: str | None,
         clip_grad_norm: float | None,
         poison: bool,
+        device: Device,
     ) -> None:
         self.units = units
         self.clip_grad_norm = clip_grad_norm
@@ -72,7 +73,8 @@ class Engine:
         """The param group of a parameter; set by the optimizer."""
         self._meter = Meter()
         self._step = 0
-        self.store = Store(plan, directory, poison)
+        self.device = device
+        self.store = Store(plan, directory, poison, device)
         ssd_threads = 2
         self._lanes = {
             "h2d": Lane("h2d"),
@@ -88,6 +90,7 @@ class Engine:
             self._open_staging(plan),
             kernels,
             self._lanes,
+            device,
             write_behind=not plan.options.update_under_backward,
             stalled=self._meter.stalled,
         )
@@ -385,15 +388,14 @@ class Engine:
         """Lease host-resident weights in place where compute can read them, and open the frames for the others."""
         pages = plan.leased_pages()
         tier = self.store.host
-        separate = plan.budgets.device is not None
-        fetcher = Fetcher(self.store, self._lanes, separate)
-        if separate:
-            arena = Arena(plan.placement.pages(DEVICE, LEASES) * plan.page_bytes)
+        fetcher = Fetcher(self.store, self._lanes, self.device)
+        if plan.budgets.device is not None:
+            arena = self.device.arena(plan.placement.pages(DEVICE, LEASES) * plan.page_bytes)
             tier = MemoryTier(DEVICE, arena, plan.page_bytes, poison=poison)
         region = None
         if plan.lease_tier is not None:
             region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), plan.lease_slab)
-        leases = Leases(region, pages, self.store.dtype(WEIGHT), fetcher.fill)
+        leases = Leases(region, pages, self.store.dtype(WEIGHT), self.device, fetcher.fill)
         for unit in self.units:
             if unit.index not in pages:
                 leases.add_home(unit, self.store.in_place(unit.index, WEIGHT, unit.spec.numel))

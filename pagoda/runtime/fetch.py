@@ -7,6 +7,7 @@ import torch
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, WEIGHT
+from pagoda.runtime.device import Device, Event
 from pagoda.runtime.lanes import Handle, Lane, Latch
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -22,11 +23,12 @@ class Fetcher:
     its own through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
     """
 
-    def __init__(self, store: Store, lanes: dict[str, Lane], separate_device: bool) -> None:
+    def __init__(self, store: Store, lanes: dict[str, Lane], device: Device) -> None:
         self._store = store
         self._lanes = lanes
-        self._separate = separate_device
+        self._device = device
         plan = store.plan
+        self._separate = plan.budgets.device is not None
         pages = plan.placement.pages(HOST, FETCH_RING)
         self._piece_bytes = pages // FETCH_SLOTS * plan.page_bytes if pages else _PIECE_BYTES
         self._ring = [store.host.alloc(pages // FETCH_SLOTS) for _ in range(FETCH_SLOTS)] if pages else []
@@ -34,26 +36,28 @@ class Fetcher:
         for slot in range(len(self._ring)):
             self._slots.put(slot)
 
-    def fill(self, unit: LiveUnit, into: memoryview) -> Handle:
-        """Start bringing a unit's weights into `into`, whole pages long."""
+    def fill(self, unit: LiveUnit, into: torch.Tensor, free: Event) -> Handle:
+        """Start bringing a unit's weights into `into`, uint8, whole pages long, once compute has passed `free`."""
         after = () if unit.update is None else (unit.update,)
         home = self._store.tensor(unit.index, WEIGHT)
         if home is not None:
-
-            def copy_home() -> None:
-                # Both tensors are made here: on the caller's thread, inference mode would mark them as its own.
-                target = torch.frombuffer(into, dtype=home.dtype)
-                target.copy_(home[: target.numel()])
-
-            return self._lanes["h2d"].submit(copy_home, after, into.nbytes)
-        pieces = range(0, into.nbytes, self._piece_bytes)
-        fill = self._through_ring if self._separate else self._straight
-        return Latch("ssd_read", [fill(unit, into[at : at + self._piece_bytes], at, after) for at in pieces])
+            source = home.view(torch.uint8)[: into.numel()]
+            return self._lanes["h2d"].submit(
+                lambda: self._device.copy_in(into, source, free).synchronize(), after, into.nbytes
+            )
+        pieces = [(at, into[at : at + self._piece_bytes]) for at in range(0, into.nbytes, self._piece_bytes)]
+        if self._separate:
+            fills = [self._through_ring(unit, piece, at, after, free) for at, piece in pieces]
+        else:
+            fills = [self._straight(unit, memoryview(piece.numpy().data), at, after) for at, piece in pieces]
+        return Latch("ssd_read", fills)
 
     def _straight(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...]) -> Handle:
         return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, into), after, into.nbytes)
 
-    def _through_ring(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...]) -> Handle:
+    def _through_ring(
+        self, unit: LiveUnit, into: torch.Tensor, at: int, after: tuple[Handle, ...], free: Event
+    ) -> Handle:
         taken: list[int] = []
 
         def view() -> memoryview:
@@ -64,7 +68,7 @@ class Fetcher:
             self._load(unit, at, view())
 
         def copy() -> None:
-            torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(view(), dtype=torch.uint8))
+            self._device.copy_in(into, torch.frombuffer(view(), dtype=torch.uint8), free).synchronize()
 
         def copied(_: BaseException | None) -> None:
             for slot in taken:

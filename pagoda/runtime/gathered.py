@@ -52,7 +52,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
                 raise UsageError(f"{unit.name(slot)!r} cannot be gathered while its module's forward is running.")
             placed = unit.spec.slots[slot]
             flat = engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
-            unit.params[slot].data = flat.view(placed.param.shape)
+            unit.params[slot].data = flat.view(placed.param.shape).to(engine.device.torch_device)
             unit.gathered.add(slot)
             taken.append((engine, unit, slot))
         yield
@@ -74,7 +74,7 @@ def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) ->
     placed = unit.spec.slots[slot]
     if tuple(value.shape) != placed.param.shape:
         raise UsageError(f"{unit.name(slot)!r} has shape {placed.param.shape}; {tuple(value.shape)} was written to it.")
-    flat = value.detach().reshape(-1)
+    flat = value.detach().reshape(-1).cpu()
     dtype = store.dtype(WEIGHT)
     if flat.dtype == dtype and slot < unit.trainable and store.has_low:
         old = store.read(unit.index, WEIGHT, placed.offset, flat.numel())

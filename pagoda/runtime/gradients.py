@@ -13,7 +13,9 @@ from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slabs import SlabRegion
 from pagoda.optim.kernels import Kernels
-from pagoda.plan.placement import GRAD
+from pagoda.plan.ops import HOST
+from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, GRAD
+from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -77,6 +79,7 @@ class Gradients:
         staging: SlabRegion | None,
         kernels: Kernels,
         lanes: dict[str, Lane],
+        device: Device,
         write_behind: bool,
         stalled: Callable[[str, float], None],
     ) -> None:
@@ -84,6 +87,8 @@ class Gradients:
         self._staging = staging
         self._kernels = kernels
         self._lanes = lanes
+        self._device = device
+        self._bounce = self._open_bounce()
         self._write_behind = write_behind
         self._stalled = stalled
         self._lock = threading.Condition()
@@ -127,11 +132,11 @@ class Gradients:
         assert record.buffer is not None
         spec = unit.spec.slots[slot]
         into = record.buffer[spec.offset : spec.offset + spec.param.numel]
-        grad = grad.to(into.dtype).contiguous()
-        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
+        grad = grad.to(into.dtype).contiguous().view(-1)
+        issued = self._device.fence()
 
         def take() -> None:
-            record.square_sums[slot] = kernel(into.data_ptr(), grad.data_ptr(), into.numel())
+            record.square_sums[slot] = self._take(into, grad, issued, accumulate)
 
         nbytes = grad.numel() * grad.element_size()
         handle = self._lanes["d2h"].submit(take, record.pending[-1:], nbytes)
@@ -171,6 +176,40 @@ class Gradients:
             if record.run is not None:
                 self._drop_buffer(record)
             self._lock.notify_all()
+
+    def _open_bounce(self) -> list[torch.Tensor]:
+        """Two buffers through which gradients leave a device of its own, shape [BOUNCE_ELEMENTS] at most."""
+        pages = self._store.plan.placement.pages(HOST, BOUNCE) // 2
+        dtype = self._store.dtype(GRAD)
+        runs = [self._store.host.alloc(pages) for _ in range(2 if pages else 0)]
+        return [
+            self._store.host.tensor(run, dtype, pages * self._store.plan.page_bytes // dtype.itemsize) for run in runs
+        ]
+
+    def _take(self, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> float:
+        """Store or add a flat gradient, shape [n], piece by piece; returns the square sum of the result.
+
+        On the d2h lane. From a device of its own, each piece is on its way while the one before is added.
+        """
+        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
+        starts = range(0, grad.numel(), BOUNCE_ELEMENTS)
+
+        def fetch(start: int) -> tuple[torch.Tensor, Event]:
+            piece = grad[start : start + BOUNCE_ELEMENTS]
+            if not self._bounce:
+                return piece, PAST
+            landing = self._bounce[start // BOUNCE_ELEMENTS % 2][: piece.numel()]
+            return landing, self._device.copy_out(landing, piece, issued)
+
+        sums = []
+        upcoming = fetch(0) if starts else None
+        for start in starts:
+            assert upcoming is not None
+            piece, arrived = upcoming
+            upcoming = fetch(start + BOUNCE_ELEMENTS) if start + BOUNCE_ELEMENTS < grad.numel() else None
+            arrived.synchronize()
+            sums.append(kernel(into[start:].data_ptr(), piece.data_ptr(), piece.numel()))
+        return math.fsum(sums)
 
     # Everything below is called with the lock held, except `_hold_back` and lane callbacks.
 

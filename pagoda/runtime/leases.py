@@ -8,6 +8,7 @@ import torch
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
 from pagoda.memory.page import Run
 from pagoda.memory.slabs import SlabRegion
+from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.unit import LiveUnit
 
@@ -57,13 +58,17 @@ class Leases:
         region: SlabRegion | None,
         pages: dict[int, int],
         dtype: torch.dtype,
-        fill: Callable[[LiveUnit, memoryview], Handle],
+        device: Device,
+        fill: Callable[[LiveUnit, torch.Tensor, Event], Handle],
     ) -> None:
         self.region = region
         self._pages = pages
         self._dtype = dtype
+        self._device = device
         self._fill = fill
-        """Starts filling a lease's frames from the home of the weights."""
+        """Starts filling a lease's frames from the home of the weights, once compute has passed an event."""
+        self._freed = PAST
+        """What compute had been given when frames were last freed: nothing after it reads their old values."""
         self._leases: dict[int, Lease] = {}
         self._by_run: dict[int, Lease] = {}
         self._by_storage: dict[int, Lease] = {}
@@ -99,11 +104,12 @@ class Leases:
                 self.drop(self._by_run[victim.start].unit)
             run = self.region.pool.alloc(count)
             assert run is not None, "the window that was freed is contiguous"
-        base = self.region.tensor(run, self._dtype, unit.spec.numel)
         nbytes = unit.spec.numel * self._dtype.itemsize
         whole_pages = -(-nbytes // self.region.page_bytes) * self.region.page_bytes
-        lease = Lease(unit, base, run, None)
-        lease.ready = self._fill(unit, self.region.view(run, 0, whole_pages))
+        with torch.inference_mode(False):  # a lease may outlive the inference that asked for it
+            base = self.region.tensor(run, self._dtype, unit.spec.numel)
+            target = self.region.tensor(run, torch.uint8, whole_pages)
+            lease = Lease(unit, base, run, self._fill(unit, target, self._freed))
         self._register(lease)
         return lease
 
@@ -149,6 +155,7 @@ class Leases:
     def _collect(self) -> None:
         """Free the frames of ended leases that nobody holds any more."""
         kept = []
+        before = len(self._stale)
         for lease in self._stale:
             if lease.pinned:
                 kept.append(lease)
@@ -159,3 +166,5 @@ class Leases:
             del self._by_storage[lease.storage]
             self.region.free(lease.run)
         self._stale = kept
+        if len(kept) < before:
+            self._freed = self._device.fence()

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 
-from pagoda.memory.arena import Arena
 from pagoda.memory.page import PAGE_ALIGN, Run
 from pagoda.memory.ssd import PageFile
 from pagoda.memory.tier import MemoryTier, SSDTier
@@ -14,6 +13,7 @@ from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import BLOCK_ELEMENTS, GRAD, LEASES, RING, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import UnitSpec
+from pagoda.runtime.device import Device
 
 LOW = "weight_low"
 
@@ -26,12 +26,12 @@ class Store:
     (they borrow the ring to bounce SSD pages through).
     """
 
-    def __init__(self, plan: Plan, directory: str | None, poison: bool) -> None:
+    def __init__(self, plan: Plan, directory: str | None, poison: bool, device: Device) -> None:
         self.plan = plan
         layout, placement = plan.layout, plan.placement
         page = plan.page_bytes
         lines = placement.lines
-        self.host = MemoryTier(HOST, Arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
+        self.host = MemoryTier(HOST, device.host_arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
         self.page_file: PageFile | None = None
         self.ssd: SSDTier | None = None
         if SSD in lines:
@@ -140,6 +140,7 @@ class Store:
     def close(self) -> None:
         """Release the SSD file; host memory goes with the last tensor over it."""
         self._tensors.clear()
+        self.host.arena.close()
         if self.page_file is not None:
             self.page_file.close()
 

@@ -20,7 +20,12 @@ class LiveUnit:
     """
 
     def __init__(
-        self, spec: UnitSpec, params: list[nn.Parameter], owners: list[list[Owner]], dtype: torch.dtype
+        self,
+        spec: UnitSpec,
+        params: list[nn.Parameter],
+        owners: list[list[Owner]],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.spec = spec
         self.params = params
@@ -43,7 +48,7 @@ class LiveUnit:
         self.trainable = sum(slot.param.trainable for slot in spec.slots)
         self.steps = [0] * self.trainable
         """Updates each trainable parameter has had."""
-        self.placeholders = [torch.full((), torch.nan, dtype=dtype).expand(p.shape) for p in params]
+        self.placeholders = [torch.full((), torch.nan, dtype=dtype, device=device).expand(p.shape) for p in params]
 
     @property
     def index(self) -> int:

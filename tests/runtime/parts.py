@@ -16,6 +16,7 @@ from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import BLOCK_ELEMENTS, GRAD, RING, RING_SLOTS, Budgets, Placement
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.runtime.construct import describe, live_units
+from pagoda.runtime.device import Device
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.store import Store
@@ -116,9 +117,9 @@ def parts(
     warm_up(precision)
     model = layers_of(sizes)
     plan = plan_for(model, placement, precision, Options(page_bytes=PAGE, unit_limit=1), block_limit)
-    store = Store(plan, str(directory), poison=True)
+    store = Store(plan, str(directory), poison=True, device=Device())
     dtype = store.dtype(GRAD)
-    units = live_units(model, plan.units, dtype)
+    units = live_units(model, plan.units, dtype, Device.torch_device)
     for unit in units:
         for param in unit.params:
             param.data = param.data.to(dtype)
@@ -129,7 +130,9 @@ def parts(
     staging = SlabRegion(memory, staged_units * widest, widest)
     stalls: list[str] = []
     kernels = kernels_for(precision)
-    gradients = Gradients(store, staging, kernels, lanes, write_behind, lambda lane, seconds: stalls.append(lane))
+    gradients = Gradients(
+        store, staging, kernels, lanes, Device(), write_behind, lambda lane, seconds: stalls.append(lane)
+    )
     try:
         yield Parts(plan, store, units, kernels, lanes, staging, gradients, stalls)
     finally:

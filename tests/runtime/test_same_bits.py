@@ -3,6 +3,7 @@
 import itertools
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,15 @@ from zoo import (
     least_host,
     run,
     squeeze,
+    take_step,
     train,
 )
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
+from pagoda.optim.adamw import Precision
 from pagoda.optim.reference import split
-from pagoda.plan.placement import Budgets
+from pagoda.plan.placement import BOUNCE_ELEMENTS, Budgets
 from pagoda.plan.planner import Options
 from pagoda.runtime.construct import describe
 
@@ -227,6 +230,26 @@ def test_only_the_first_step_has_faults_where_a_module_holds_a_parameter(placeme
     recipe = Recipe("conv")
     outcome = train(recipe, memory_of(recipe, placement, tmp_path))
     assert outcome.faults[1:] == [0] * 4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_device(precision: Precision) -> None:
+    """Its pieces take turns in two buffers; the norm is summed piece by piece wherever it comes from."""
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Linear(BOUNCE_ELEMENTS // 512, 1300)
+
+    def loop(model: torch.nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        x = torch.randn(3, BOUNCE_ELEMENTS // 512, generator=torch.Generator().manual_seed(1))
+        for backwards in (1, 2, 3):
+            for _ in range(backwards):
+                model(x.to(model.weight.dtype)).float().square().mean().backward()
+            take_step(optimizer, outcome)
+
+    arena = pagoda.Memory(device="cpu:64MiB", host="256MiB")
+    outcome = run(build(), arena, loop, precision=precision, clip_grad_norm=0.5)
+    outcome.assert_same_bits(run(build(), pagoda.Memory(host="256MiB"), loop, precision=precision, clip_grad_norm=0.5))
 
 
 def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: Path) -> None:

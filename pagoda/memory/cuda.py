@@ -1,0 +1,84 @@
+"""CUDA's side of memory: an arena on a GPU, and host RAM that a GPU can copy from and to by itself."""
+
+import torch
+
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.memory.arena import Arena
+from pagoda.memory.sizes import format_bytes
+
+
+class CudaArena(Arena):
+    """`nbytes` of a GPU's memory, taken at once, with the contract of `Arena` except that no view can be had.
+
+    A tensor does not keep the arena alive: it must not outlive it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Raises ConfigError when `nbytes` is below 1, BudgetError when the GPU has not that much free."""
+        if nbytes < 1:
+            raise ConfigError(f"an arena needs at least 1 byte, not {nbytes}")
+        try:
+            self._gpu_bytes: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise BudgetError(
+                f"{device} has no {format_bytes(nbytes)} for its arena: {format_bytes(free)} of "
+                f"{format_bytes(total)} are free. Lower memory.device, which also leaves room for activations.",
+                tier="device",
+                needed_bytes=nbytes,
+            ) from error
+        self.nbytes = nbytes
+        self.address = self._gpu_bytes.data_ptr()
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        device = self._part(offset, nbytes).device
+        if offset % dtype.itemsize:
+            raise ValueError(f"offset {offset} is not aligned to {dtype}, which has {dtype.itemsize} bytes")
+        storage = torch._C._construct_storage_from_data_pointer(self.address + offset, device, nbytes)
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        raise ValueError("memory of a GPU cannot be viewed by the CPU")
+
+    def poison(self, offset: int, nbytes: int) -> None:
+        """Fill with 0xFF, behind all work that the current stream has been given."""
+        self._part(offset, nbytes).fill_(0xFF)
+
+    def close(self) -> None:
+        """Give the memory back to torch."""
+        self._gpu_bytes = None
+
+    def _part(self, offset: int, nbytes: int) -> torch.Tensor:
+        if self._gpu_bytes is None:
+            raise ValueError("the arena is closed")
+        if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
+            raise ValueError(f"asked for {nbytes} bytes at offset {offset} of an arena of {self.nbytes} bytes")
+        return self._gpu_bytes[offset : offset + nbytes]
+
+
+class PinnedArena(Arena):
+    """An `Arena` whose RAM is page-locked, exactly, so that a GPU copies from and to it at the link's rate.
+
+    torch's own pinned allocations are rounded up to a power of two (pytorch issue 95823).
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises as `Arena`, and BudgetError when the system will not lock that much."""
+        super().__init__(nbytes)
+        error = torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)  # type: ignore[no-untyped-call]
+        self._pinned = int(error) == 0
+        if not self._pinned:
+            raise BudgetError(
+                f"CUDA could not page-lock {format_bytes(nbytes)} of RAM (error {int(error)}). Lower memory.host, or "
+                "raise the limit on locked memory (ulimit -l).",
+                tier="host",
+                needed_bytes=nbytes,
+            )
+
+    def close(self) -> None:
+        """Unlock, and give the memory back as soon as no tensor or view of it is alive. Idempotent."""
+        if self._pinned:
+            self._pinned = False
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+        super().close()
