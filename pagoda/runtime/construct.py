@@ -1,6 +1,7 @@
 """Construction: from an `nn.Module`, real or on meta, to units whose states are in their tiers."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagoda.errors import ConfigError
@@ -15,19 +17,23 @@ from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit, Owner
 
+_LARGE_ELEMENTS = 1 << 20
+"""Elements from which on a parameter of a transformers module waits on meta."""
+
 
 @contextmanager
 def init() -> Iterator[None]:
     """Build a model inside without holding it in RAM: `wrap` initialises it unit by unit, straight into its tier.
 
-    Parameters of modules that can initialise themselves later go to the meta device; buffers and the parameters of
-    all other modules stay real. `wrap` runs the model's own `_init_weights(module)` (as transformers' models and
-    many others have), or the modules' `reset_parameters()`. What a constructor writes into the parameters of a
-    child that has one of these is not repeated: put it in `_init_weights`, or build the model outside `init()`.
+    Parameters of modules that can initialise themselves later go to the meta device, and so do large ones of
+    transformers' modules; buffers and all other parameters stay real. `wrap` runs the model's own
+    `_init_weights(module)` (as transformers' models and many others have), or the modules' `reset_parameters()`. What
+    a constructor writes into the parameters of a child that has one of these is not repeated: put it in
+    `_init_weights`, or build the model outside `init()`.
     """
 
     def to_meta(module: nn.Module, _name: str, param: Any) -> nn.Parameter | None:
-        if not isinstance(param, nn.Parameter) or param.is_meta or _own_initialiser(module) is None:
+        if not isinstance(param, nn.Parameter) or param.is_meta or not _can_wait(module, param):
             return None
         meta = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         meta.__dict__.update(param.__dict__)
@@ -84,6 +90,23 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
+def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
+
+    `model.bfloat16()` would cast the statistics too, and they would stop moving once a step changes less than a
+    rounding: with momentum 0.01, far from where they should be. So they keep their dtype, as all buffers do.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or module.weight is None or module.running_mean is None:
+            continue
+        if module.running_mean.dtype is torch.float32 and dtype is not torch.float32:
+            raise ConfigError(
+                f"{name!r} is a {type(module).__name__} with running statistics in fp32, which torch's CPU kernels do "
+                f"not take beside {dtype} weights. Wrap with precision='fp32', or use a norm without running "
+                "statistics (GroupNorm, or track_running_stats=False)."
+            )
 
 
 class Builder:
@@ -170,12 +193,37 @@ class Builder:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def _can_wait(module: nn.Module, param: nn.Parameter) -> bool:
+    """True where something will initialise the parameter later.
+
+    Models of transformers have to initialise in `_init_weights` whatever their modules hold. Some leave out small
+    parameters that only a constructor knows (CLIP's logit scale), so those stay: they take next to no memory.
+    """
+    if _own_initialiser(module) is not None:
+        return True
+    return type(module).__module__.startswith("transformers.") and param.numel() >= _LARGE_ELEMENTS
+
+
 def _own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
     for name in ("reset_parameters", "_reset_parameters"):
         initialiser = getattr(module, name, None)
         if callable(initialiser):
             return initialiser  # type: ignore[no-any-return]
+    if _is_conv1d(module):
+        return partial(_reset_conv1d, module)
     return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """True for GPT's linear layer in transformers: torch's are not without `reset_parameters`, this one is."""
+    known = sys.modules.get("transformers.pytorch_utils")
+    return known is not None and isinstance(module, known.Conv1D)
+
+
+def _reset_conv1d(module: nn.Module) -> None:
+    """What its constructor does; not all of the models that use it do so in their `_init_weights`."""
+    nn.init.normal_(module.get_parameter("weight"), std=0.02)
+    nn.init.zeros_(module.get_parameter("bias"))
 
 
 def _join(prefix: str, name: str) -> str:

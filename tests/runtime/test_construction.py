@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
+from transformers.pytorch_utils import Conv1D
 from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, batch, loss_of, squeeze
 
 import pagoda
@@ -85,25 +87,47 @@ def test_parameters_wait_on_meta_and_buffers_are_real(name: str) -> None:
         assert torch.equal(buffer, expected), mine
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(
-                strict=True, reason="transformers' Conv1D has no reset_parameters, so it stays real"
-            )
-            if name == "gpt2"
-            else (),
-        )
-        for name in BUILD
-    ],
-)
+def real_share(model: nn.Module) -> float:
+    """Share of a model's elements that are in RAM."""
+    params = list(model.parameters())
+    return sum(p.numel() for p in params if not p.is_meta) / sum(p.numel() for p in params)
+
+
+@pytest.mark.parametrize("name", BUILD)
 def test_nearly_all_of_a_model_waits(name: str) -> None:
     """Or building it would take the RAM that `init` is there to save."""
-    later = built_later(BUILD[name])
-    real = sum(p.numel() for p in later.parameters() if not p.is_meta)
-    assert real < 0.05 * sum(p.numel() for p in later.parameters())
+    assert real_share(built_later(BUILD[name])) < 0.05
+
+
+def mixtral() -> nn.Module:
+    """Its experts are large parameters of a module without `reset_parameters`."""
+    config = {"vocab_size": 96, "hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(**config, **heads, num_local_experts=8))
+
+
+def test_large_parameters_of_transformers_wait_for_the_models_initialiser(wrap: Wrap) -> None:
+    eager, later = mixtral(), built_later(mixtral)
+    assert real_share(later) < 0.01
+    found = values(wrap(later, pagoda.Memory(host="256MiB"))[0])
+    for name, param in eager.named_parameters():
+        assert found[name].mean().item() == pytest.approx(param.mean().item(), abs=1e-3), name
+        assert found[name].std().item() == pytest.approx(param.std().item(), rel=0.1), name
+
+
+def test_small_parameters_of_transformers_keep_what_their_constructor_gave_them() -> None:
+    """Not every `_init_weights` fills them all."""
+    config = CLIPConfig()
+    later = built_later(lambda: CLIPModel(config))
+    assert later.logit_scale.item() == pytest.approx(config.logit_scale_init_value)
+
+
+def test_a_conv1d_of_transformers_needs_no_model_around_it(wrap: Wrap) -> None:
+    later = built_later(lambda: Conv1D(96, 64))
+    assert all(param.is_meta for param in later.parameters())
+    found = values(wrap(later)[0])
+    assert found["weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert found["bias"].eq(0).all()
 
 
 def test_modules_built_after_the_block_are_real_again() -> None:
