@@ -15,7 +15,7 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW, Precision, check_precision
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.runtime.construct import Builder, describe, init, live_units, move_buffers
+from pagoda.runtime.construct import Builder, check_batch_norms, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import gathered, is_paged, mark_homes
@@ -126,7 +126,8 @@ def wrap(
     backward still runs. Left out, any number of passes may precede a step.
 
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
-    SSD directory that is missing or full, ConfigError for other settings, UsageError for a model wrapped already.
+    SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
+    them, UsageError for a model wrapped already.
     """
     memory = memory or Memory()
     check_precision(precision)
@@ -136,10 +137,14 @@ def wrap(
         raise ConfigError(f"accumulation_steps is {accumulation_steps}; it must be at least 1.")
     if any(is_paged(param) for param in model.parameters()):
         raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError("The model has no parameters: there is nothing to train.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
+    if device.torch_device.type == "cpu":
+        check_batch_norms(model, states[0].dtype)
     options = Options(memory.page_bytes, memory.unit_bytes, accumulation_steps, clip_grad_norm is not None)
     plan = make_plan(describe(model), states, memory.budgets(), options)
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)

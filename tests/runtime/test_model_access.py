@@ -1,6 +1,7 @@
 """Weights outside forward: read, written, saved, loaded, and every misuse answered with an error that names the fix."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -651,8 +652,41 @@ def test_an_ssd_directory_that_is_missing_is_refused(size: str, tmp_path: Path) 
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(pagoda.ConfigError, match="frozen"):
         pagoda.wrap(fresh().requires_grad_(False), pagoda.AdamW(), memory=RESIDENT)
-    with pytest.raises(pagoda.ConfigError, match="nothing to train"):
+    with pytest.raises(pagoda.ConfigError, match="no parameters: there is nothing to train"):
         pagoda.wrap(nn.Tanh(), pagoda.AdamW(), memory=RESIDENT)
+
+
+def images_in(model: nn.Module) -> torch.Tensor:
+    return torch.ones(4, 3, 8, 8, dtype=next(model.parameters()).dtype)
+
+
+def test_batch_norms_with_running_statistics_train_in_fp32_only(wrap: Wrap) -> None:
+    """bf16 weights beside fp32 statistics are more than torch's kernels take, and bf16 statistics would go wrong."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    with pytest.raises(pagoda.ConfigError, match=r"'1' is a BatchNorm2d .*precision='fp32'.*GroupNorm"):
+        wrap(model)
+    model, optimizer = wrap(model, precision="fp32")
+    model(images_in(model)).square().mean().backward()
+    optimizer.step()
+    assert model[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(8, track_running_stats=False),
+        nn.BatchNorm2d(8, affine=False),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        nn.GroupNorm(2, 8),
+        nn.BatchNorm2d(8).bfloat16(),
+    ],
+    ids=["untracked", "not-affine", "instance", "group", "bf16-statistics"],
+)
+def test_norms_that_torch_runs_in_bf16_train_in_it(norm: nn.Module, wrap: Wrap) -> None:
+    model, optimizer = wrap(nn.Sequential(nn.Conv2d(3, 8, 3), deepcopy(norm)))
+    model(images_in(model)).float().square().mean().backward()
+    optimizer.step()
+    model(images_in(model))
 
 
 def test_a_model_is_wrapped_once(wrap: Wrap) -> None:
