@@ -61,7 +61,7 @@ class Snapshot:
         with committed(directory) as folder:
             for state in self._states:
                 write_tensors(folder / f"{state.name}.safetensors", self._specs(state), self._pieces(state.name))
-            pieces = (buffer.detach().reshape(-1) for buffer in buffers.values())
+            pieces = (buffer.detach().cpu().reshape(-1) for buffer in buffers.values())
             write_tensors(folder / f"{_BUFFERS}.safetensors", buffer_specs, pieces)
             write_manifest(
                 folder,
