@@ -7,6 +7,7 @@ as JSON.
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -188,6 +189,30 @@ class Hardware:
             return _read(cls, data.get("hardware"), "hardware")
         except (json.JSONDecodeError, OverflowError, ConfigError) as error:
             raise ConfigError(f"{origin} cannot be used: {error}. Run `pagoda calibrate` to write it anew.") from error
+
+
+def hardware_file() -> Path:
+    """Where `pagoda calibrate` writes this machine, and `--hardware auto` reads it: in the user's cache directory."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification has relative paths ignored.
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "pagoda" / "hardware.json"
+
+
+def write_hardware(hardware: Hardware, path: Path) -> None:
+    """Write a file that `read_hardware` reads; whole or not at all. Makes its directory.
+
+    Raises ConfigError if it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(hardware.to_json(), encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"hardware file {path} cannot be written: {error.strerror}; name another") from error
 
 
 def read_hardware(path: Path) -> Hardware:

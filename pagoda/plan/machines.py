@@ -72,6 +72,15 @@ def _link(h2d: float, d2h: float, source: str, gpus: int = 1) -> Link:
     )
 
 
+def rated_endurance(capacity_bytes: float) -> Figure:
+    """Total bytes written that a drive of this capacity is usually rated for, where its own rating is not known."""
+    return Figure(
+        capacity_bytes * _DRIVE_WRITES,
+        "assumed: one drive write a day for five years, the usual rating of data-centre TLC drives "
+        "(Samsung PM9D3a 7.68 TB: 14,016 TB)",
+    )
+
+
 def _drive(capacity: Figure, read: Figure, write: Figure, endurance: Figure | None = None) -> Drive:
     return Drive(
         capacity_bytes=capacity,
@@ -80,12 +89,7 @@ def _drive(capacity: Figure, read: Figure, write: Figure, endurance: Figure | No
         both_bytes_per_s=Figure(
             2 / (1 / read.value + 1 / write.value), "assumed: reading and writing take turns, half of the bytes each"
         ),
-        endurance_bytes=endurance
-        or Figure(
-            capacity.value * _DRIVE_WRITES,
-            "assumed: one drive write a day for five years, the usual rating of data-centre TLC drives "
-            "(Samsung PM9D3a 7.68 TB: 14,016 TB)",
-        ),
+        endurance_bytes=endurance or rated_endurance(capacity.value),
     )
 
 

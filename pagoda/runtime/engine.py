@@ -24,7 +24,7 @@ from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.device import Device
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.packing import Packing, outside_use
 from pagoda.runtime.pilot import Pilot
@@ -75,12 +75,11 @@ class Engine:
         self._step = 0
         self.device = device
         self.store = Store(plan, directory, poison, device)
-        ssd_threads = 2
         self._lanes = {
             "h2d": Lane("h2d"),
             "d2h": Lane("d2h"),
-            "ssd_read": Lane("ssd_read", ssd_threads),
-            "ssd_write": Lane("ssd_write", ssd_threads),
+            "ssd_read": Lane("ssd_read", SSD_THREADS),
+            "ssd_write": Lane("ssd_write", SSD_THREADS),
             "update": Lane("update", torch.get_num_threads()),
         }
         warm_up(precision)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.profiler import record_function
 
+SSD_THREADS = 2
+"""Threads of `ssd_read`, and as many of `ssd_write`: one transfer is on the drive while the next is prepared."""
+
 
 class Handle:
     """Work submitted to a lane. Waiting on it raises what the work raised."""

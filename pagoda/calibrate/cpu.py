@@ -1,0 +1,89 @@
+"""The processors and RAM: products, memory bandwidth, and the kernels and copies of the runtime's lanes."""
+
+from collections.abc import Callable
+from contextlib import closing
+
+import torch
+
+from pagoda.calibrate.matmul import matmul_rate
+from pagoda.calibrate.meter import Meter, cpu_cores, ram_bytes
+from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
+from pagoda.optim import AdamW, Hyper, step_scalars
+from pagoda.optim.kernels import kernels_for, warm_up
+from pagoda.plan.hardware import Cpu, Figure
+from pagoda.plan.placement import BLOCK_ELEMENTS, BOUNCE_ELEMENTS
+from pagoda.runtime.device import PAST, Device
+from pagoda.runtime.lanes import Lane
+
+SCALARS = step_scalars(Hyper.from_group(AdamW().defaults(), 100, 0.9))
+"""Of some step of AdamW; timing does not depend on them."""
+_UNIT_BYTES = 32 << 20
+"""Weights copied at a time."""
+
+
+def measure_cpu(meter: Meter, threads: int) -> Cpu:
+    """Every figure of a CPU; `threads` are the runtime's for updates."""
+    device, effort = torch.device("cpu"), meter.effort
+    memory, update = _update_rates(meter, threads)
+    return Cpu(
+        cores=cpu_cores(),
+        memory_bytes=meter.reading(ram_bytes(), "all RAM, as the system reports it"),
+        memory_bytes_per_s=memory,
+        update_params_per_s=update,
+        bf16=matmul_rate(meter, torch.bfloat16, device, effort.tokens, effort.width),
+        fp32=matmul_rate(meter, torch.float32, device, effort.tokens, effort.width),
+        copy_bytes_per_s=_copy_rate(meter),
+        gradient_bytes_per_s=_gradient_rate(meter),
+    )
+
+
+def _update_rates(meter: Meter, threads: int) -> tuple[Figure, Figure]:
+    """(bytes per second of RAM, parameters per second of AdamW on the split master)."""
+    meter.report("memory bandwidth and updates")
+    warm_up("bf16")
+    params = meter.effort.params
+    streams = [*states_of("bf16", params), filled(params, torch.bfloat16, 1.0)]
+    # Reads every stream and writes all but the gradient.
+    touched = params * (2 * sum(stream.element_size() for stream in streams) - streams[-1].element_size())
+    with closing(Sweeper(params, BLOCK_ELEMENTS, threads)) as sweeper:
+        return (
+            meter.rate(touched, sweeper.arrays(roof_bf16, streams), "reads and writes of an update's streams"),
+            meter.rate(
+                params,
+                sweeper.addresses(kernels_for("bf16").adamw, streams, *SCALARS),
+                f"AdamW on {params >> 20} Mi parameters, {threads} threads",
+            ),
+        )
+
+
+def _copy_rate(meter: Meter) -> Figure:
+    meter.report("copies to a device that is RAM")
+    nbytes = meter.effort.copy_bytes
+    source, target = (filled(nbytes // 4, torch.float32, 1.0).view(torch.uint8) for _ in range(2))
+    device = Device()
+
+    def copy() -> None:
+        for into, out_of in zip(target.split(_UNIT_BYTES), source.split(_UNIT_BYTES), strict=True):  # type: ignore[no-untyped-call]
+            device.copy_in(into, out_of, PAST).synchronize()
+
+    return _on_lane(meter, "h2d", nbytes, copy)
+
+
+def _gradient_rate(meter: Meter) -> Figure:
+    meter.report("storing of gradients")
+    numel = meter.effort.copy_bytes // 2
+    target, source = (filled(numel, torch.bfloat16, 1.0) for _ in range(2))
+    store = kernels_for("bf16").store_gradient
+
+    def take() -> None:
+        for start in range(0, numel, BOUNCE_ELEMENTS):
+            ahead = start * source.element_size()
+            store(target.data_ptr() + ahead, source.data_ptr() + ahead, min(BOUNCE_ELEMENTS, numel - start))
+
+    return _on_lane(meter, "d2h", numel * source.element_size(), take)
+
+
+def _on_lane(meter: Meter, name: str, nbytes: int, work: Callable[[], None]) -> Figure:
+    """Bytes per second of `work` on one thread of a lane."""
+    with closing(Lane(name)) as lane:
+        return meter.rate(nbytes, lambda: lane.submit(work).wait(), "one lane thread")

@@ -1,0 +1,203 @@
+"""The SSD: streams through a page file, with the runtime's lanes and transfer sizes."""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pagoda.calibrate.meter import Meter
+from pagoda.errors import StorageError
+from pagoda.memory.arena import Arena
+from pagoda.memory.sizes import format_bytes
+from pagoda.memory.ssd import PageFile
+from pagoda.plan.hardware import Drive
+from pagoda.plan.machines import rated_endurance
+from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
+
+_PIECE_BYTES = 4 << 20
+"""A block of moments, or a piece of weights on its way to a device."""
+_FILL_S = 5.0
+_WARM_S = 0.1
+_ROUNDS = 3
+_LEAST_PIECES = 16
+"""A window is as long as these take, at least."""
+_LEAD = 4
+"""Pieces that reading or writing may be ahead of the other, as blocks in a ring are."""
+_LEAST_SHARE = 1e-3
+_TURNS = 4
+_MATMUL_SIZE = 1024
+
+
+def check_directory(directory: Path, nbytes: int) -> None:
+    """Raises StorageError unless `directory` is there and has `nbytes` free."""
+    if not directory.is_dir():
+        raise StorageError(f"SSD directory {directory} is not there: create it (mkdir -p) or name another in --ssd")
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise StorageError(
+            f"SSD directory {directory} has {format_bytes(free)} free, and measuring it takes {format_bytes(nbytes)}:"
+            " free some space or name a directory on another disk in --ssd"
+        )
+
+
+def measure_drive(meter: Meter, directory: Path) -> Drive:
+    """Every figure of the drive that holds `directory`, in which nothing is left behind, however this ends.
+
+    Raises StorageError when the directory cannot be used, has too little space, or the drive fails.
+    """
+    check_directory(directory, meter.effort.file_bytes)
+    with ExitStack() as stack:
+        file = stack.enter_context(PageFile(directory, meter.effort.file_bytes // _PIECE_BYTES, _PIECE_BYTES))
+        buffers = Arena(2 * SSD_THREADS * _PIECE_BYTES)
+        # What a drive could compress, or not write at all, would not be the rate of weights.
+        buffers.tensor(0, buffers.nbytes, torch.uint8).numpy()[:] = np.frombuffer(
+            np.random.default_rng(0).bytes(buffers.nbytes), np.uint8
+        )
+        meter.report(f"a file of {format_bytes(file.nbytes)} on the SSD")
+        reading = stack.enter_context(closing(_Stream("ssd_read", file.pread, file.pages, buffers, 0)))
+        writing = stack.enter_context(closing(_Stream("ssd_write", file.pwrite, file.pages, buffers, SSD_THREADS)))
+        # Blocks that were never written would be read from nowhere. On a slow drive, what has been written must do.
+        half = _fill(writing) // 2
+        reading.lies_at(0, half)
+        writing.lies_at(half, half)
+        samples: dict[str, list[float]] = {"read": [], "write": [], "both": [], "share": []}
+        for round_ in range(_ROUNDS):
+            meter.report(f"SSD reads and writes, {round_ + 1} of {_ROUNDS}")
+            window_s = meter.effort.figure_s
+            samples["read"].append(_rate(window_s, reading))
+            samples["write"].append(_rate(window_s, writing))
+            samples["both"].append(_rate(window_s, reading, writing))
+            # In short turns, so that whatever else runs on this machine slows both alike.
+            for _ in range(_TURNS):
+                alone = _products(window_s / _TURNS)
+                with _running(reading, writing):
+                    samples["share"].append(max(_LEAST_SHARE, 1 - _products(window_s / _TURNS) / alone))
+    note = f"{SSD_THREADS} threads each way, {format_bytes(_PIECE_BYTES)} a transfer"
+    if not file.direct:
+        note += f"; through the page cache, as {file.fallback_reason}"
+    capacity = meter.reading(shutil.disk_usage(directory).total, f"all of the file system that holds {directory}")
+    return Drive(
+        capacity_bytes=capacity,
+        read_bytes_per_s=meter.figure(samples["read"], note),
+        write_bytes_per_s=meter.figure(samples["write"], note),
+        both_bytes_per_s=meter.figure(samples["both"], note),
+        endurance_bytes=rated_endurance(capacity.value),
+        cpu_share=meter.figure(samples["share"], "matrix products while the SSD is read and written, and without"),
+    )
+
+
+class _Pace:
+    """Keeps streams in step, none more than `_LEAD` pieces ahead of another, until they are stopped."""
+
+    def __init__(self, streams: int) -> None:
+        self._moved = [0] * streams
+        self.stopped = False
+        self._changed = threading.Condition()
+
+    def next(self, stream: int) -> bool:
+        """Whether `stream` goes on, which waits for the others."""
+        with self._changed:
+            while not self.stopped and self._moved[stream] - min(self._moved) >= _LEAD:
+                self._changed.wait()
+            self._moved[stream] += 1
+            self._changed.notify_all()
+            return not self.stopped
+
+    def stop(self) -> None:
+        with self._changed:
+            self.stopped = True
+            self._changed.notify_all()
+
+
+class _Stream:
+    """One direction: the pieces of a range of the file, round and round, on a lane."""
+
+    def __init__(
+        self, name: str, move: Callable[[int, memoryview], None], pieces: int, buffers: Arena, first_buffer: int
+    ) -> None:
+        self._move = move
+        self._lane = Lane(name, SSD_THREADS)
+        self._views = [buffers.view((first_buffer + i) * _PIECE_BYTES, _PIECE_BYTES) for i in range(SSD_THREADS)]
+        self._lock = threading.Lock()
+        self.lies_at(0, pieces)
+
+    def lies_at(self, first: int, pieces: int) -> None:
+        """From now on stream through `pieces` of the file from `first` on."""
+        self._first, self.pieces = first, pieces
+        self._next = 0
+        self.moved = 0
+        """Pieces that have been read or written since."""
+
+    def start(self, pace: _Pace, number: int) -> list[Handle]:
+        """Stream on every thread until `pace` ends."""
+        return [self._lane.submit(partial(self._run, pace, number, view)) for view in self._views]
+
+    def close(self) -> None:
+        """Join the lane's threads."""
+        self._lane.close()
+
+    def _run(self, pace: _Pace, number: int, view: memoryview) -> None:
+        try:
+            while pace.next(number):
+                with self._lock:
+                    piece, self._next = self._first + self._next % self.pieces, self._next + 1
+                self._move(piece, view)
+                with self._lock:
+                    self.moved += 1
+        except BaseException:
+            pace.stop()  # or the others would wait for this one
+            raise
+
+
+@contextmanager
+def _running(*streams: _Stream) -> Iterator[_Pace]:
+    """Streams run while this is open; raises what any of them raised."""
+    pace = _Pace(len(streams))
+    handles = [handle for number, stream in enumerate(streams) for handle in stream.start(pace, number)]
+    try:
+        yield pace
+    finally:
+        pace.stop()
+        wait_all(handles)
+
+
+def _rate(window_s: float, *streams: _Stream) -> float:
+    """Bytes per second of all streams together."""
+
+    def moved() -> int:
+        return sum(stream.moved for stream in streams)
+
+    with _running(*streams) as pace:
+        time.sleep(_WARM_S)
+        start, before = time.perf_counter(), moved()
+        while (time.perf_counter() - start < window_s or moved() - before < _LEAST_PIECES) and not pace.stopped:
+            time.sleep(min(window_s, 0.01))
+        elapsed, pieces = time.perf_counter() - start, moved() - before
+    return pieces * _PIECE_BYTES / elapsed
+
+
+def _fill(writing: _Stream) -> int:
+    """Write the file once, for `_FILL_S` at most; returns the pieces that were written, from its start."""
+    start = time.perf_counter()
+    with _running(writing) as pace:
+        while writing.moved < writing.pieces and not pace.stopped:
+            if time.perf_counter() - start > _FILL_S and writing.moved >= 2 * _LEAST_PIECES:
+                break
+            time.sleep(0.01)
+    return min(writing.moved, writing.pieces)
+
+
+def _products(seconds: float) -> float:
+    """Matrix products per second on all cores."""
+    left = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE)
+    count, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        left @ left
+        count += 1
+    return count / elapsed

@@ -1,0 +1,68 @@
+"""A GPU and its link to host RAM."""
+
+import torch
+
+from pagoda.calibrate.matmul import ended, matmul_rate
+from pagoda.calibrate.meter import Meter
+from pagoda.memory.cuda import CudaArena, PinnedArena
+from pagoda.plan.hardware import Device, Figure, Link
+from pagoda.runtime.device import PAST, CudaDevice
+
+_TOKENS = 8192
+_WIDTH = 4096
+_UPDATED = 64 << 20
+"""Parameters, 16 bytes each."""
+_COPIED = 1 << 30
+
+
+def measure_gpu(meter: Meter, device: torch.device) -> Device:
+    """Every figure of one GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    bf16 = matmul_rate(meter, torch.bfloat16, device, _TOKENS, _WIDTH)
+    fp32 = matmul_rate(meter, torch.float32, device, _TOKENS // 4, _WIDTH)
+    meter.report("memory of the GPU, and updates on it")
+    return Device(
+        memory_bytes=meter.reading(properties.total_memory, "all of the GPU's memory, as CUDA reports it"),
+        memory_bytes_per_s=_memory_rate(meter, device),
+        bf16=bf16,
+        fp32=fp32,
+        update_params_per_s=_update_rate(meter, device),
+    )
+
+
+def _memory_rate(meter: Meter, device: torch.device) -> Figure:
+    source, target = (torch.ones(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    return meter.rate(2.0 * _COPIED, ended(device, lambda: target.copy_(source)), "a copy, read and written")
+
+
+def _update_rate(meter: Meter, device: torch.device) -> Figure:
+    # Pagoda has no update on the GPU yet: torch's stands in, which moves 28 bytes of fp32 a parameter.
+    parameter = torch.nn.Parameter(torch.ones(_UPDATED, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return meter.rate(_UPDATED, ended(device, lambda: optimizer.step()), "torch's fused AdamW in fp32")
+
+
+def measure_link(meter: Meter, torch_device: torch.device) -> Link:
+    """Copies of page-locked RAM, as the runtime makes them, with one GPU at work."""
+    meter.report("copies between RAM and the GPU")
+    nbytes = meter.effort.copy_bytes
+    device = CudaDevice(torch_device)
+    host, gpu = PinnedArena(2 * nbytes), CudaArena(2 * nbytes, torch_device)
+    down_from, up_to = (host.tensor(i * nbytes, nbytes, torch.uint8) for i in range(2))
+    down_to, up_from = (gpu.tensor(i * nbytes, nbytes, torch.uint8) for i in range(2))
+
+    def both() -> None:
+        ends = device.copy_in(down_to, down_from, PAST), device.copy_out(up_to, up_from, PAST)
+        for end in ends:
+            end.synchronize()
+
+    try:
+        return Link(
+            h2d_bytes_per_s=meter.rate(nbytes, lambda: device.copy_in(down_to, down_from, PAST).synchronize()),
+            d2h_bytes_per_s=meter.rate(nbytes, lambda: device.copy_out(up_to, up_from, PAST).synchronize()),
+            both_bytes_per_s=meter.rate(2.0 * nbytes, both),
+        )
+    finally:
+        host.close()
+        gpu.close()

@@ -1,0 +1,76 @@
+"""One calibration: everything that this machine has, in turn, so that nothing disturbs what is measured."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pagoda.calibrate.cpu import measure_cpu
+from pagoda.calibrate.drive import check_directory, measure_drive
+from pagoda.calibrate.gpu import measure_gpu, measure_link
+from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name
+from pagoda.calibrate.ranks import Ranks, joined, launched, measure_collectives, shared
+from pagoda.plan.hardware import Hardware
+
+
+def calibrate(
+    ssd: Path | None, device: torch.device, report: Callable[[str], None] = lambda _: None, effort: Effort | None = None
+) -> Hardware:
+    """Measure this machine; takes under a minute.
+
+    Started by torchrun, every rank calls it and gets what rank 0 measured, alone, and what all measured together.
+
+    Args:
+        ssd: a directory on the drive to measure; None leaves the drive out. Nothing stays in it.
+        device: what computes: a GPU (its link is measured too) or the CPU.
+        report: called with what is measured next.
+        effort: how much is measured; by default what gives steady figures.
+
+    Raises:
+        StorageError: the directory is missing, has too little space, or its drive fails.
+    """
+    effort = effort or Effort()
+    ranks = launched()
+    gpu = device.type == "cuda"
+    if gpu and ranks.world > 1:
+        device = torch.device("cuda", ranks.local_rank)
+    if ssd is not None:
+        check_directory(ssd, effort.file_bytes)  # on every rank, before any waits for another
+    name = torch.cuda.get_device_name(device) if gpu else cpu_name()
+    with joined(ranks):
+        host, compute = Meter(cpu_name(), effort, report), Meter(name, effort, report)
+        measured = _alone(host, compute, name, ssd, device, ranks) if ranks.rank == 0 else None
+        hardware = shared(measured, ranks)
+        intra, inter = measure_collectives(compute, ranks, device)
+    return replace(
+        hardware,
+        gpus_per_node=ranks.local_world,
+        intra_node_bytes_per_s=intra,
+        inter_node_bytes_per_s=inter,
+    )
+
+
+def _alone(host: Meter, compute: Meter, name: str, ssd: Path | None, device: torch.device, ranks: Ranks) -> Hardware:
+    """What one process measures."""
+    gpu = device.type == "cuda"
+    with _threads(cpu_cores() if ranks.world > 1 else torch.get_num_threads()):
+        return Hardware(
+            name=name,
+            cpu=measure_cpu(host, torch.get_num_threads()),
+            device=measure_gpu(compute, device) if gpu else None,
+            link=measure_link(compute, device) if gpu else None,
+            ssd=None if ssd is None else measure_drive(host, ssd),
+        )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """torchrun gives each rank one thread, but a node's figures are those of all its cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

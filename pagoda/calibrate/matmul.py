@@ -1,0 +1,77 @@
+"""Matrix products: the fastest there is, and what a transformer reaches with them."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from pagoda.calibrate.meter import Meter
+from pagoda.plan.hardware import Figure, MatmulRate
+
+_HEAD_WIDTH = 64
+
+
+def matmul_rate(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, width: int) -> MatmulRate:
+    """Peak: the fastest of a block's products. Reached: forward and backward of one block of `width` on `tokens`."""
+    meter.report(f"{str(dtype).removeprefix('torch.')} matrix products on {device.type}")
+    shapes = [(tokens, width, width), (tokens, width, 4 * width), (2 * tokens, 4 * width, width)]
+    products = [_product(meter, dtype, device, *shape) for shape in shapes]
+    return MatmulRate(
+        peak_flop_per_s=max(products, key=lambda figure: figure.value),
+        reached_flop_per_s=_block(meter, dtype, device, tokens, width),
+    )
+
+
+def ended(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:
+    """`work` that has ended when it returns, on a GPU too."""
+
+    def run() -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return run
+
+
+def _product(meter: Meter, dtype: torch.dtype, device: torch.device, rows: int, inner: int, columns: int) -> Figure:
+    generator = torch.Generator(device).manual_seed(0)
+    left = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
+    right = torch.randn(columns, inner, generator=generator, device=device).to(dtype)
+    note = f"[{rows}, {inner}] times [{inner}, {columns}]"
+    return meter.rate(2.0 * rows * inner * columns, ended(device, lambda: left @ right.T), note)
+
+
+def _block(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, width: int) -> Figure:
+    """FLOPs are those of products and of the whole square of attention, as `pagoda.plan.tree` counts them."""
+    seq_len = min(tokens, 512)
+    ffn = width * 11 // 4
+    generator = torch.Generator(device).manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        values = torch.randn(rows, columns, generator=generator, device=device) * 0.02
+        return values.to(dtype).requires_grad_()
+
+    x = matrix(tokens, width)
+    qkv, out, up, gate, down = (
+        matrix(*shape) for shape in ((3 * width, width), (width, width), (ffn, width), (ffn, width), (width, ffn))
+    )
+
+    def norm(values: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(values, (width,))
+
+    def step() -> None:
+        # [tokens, 3 * width] -> three of [sequences, heads, seq_len, _HEAD_WIDTH]
+        parts = functional.linear(norm(x), qkv).view(-1, seq_len, 3, width // _HEAD_WIDTH, _HEAD_WIDTH)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = x + functional.linear(attended.transpose(1, 2).reshape(tokens, width), out)
+        inner = norm(hidden)
+        expanded = functional.silu(functional.linear(inner, gate)) * functional.linear(inner, up)
+        y = hidden + functional.linear(expanded, down)
+        torch.autograd.grad(y.sum(), (x, qkv, out, up, gate, down))
+
+    elements = 4 * width**2 + 3 * width * ffn
+    flops = 3.0 * tokens * (2.0 * elements + 4.0 * seq_len * width)
+    note = f"forward and backward of a block of width {width} on {tokens} tokens"
+    with torch.enable_grad():
+        return meter.rate(flops, ended(device, step), note)

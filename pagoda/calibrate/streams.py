@@ -1,0 +1,96 @@
+"""What an update streams through memory: its states, and plain kernels that touch the same bytes and compute nothing.
+
+Those are the roof: no update is faster, so their rate is what the memory gives.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from pagoda.memory.arena import Arena
+from pagoda.optim import AdamW, Precision
+from pagoda.runtime.lanes import Lane, wait_all
+
+_PATTERN = 1 << 20
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def roof_bf16(high: Any, low: Any, avg: Any, avg_sq: Any, gradient: Any, mask: Any) -> None:
+    """Reads five streams and writes four, each value unchanged as ``mask`` is zero (LLVM cannot know)."""
+    for i in range(len(gradient)):
+        x = gradient[i] & mask
+        high[i] ^= x
+        low[i] ^= x
+        avg[i] ^= np.int32(x)
+        avg_sq[i] ^= np.int32(x)
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def roof_fp32(weight: Any, avg: Any, avg_sq: Any, gradient: Any, mask: Any) -> None:
+    """Reads four streams and writes three, as `roof_bf16`."""
+    for i in range(len(gradient)):
+        x = gradient[i] & mask
+        weight[i] ^= x
+        avg[i] ^= x
+        avg_sq[i] ^= x
+
+
+class Sweeper:
+    """Runs a kernel over all parameters, block by block, on a lane like the one that runs updates."""
+
+    def __init__(self, params: int, block: int, threads: int) -> None:
+        self.params, self.block = params, block
+        self._lane = Lane("update", threads)
+
+    def __call__(self, block_fn: Callable[[int, int], object]) -> Callable[[], None]:
+        """One sweep of `block_fn(first element, elements)`; it has ended on return."""
+
+        def run(start: int) -> None:
+            block_fn(start, min(self.block, self.params - start))
+
+        def sweep() -> None:
+            wait_all([self._lane.submit(partial(run, start)) for start in range(0, self.params, self.block)])
+
+        return sweep
+
+    def addresses(
+        self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor], *scalars: float
+    ) -> Callable[[], None]:
+        """A sweep of a kernel that takes the address of each tensor's block, its elements, and scalars."""
+
+        def block(start: int, n: int) -> None:
+            kernel(*(tensor.data_ptr() + start * tensor.element_size() for tensor in tensors), n, *scalars)
+
+        return self(block)
+
+    def arrays(self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """A sweep of a plain kernel that takes each tensor's block as integers, and a mask of zero."""
+        views = [tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy() for tensor in tensors]
+        mask = views[-1].dtype.type(0)
+        return self(lambda start, n: kernel(*(view[start : start + n] for view in views), mask))
+
+    def close(self) -> None:
+        """Join the lane's threads."""
+        self._lane.close()
+
+
+def filled(numel: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """An arena's tensor, shape [numel], of random values, repeated: ordinary numbers are all that timing needs."""
+    tensor = Arena(numel * dtype.itemsize).tensor(0, numel, dtype)
+    generator = torch.Generator().manual_seed(0)
+    pattern = (torch.randn(min(numel, _PATTERN), generator=generator) * scale).to(dtype)
+    for start in range(0, numel, _PATTERN):
+        tensor[start : start + _PATTERN] = pattern[: numel - start]
+    return tensor
+
+
+def states_of(precision: Precision, params: int) -> list[torch.Tensor]:
+    """AdamW's states, shape [params] each, in the order of its kernel."""
+    scales = {"weight": 0.02, "weight_low": 1e4, "exp_avg": 1e-3, "exp_avg_sq": 1e-3}
+    tensors = [filled(params, spec.dtype, scales[spec.name]) for spec in AdamW().states(precision)]
+    tensors[-1].abs_()
+    return tensors
