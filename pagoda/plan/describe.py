@@ -25,6 +25,8 @@ class _Layer:
     params: tuple[ParamSpec, ...] = ()
     multiplied: float = 0.0
     """Matrix elements that a token is multiplied by, on average."""
+    tied: tuple[str, ...] = ()
+    """Parameters of another layer that it uses."""
     attended: int = 0
     """Width of queries whose attention runs right before this layer, which takes its result."""
 
@@ -81,7 +83,7 @@ def _layers(shape: PaperShape, tiles: int) -> Iterator[_Layer]:
             for index in range(blocks):
                 yield from _block(shape, f"{stack}.{index}", tiles, cross=stack == "decoder")
             yield _norm(shape, f"{stack}.norm")
-    yield _Layer(HEAD, multiplied=float(embedding.numel))
+    yield _Layer(HEAD, multiplied=float(embedding.numel), tied=(embedding.name,))
 
 
 def _block(shape: PaperShape, name: str, tiles: int, cross: bool = False) -> Iterator[_Layer]:
@@ -126,13 +128,13 @@ def _matrix(
         part = name if tiles == 1 else f"{name}.{index}"
         weight = ParamSpec(f"{part}.weight", (rows, columns))
         params = (weight, ParamSpec(f"{part}.bias", (rows,))) if shape.family == "gpt" else (weight,)
-        yield _Layer(part, params, share * weight.numel, attended // tiles)
+        yield _Layer(part, params, share * weight.numel, attended=attended // tiles)
 
 
 def _tree(name: str, layers: list[_Layer]) -> ModuleSpec:
     """The module `name`, of which `layers` are all layers in it; each child's are consecutive."""
     if len(layers) == 1 and layers[0].name == name:
-        return ModuleSpec(name, layers[0].params)
+        return ModuleSpec(name, layers[0].params, tied=layers[0].tied)
     prefix = f"{name}." if name else ""
     groups: dict[str, list[_Layer]] = {}
     for layer in layers:

@@ -6,6 +6,8 @@ from enum import StrEnum
 DEVICE, HOST, SSD = "device", "host", "ssd"
 LANES = ("h2d", "d2h", "ssd_read", "ssd_write", "update")
 """The lanes besides `compute`, which is the thread that runs the model."""
+GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
+"""Gradients on their way to an extent at once: bounds what autograd's own copies add to peak memory."""
 
 
 class Kind(StrEnum):

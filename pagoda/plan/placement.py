@@ -117,7 +117,28 @@ class Placement:
         return self.lines.get(tier, {}).get(line, 0)
 
 
-def place(layout: Layout, budgets: Budgets, transient_gradients: bool, staging_buffers: int = 2) -> Placement:
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How host RAM is divided where not everything fits: what a search tries. The defaults are a good guess."""
+
+    weight_share: float = 1.0
+    """Most of the weights, in pages, that RAM is home to."""
+    grad_share: float = 1.0
+    """Most of the gradients."""
+    leases_ahead: int = 2
+    """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
+
+
+USUAL_SPLIT = Split()
+
+
+def place(
+    layout: Layout,
+    budgets: Budgets,
+    transient_gradients: bool,
+    staging_buffers: int = 2,
+    split: Split = USUAL_SPLIT,  # frozen
+) -> Placement:
     """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
 
     A byte of weights on SSD costs up to four transfers a step (forward, backward, update in and out), a byte of
@@ -129,17 +150,18 @@ def place(layout: Layout, budgets: Budgets, transient_gradients: bool, staging_b
 
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
-    return _Filler(layout, budgets, transient_gradients, staging_buffers).fill()
+    return _Filler(layout, budgets, transient_gradients, staging_buffers, split).fill()
 
 
 class _Filler:
     """Works through the levels of `place`, from everything in RAM to everything on SSD."""
 
-    def __init__(self, layout: Layout, budgets: Budgets, transient: bool, staging_buffers: int) -> None:
+    def __init__(self, layout: Layout, budgets: Budgets, transient: bool, staging_buffers: int, split: Split) -> None:
         self.layout = layout
         self.budgets = budgets
         self.transient = transient
         self.staging_buffers = staging_buffers
+        self.split = split
         self.separate = budgets.device is not None
         self.reasons: list[str] = []
         units = layout.units
@@ -169,10 +191,12 @@ class _Filler:
         least_staging = min(grads, self.staging_buffers * self.widest_grad)
         ring_states = self._ring_pages(weights_on_ssd=False)
         left = self.host - ring_states - least_staging
-        weights_in = self._prefix(self.weight, left)
+        most = int(self.split.weight_share * sum(self.weight.values()))
+        weights_in = self._prefix(self.weight, min(most, left))
         lease_pages = 0
         if len(weights_in) < len(self.layout.units):
-            lease_pages, least = self.layout.lease_pages(ahead=2), self.layout.lease_pages(ahead=1)
+            lease_pages = self.layout.lease_pages(self.split.leases_ahead)
+            least = self.layout.lease_pages(ahead=1)
             if self.separate:
                 lease_pages = least = FETCH_SLOTS * self.layout.fetch_piece_pages
             left = self.host - self._ring_pages(weights_on_ssd=True) - least_staging
@@ -182,7 +206,7 @@ class _Filler:
                 needed = min(streamed, resident, everything)
                 self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
             lease_pages = min(lease_pages, left)
-            weights_in = self._prefix(self.weight, left - lease_pages)
+            weights_in = self._prefix(self.weight, min(most, left - lease_pages))
             left -= lease_pages
         left -= sum(self.weight[u] for u in weights_in)
         staging, left, grads_in = self._gradients(left + least_staging, least_staging)
@@ -192,7 +216,7 @@ class _Filler:
     def _gradients(self, left: int, least: int) -> tuple[int, int, frozenset[int]]:
         """(staging pages, pages left for moments, units whose gradients live in RAM)."""
         grads = sum(self.grad.values())
-        if grads <= left:
+        if grads <= left and self.split.grad_share >= 1:
             everything = frozenset(u.index for u in self.layout.units)
             if not self.transient:
                 return 0, left - grads, everything
@@ -201,7 +225,7 @@ class _Filler:
         if self.transient:
             staging = min(left, 4 * self.widest_grad)
             return staging, left - staging, frozenset()
-        kept = self._prefix(self.grad, left - least)
+        kept = self._prefix(self.grad, min(int(self.split.grad_share * grads), left - least))
         return least, left - least - sum(self.grad[u] for u in kept), kept
 
     def _bounce_pages(self) -> int:

@@ -13,16 +13,18 @@ from pagoda.plan.placement import (
     BLOCK_ELEMENTS,
     GRAD,
     LEASES,
+    USUAL_SPLIT,
     WEIGHT,
     Budgets,
     Layout,
     Placement,
+    Split,
     bytes_by_state,
     place,
 )
 from pagoda.plan.schedule import schedule_leases
 from pagoda.plan.trace import STEP, Phase, Trace, assumed_trace
-from pagoda.plan.units import ModuleSpec, UnitSpec, discover, enclosing
+from pagoda.plan.units import ModuleSpec, UnitSpec, discover, enclosing, forward_uses
 
 _MAX_UNIT_BYTES = 512 << 20
 _MIN_UNIT_BYTES = 64 << 10
@@ -45,6 +47,8 @@ class Options:
     accumulation_steps: int | None = None
     """Micro-batches per step, if announced."""
     clipping: bool = False
+    split: Split = USUAL_SPLIT
+    """How host RAM is divided; see `search`."""
 
     @property
     def update_under_backward(self) -> bool:
@@ -161,7 +165,8 @@ def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets,
         *placement.reasons,
         _when(options),
     )
-    trace = assumed_trace(len(units), options.accumulation_steps or 1)
+    uses = [use.unit for use in forward_uses(root, units)]
+    trace = assumed_trace(uses, options.accumulation_steps or 1)
     draft = Plan(layout, budgets, placement, options, trace, (), reasons)
     return draft.retraced(trace)
 
@@ -172,7 +177,7 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     for block_limit, staging_buffers in _BUFFERS:
         candidate = replace(layout, block_limit=block_limit)
         try:
-            return candidate, place(candidate, budgets, options.update_under_backward, staging_buffers)
+            return candidate, place(candidate, budgets, options.update_under_backward, staging_buffers, options.split)
         except BudgetError as refusal:
             refusals.append(refusal)
     raise _least(refusals)

@@ -1,5 +1,6 @@
 """The trace: in which order one step uses its units."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -36,10 +37,10 @@ class Trace:
             raise ValueError("a trace holds one STEP, at its end")
 
 
-def assumed_trace(units: int, accumulation_steps: int = 1) -> Trace:
-    """The trace a model most likely has: every unit forward in order, then backward, per micro-batch."""
-    forward = [Access(u, Phase.FORWARD) for u in range(units)]
-    backward = [Access(u, Phase.BACKWARD) for u in reversed(range(units))]
+def assumed_trace(uses: Sequence[int], accumulation_steps: int = 1) -> Trace:
+    """The trace a model most likely has: every unit as forward uses them, then back again, per micro-batch."""
+    forward = [Access(u, Phase.FORWARD) for u in uses]
+    backward = [Access(u, Phase.BACKWARD) for u in reversed(uses)]
     return Trace((*(forward + backward) * accumulation_steps, STEP), assumed=True)
 
 

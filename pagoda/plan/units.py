@@ -31,6 +31,8 @@ class ModuleSpec:
     name: str
     params: tuple[ParamSpec, ...]
     children: tuple["ModuleSpec", ...] = ()
+    tied: tuple[str, ...] = ()
+    """Names of parameters that it uses and an earlier module owns."""
 
     def walk(self) -> Iterator[ParamSpec]:
         """Every parameter of the subtree, in pre-order."""
@@ -93,6 +95,38 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
     if not units:
         raise BudgetError("The model has no floating-point parameters, so there is nothing to train in pages.")
     return tuple(units)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A module of a forward pass that needs a unit."""
+
+    unit: int
+    module: str
+
+
+def forward_uses(root: ModuleSpec, units: tuple[UnitSpec, ...]) -> tuple[Use, ...]:
+    """The uses of units in one forward pass, taken to run modules in the order in which they are declared.
+
+    A module that uses a parameter of another's needs that one's unit where it stands itself.
+    """
+    owner = {slot.param.name: unit for unit in units for slot in unit.slots}
+    uses: list[Use] = []
+
+    def use(unit: UnitSpec, module: str) -> None:
+        if not uses or uses[-1].unit != unit.index:
+            uses.append(Use(unit.index, module))
+
+    def visit(module: ModuleSpec) -> None:
+        for name in module.tied:
+            use(owner[name], module.name)
+        for param in module.params:
+            use(owner[param.name], owner[param.name].module)
+        for child in module.children:
+            visit(child)
+
+    visit(root)
+    return tuple(uses)
 
 
 def enclosing(units: tuple[UnitSpec, ...]) -> dict[int, frozenset[int]]:

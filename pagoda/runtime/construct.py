@@ -48,19 +48,23 @@ def init() -> Iterator[None]:
 
 def describe(model: nn.Module) -> ModuleSpec:
     """The model as the planner sees it: every floating-point parameter once, under its first owner."""
-    seen: set[int] = set()
+    names: dict[int, str] = {}
 
     def visit(module: nn.Module, name: str) -> ModuleSpec:
-        params = []
+        params, tied = [], []
         for short, param in module.named_parameters(recurse=False):
-            if param.is_floating_point() and id(param) not in seen:
-                seen.add(id(param))
-                params.append(ParamSpec(_join(name, short), tuple(param.shape), param.requires_grad))
+            if not param.is_floating_point():
+                continue
+            if id(param) in names:
+                tied.append(names[id(param)])
+                continue
+            names[id(param)] = _join(name, short)
+            params.append(ParamSpec(_join(name, short), tuple(param.shape), param.requires_grad))
         visited.add(module)
         children = tuple(
             visit(child, _join(name, short)) for short, child in module.named_children() if child not in visited
         )
-        return ModuleSpec(name, tuple(params), children)
+        return ModuleSpec(name, tuple(params), children, tuple(tied))
 
     visited: set[nn.Module] = set()
     return visit(model, "")

@@ -13,15 +13,12 @@ from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slabs import SlabRegion
 from pagoda.optim.kernels import Kernels
-from pagoda.plan.ops import HOST
+from pagoda.plan.ops import GRADIENTS_IN_FLIGHT_BYTES, HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, GRAD
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-
-_IN_FLIGHT_BYTES = 32 << 20
-"""Gradients on their way to an extent at once: bounds what autograd's own copies add to peak memory."""
 
 
 class UnitGradient:
@@ -315,7 +312,7 @@ class Gradients:
         self._in_flight_bytes += nbytes
         start = time.perf_counter()
         stalled = False
-        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > _IN_FLIGHT_BYTES):
+        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > GRADIENTS_IN_FLIGHT_BYTES):
             oldest, size = self._in_flight.popleft()
             stalled = stalled or not oldest.done
             oldest.wait()

@@ -118,7 +118,7 @@ def test_nothing_is_fetched_for_use_after_the_step_that_updates_it(problem: Prob
             assert served or problem.next_use(op.unit, op.tick) < inf
 
 
-TWO_UNITS_ONE_FRAME = Problem(assumed_trace(2), {0: 1, 1: 1}, frozenset({0, 1}), 1, 1)
+TWO_UNITS_ONE_FRAME = Problem(assumed_trace(range(2)), {0: 1, 1: 1}, frozenset({0, 1}), 1, 1)
 
 
 @example(TWO_UNITS_ONE_FRAME)
@@ -192,10 +192,10 @@ def test_the_next_use_is_the_nearest_one_around_the_cycle(trace: Trace, unit: in
 
 
 def test_memory_below_the_largest_lease_is_refused() -> None:
-    problem = Problem(assumed_trace(2), {0: 1, 1: 3}, frozenset(), 2, 3)
+    problem = Problem(assumed_trace(range(2)), {0: 1, 1: 3}, frozenset(), 2, 3)
     with pytest.raises(ValueError, match="2 frames cannot hold a slab of 3"):
         problem.schedule()
 
 
 def test_nothing_is_scheduled_where_nothing_is_leased() -> None:
-    assert Problem(assumed_trace(2), {}, frozenset(), 0, 0).schedule() == ()
+    assert Problem(assumed_trace(range(2)), {}, frozenset(), 0, 0).schedule() == ()

@@ -22,15 +22,16 @@ def test_a_trace_without_exactly_one_step_at_its_end_is_refused(wrong: tuple[Acc
         Trace(wrong)
 
 
-@given(st.integers(1, 9), st.integers(1, 4))
-def test_the_assumed_trace_runs_every_unit_forward_then_back_in_each_micro_batch(units: int, batches: int) -> None:
-    trace = assumed_trace(units, batches)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 4))
+def test_the_assumed_trace_runs_every_use_forward_then_back_in_each_micro_batch(uses: list[int], batches: int) -> None:
+    trace = assumed_trace(uses, batches)
+    units = len(uses)
     assert trace.assumed
     body = trace.accesses[:-1]
     for batch in range(batches):
         part = body[batch * 2 * units : (batch + 1) * 2 * units]
-        assert [a.unit for a in part[:units] if a.phase is Phase.FORWARD] == list(range(units))
-        assert [a.unit for a in part[units:] if a.phase is Phase.BACKWARD] == list(range(units))[::-1]
+        assert [a.unit for a in part[:units] if a.phase is Phase.FORWARD] == uses
+        assert [a.unit for a in part[units:] if a.phase is Phase.BACKWARD] == uses[::-1]
     assert len(body) == batches * 2 * units
 
 

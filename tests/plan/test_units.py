@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
-from pagoda.plan.units import ALIGN_ELEMENTS, ModuleSpec, ParamSpec, UnitSpec, discover, enclosing
+from pagoda.plan.units import ALIGN_ELEMENTS, ModuleSpec, ParamSpec, UnitSpec, discover, enclosing, forward_uses
 
 from .strategies import module_trees
 
@@ -113,3 +113,20 @@ def test_a_model_without_parameters_is_refused() -> None:
 def test_the_unit_of_the_model_itself_has_a_name_to_show() -> None:
     (unit,) = discover(ModuleSpec("", (ParamSpec("scale", (3,)),)), 1024, 2)
     assert (unit.module, unit.name) == ("", "(model)")
+
+
+def test_a_tied_parameter_is_used_where_its_second_module_stands() -> None:
+    embedding = ModuleSpec("embedding", (ParamSpec("embedding.weight", (64, 8)),))
+    layers = tuple(ModuleSpec(f"layers.{i}", (ParamSpec(f"layers.{i}.weight", (8, 8)),)) for i in range(2))
+    head = ModuleSpec("head", (), tied=("embedding.weight",))
+    root = ModuleSpec("", (), (embedding, ModuleSpec("layers", (), layers), head))
+    units = discover(root, 128, 2)
+    assert [unit.module for unit in units] == ["embedding", "layers.0", "layers.1"]
+    assert [(use.unit, use.module) for use in forward_uses(root, units)] == [
+        (0, "embedding"),
+        (1, "layers.0"),
+        (2, "layers.1"),
+        (0, "head"),
+    ]
+    (whole,) = discover(root, 1 << 20, 2)
+    assert [use.unit for use in forward_uses(root, (whole,))] == [0]

@@ -1,0 +1,186 @@
+"""The simulator: runs a plan's ops on a model of hardware, as discrete events.
+
+It follows the runtime's rules, not a formula: lanes take work in the order in which it becomes ready, compute waits for
+leases and for updates that are due, the ring bounds what streams, gradients leave under backward, and the most urgent
+update goes first. Between two events every lane works at a constant rate: its own, or its share of what it shares (the
+SSD's two directions, the link's, RAM, and the CPU where that is also what computes).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from math import ceil
+
+from pagoda.plan.hardware import Hardware
+from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, LANES, SSD, Kind, Op
+from pagoda.plan.placement import GRAD, LEASES, WEIGHT
+from pagoda.plan.planner import Plan
+from pagoda.plan.rates import Rates
+from pagoda.plan.simulated_lanes import SimulatedLanes, Task
+from pagoda.plan.simulated_updates import SimulatedGradients, SimulatedUpdater
+from pagoda.plan.timeline import COMPUTE, Span, Timeline
+from pagoda.plan.trace import STEP, Phase
+
+_STEPS = 3
+"""Steps simulated; the last one, which finds the others' updates under way, is the result."""
+_FETCH_CHUNKS = 4
+"""Pieces of a fetch from SSD to a device of its own: one is read while the one before is copied."""
+
+
+def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timeline:
+    """One step of `plan` in steady state, on one rank of `hardware`.
+
+    `tick_s` has the seconds of compute of each access of the plan's trace when nothing disturbs it; see `Compute`.
+    Raises ValueError when it does not have one number per access.
+    """
+    if len(tick_s) != len(plan.trace.accesses) - 1:
+        raise ValueError(f"{len(tick_s)} times of compute for a trace of {len(plan.trace.accesses) - 1} accesses")
+    return _Simulation(plan, hardware, tick_s).run()
+
+
+class _Simulation:
+    """The live step: compute walks along the trace, lanes and the updater follow."""
+
+    def __init__(self, plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> None:
+        self._plan = plan
+        self._rates = Rates(hardware)
+        self._lanes = SimulatedLanes(self._rates)
+        self._tick_s = tick_s
+        self._stall_s = dict.fromkeys(LANES, 0.0)
+        self._leases: dict[int, Task] = {}
+        self._lease_bytes: list[tuple[float, int]] = []
+        self._offloads: deque[tuple[Task, int]] = deque()
+        self._gradients = SimulatedGradients(plan)
+        self._updater = SimulatedUpdater(plan, self._lanes, self._rates)
+        self._last_offload: dict[int, Task] = {}
+        self._final = _final_backward(plan)
+
+    def run(self) -> Timeline:
+        starts = []
+        for _ in range(_STEPS):
+            starts.append(self._lanes.now)
+            self._stall_s = dict.fromkeys(LANES, 0.0)
+            self._one_step()
+        start, end = starts[-1], self._lanes.now
+        spans = tuple(
+            Span(s.lane, s.name, s.start_s - start, min(s.end_s, end) - start, s.nbytes)
+            for s in self._lanes.spans
+            if s.end_s > start
+        )
+        return Timeline(end - start, spans, self._stall_s, self._ledger(start))
+
+    def _one_step(self) -> None:
+        accesses = self._plan.trace.accesses
+        last = len(accesses) - 1
+        for tick, access in enumerate(accesses):
+            if access == STEP:
+                break
+            self._issue(tick)
+            unit = access.unit
+            self._wait(self._updater.published(unit))
+            self._wait(self._leases.get(unit))
+            name = f"{'forward' if access.phase is Phase.FORWARD else 'backward'} {self._plan.units[unit].name}"
+            self._lanes.run_until(self._lanes.submit(COMPUTE, name, 0, self._tick_s[tick]))
+            if access.phase is Phase.BACKWARD and self._plan.units[unit].trainable_numel:
+                self._offload(unit, final=self._final.get(unit) == tick)
+        while self._offloads:
+            self._wait(self._offloads.popleft()[0])
+        if not self._plan.options.update_under_backward:
+            for unit in self._final:
+                self._queue_update(unit)
+        self._updater.pump()
+        self._issue(last)
+
+    def _issue(self, tick: int) -> None:
+        """Start the fetches that the plan has for a tick."""
+        for op in self._plan.ops_at.get(tick, ()):
+            if op.kind is Kind.EVICT:
+                self._leases.pop(op.unit, None)
+                self._note_leases()
+            elif op.unit not in self._leases:
+                self._leases[op.unit] = self._fetch(op)
+                self._note_leases()
+
+    def _fetch(self, op: Op) -> Task:
+        pending = self._updater.published(op.unit)
+        after = [pending] if pending else []
+        name = f"fetch {self._plan.units[op.unit].name}"
+        home = self._plan.placement.home(op.unit, WEIGHT)
+        separate = self._plan.lease_tier == DEVICE
+        if home != SSD or not separate:
+            lane = "h2d" if separate else "ssd_read"
+            return self._lanes.submit(lane, name, op.nbytes, self._rates.seconds(lane, op.nbytes), after)
+        task = None
+        part = ceil(op.nbytes / _FETCH_CHUNKS)
+        for _ in range(_FETCH_CHUNKS):
+            read = self._lanes.submit("ssd_read", name, part, self._rates.seconds("ssd_read", part), after)
+            task = self._lanes.submit("h2d", name, part, self._rates.seconds("h2d", part), [read])
+        assert task is not None
+        return task
+
+    def _offload(self, unit: int, final: bool) -> None:
+        """A gradient has been computed: send it to its extent, and onwards."""
+        plan = self._plan
+        nbytes = plan.units[unit].trainable_numel * plan.layout.itemsize(GRAD)
+        for blocker in self._gradients.make_room(unit):
+            self._wait(blocker)
+        task = self._lanes.submit("d2h", f"offload {plan.units[unit].name}", nbytes, self._rates.seconds("d2h", nbytes))
+        self._offloads.append((task, nbytes))
+        self._last_offload[unit] = task
+        while self._offloads and (
+            self._offloads[0][0].done or sum(n for _, n in self._offloads) > GRADIENTS_IN_FLIGHT_BYTES
+        ):
+            self._wait(self._offloads.popleft()[0])
+        if plan.placement.home(unit, GRAD) == SSD and not plan.options.update_under_backward:
+            spill = self._lanes.submit(
+                "ssd_write",
+                f"spill {plan.units[unit].name}",
+                nbytes,
+                self._rates.seconds("ssd_write", nbytes),
+                [task],
+            )
+            self._gradients.spilled(unit, spill)
+        if final and plan.options.update_under_backward:
+            self._queue_update(unit)
+            self._updater.pump()
+
+    def _queue_update(self, unit: int) -> None:
+        self._leases.pop(unit, None)
+        self._note_leases()
+        settled = [self._last_offload[unit]]
+        published = self._updater.queue(unit, settled, reload=not self._gradients.holds(unit))
+        self._gradients.updated(unit, published)
+
+    def _wait(self, task: Task | None) -> None:
+        if task is None or task.done:
+            return
+        start = self._lanes.now
+        self._lanes.run_until(task)
+        self._stall_s[task.lane] += self._lanes.now - start
+
+    def _note_leases(self) -> None:
+        pages = self._plan.leased_pages()
+        in_use = sum(pages[unit] for unit in self._leases if unit in pages) * self._plan.page_bytes
+        self._lease_bytes.append((self._lanes.now, in_use))
+
+    def _ledger(self, start: float) -> dict[str, tuple[tuple[float, int], ...]]:
+        """Every tier's account over the last step; all lines but the leases are taken for good."""
+        ledger: dict[str, tuple[tuple[float, int], ...]] = {}
+        tier = self._plan.lease_tier
+        for name, peak in self._plan.peak_bytes.items():
+            if name != tier:
+                ledger[name] = ((0.0, peak),)
+                continue
+            fixed = peak - self._plan.bytes[name].get(LEASES, 0)
+            before = [fixed + n for t, n in self._lease_bytes if t <= start][-1:] or [fixed]
+            later = [(t - start, fixed + n) for t, n in self._lease_bytes if t > start]
+            ledger[name] = ((0.0, before[0]), *later)
+        return ledger
+
+
+def _final_backward(plan: Plan) -> dict[int, int]:
+    """trainable unit -> tick of its last backward."""
+    return {
+        access.unit: tick
+        for tick, access in enumerate(plan.trace.accesses)
+        if access.phase is Phase.BACKWARD and plan.units[access.unit].trainable_numel
+    }

@@ -1,0 +1,101 @@
+"""The simulator's clock: tasks on lanes, and how fast each lane works beside the others."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from pagoda.plan.ops import LANES
+from pagoda.plan.rates import Rates
+from pagoda.plan.timeline import COMPUTE, Span
+
+
+class Task:
+    """Work on a lane, `seconds` long at the lane's full rate, that starts once what it depends on has ended."""
+
+    __slots__ = ("done", "lane", "left", "name", "nbytes", "start", "then", "waiting")
+
+    def __init__(self, lane: str, name: str, seconds: float, nbytes: int) -> None:
+        self.lane = lane
+        self.name = name
+        self.left = seconds
+        self.nbytes = nbytes
+        self.start = 0.0
+        self.done = False
+        self.waiting = 0
+        self.then: list[Callable[[], None]] = []
+
+
+class SimulatedLanes:
+    """The clock, and what every lane is doing."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.now = 0.0
+        self.spans: list[Span] = []
+        self._rates = rates
+        self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES)}
+        self._active: dict[str, Task] = {}
+
+    def submit(self, lane: str, name: str, nbytes: int, seconds: float, after: Iterable[Task] = ()) -> Task:
+        task = Task(lane, name, seconds, nbytes)
+        for other in after:
+            if not other.done:
+                task.waiting += 1
+                other.then.append(lambda: self._let_go(task))
+        if not task.waiting:
+            self._ready[lane].append(task)
+        return task
+
+    def milestone(self, lane: str) -> Task:
+        """A task without work, which whoever made it ends with `end`; waiting for it counts as waiting for `lane`."""
+        return Task(lane, "", 0.0, 0)
+
+    def when_all(self, tasks: Iterable[Task], then: Callable[[], None]) -> None:
+        """Call `then` once all of `tasks` have ended, or now."""
+        open_tasks = [task for task in tasks if not task.done]
+        left = len(open_tasks)
+
+        def one_ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        for task in open_tasks:
+            task.then.append(one_ended)
+        if not open_tasks:
+            then()
+
+    def end(self, task: Task) -> None:
+        """`task` has ended: tell those who wait for it."""
+        task.done = True
+        for callback in task.then:
+            callback()
+
+    def run_until(self, wanted: Task) -> None:
+        """Let time pass until `wanted` has ended."""
+        while not wanted.done:
+            self._advance()
+
+    def _let_go(self, task: Task) -> None:
+        task.waiting -= 1
+        if not task.waiting:
+            self._ready[task.lane].append(task)
+
+    def _advance(self) -> None:
+        active = self._active
+        for lane, ready in self._ready.items():
+            if ready and lane not in active:
+                active[lane] = ready.popleft()
+                active[lane].start = self.now
+        assert active, "the simulated step waits for something that nothing will do"
+        rates = self._rates.shared(frozenset(active))
+        elapsed = min(task.left / rates[lane] for lane, task in active.items())
+        self.now += elapsed
+        ended = []
+        for lane, task in active.items():
+            task.left -= elapsed * rates[lane]
+            if task.left <= 1e-12:
+                ended.append(task)
+        for task in ended:
+            del active[task.lane]
+            self.spans.append(Span(task.lane, task.name, task.start, self.now, task.nbytes))
+            self.end(task)

@@ -1,0 +1,55 @@
+"""A timeline: what each lane did when, over one step, whether simulated or measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+COMPUTE = "compute"
+"""The thread, or the stream, that runs the model; the lanes beside it are in `ops.LANES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work on one lane. Seconds count from the start of the step."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of every lane, in steady state."""
+
+    step_s: float
+    spans: tuple[Span, ...]
+    """Of every lane, in order of their ends. Work that began in the step before has a negative start."""
+    stall_s: Mapping[str, float]
+    """lane -> seconds compute waited for it."""
+    ledger: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+    """tier -> (seconds, bytes in use from then on)."""
+
+    @cached_property
+    def busy_s(self) -> Mapping[str, float]:
+        """lane -> seconds in which it worked, inside the step."""
+        busy: dict[str, float] = {}
+        for span in self.spans:
+            busy[span.lane] = busy.get(span.lane, 0.0) + span.end_s - max(0.0, span.start_s)
+        return busy
+
+    @cached_property
+    def bytes_moved(self) -> Mapping[str, int]:
+        """lane -> bytes of the spans that ended in the step."""
+        moved: dict[str, int] = {}
+        for span in self.spans:
+            moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
+        return moved
+
+    @property
+    def binding_lane(self) -> str:
+        """The lane that a faster machine would have to speed up first: the one compute waits for most, if that is
+        worth more than a hundredth of the step, else compute."""
+        lane, seconds = max(self.stall_s.items(), key=lambda item: item[1], default=(COMPUTE, 0.0))
+        return lane if seconds > 0.01 * self.step_s else COMPUTE
