@@ -1,1 +1,8 @@
 """Measures: what this machine does, and how long a model's compute takes on it."""
+
+from pagoda.calibrate.machine import calibrate
+from pagoda.calibrate.meter import Effort
+from pagoda.calibrate.model import profile_compute
+from pagoda.calibrate.ranks import launched
+
+__all__ = ["Effort", "calibrate", "launched", "profile_compute"]

@@ -29,7 +29,6 @@ _LEAST_PIECES = 16
 """A window is as long as these take, at least."""
 _LEAD = 4
 """Pieces that reading or writing may be ahead of the other, as blocks in a ring are."""
-_LEAST_SHARE = 1e-3
 _TURNS = 4
 _MATMUL_SIZE = 1024
 
@@ -77,7 +76,7 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
             for _ in range(_TURNS):
                 alone = _products(window_s / _TURNS)
                 with _running(reading, writing):
-                    samples["share"].append(max(_LEAST_SHARE, 1 - _products(window_s / _TURNS) / alone))
+                    samples["share"].append(1 - _products(window_s / _TURNS) / alone)
     note = f"{SSD_THREADS} threads each way, {format_bytes(_PIECE_BYTES)} a transfer"
     if not file.direct:
         note += f"; through the page cache, as {file.fallback_reason}"
@@ -88,7 +87,7 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
         write_bytes_per_s=meter.figure(samples["write"], note),
         both_bytes_per_s=meter.figure(samples["both"], note),
         endurance_bytes=rated_endurance(capacity.value),
-        cpu_share=meter.figure(samples["share"], "matrix products while the SSD is read and written, and without"),
+        cpu_share=meter.share(samples["share"], "matrix products while the SSD is read and written, and without"),
     )
 
 

@@ -12,6 +12,8 @@ from pagoda.plan.hardware import Figure
 
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 15
+LEAST_SHARE = 1e-3
+"""A figure is above zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,10 @@ class Meter:
         """The median of samples above zero; the spread is their range as a share of it."""
         median = statistics.median(samples)
         return Figure(median, self._said(note), (max(samples) - min(samples)) / median)
+
+    def share(self, samples: Sequence[float], note: str) -> Figure:
+        """The median of shares of one whole, at least `LEAST_SHARE`; the spread is their range."""
+        return Figure(max(LEAST_SHARE, statistics.median(samples)), self._said(note), max(samples) - min(samples))
 
     def reading(self, value: float, note: str) -> Figure:
         """What the system says of itself."""

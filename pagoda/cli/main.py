@@ -11,6 +11,7 @@ from typing import Annotated, Any, Union
 import tyro
 from rich.console import Console
 
+from pagoda.cli.calibrate import CalibrateConfig, run_calibrate
 from pagoda.cli.train import resumed_config, run_train
 from pagoda.errors import PagodaError
 from pagoda.train.config import TrainConfig
@@ -31,8 +32,11 @@ class Command:
     """From the flags, the configuration that flags not given keep; None for the dataclass's defaults."""
 
 
-COMMANDS = (Command("train", TrainConfig, run_train, resumed_config),)
-"""Every subcommand. A new one (plan, calibrate, ...) is a module beside `train.py` and a line here."""
+COMMANDS = (
+    Command("train", TrainConfig, run_train, resumed_config),
+    Command("calibrate", CalibrateConfig, run_calibrate),
+)
+"""Every subcommand. A new one is a module beside `train.py` and a line here."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

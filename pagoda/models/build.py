@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def build_model(name_or_dir: str, *, seq_len: int, gradient_checkpointing: bool = True) -> "nn.Module":
+def build_model(
+    name_or_dir: str, *, seq_len: int, gradient_checkpointing: bool = True, layers: int | None = None
+) -> "nn.Module":
     """Builds a causal language model in training mode, its parameters fp32.
 
     Call it inside `pagoda.init()` to keep parameters on the meta device. Nothing is downloaded and no code
@@ -22,6 +24,8 @@ def build_model(name_or_dir: str, *, seq_len: int, gradient_checkpointing: bool 
         seq_len: tokens per sequence the model must accept.
         gradient_checkpointing: recompute each layer in backward (non-reentrant) instead of saving its
             activations.
+        layers: layers of the decoder, instead of the model's own; the kinds of its first ones, over again if
+            need be, where it mixes kinds.
 
     Raises:
         ConfigError: unknown name, unusable `config.json`, `seq_len` above the model's positions, a model
@@ -37,11 +41,22 @@ def build_model(name_or_dir: str, *, seq_len: int, gradient_checkpointing: bool 
             f" use --seq-len {positions} or less"
         )
     config.get_text_config().use_cache = False
+    if layers is not None:
+        _set_layers(name_or_dir, config, layers)
     model = _instantiate(name_or_dir, config, dtype=torch.float32)
     if gradient_checkpointing:
         _enable_checkpointing(name_or_dir, model)
     trained: nn.Module = model.train()
     return trained
+
+
+def layer_count(name_or_dir: str) -> int:
+    """Layers of the model's decoder.
+
+    Raises:
+        ConfigError: as `build_model`, or the configuration does not say.
+    """
+    return _layers(name_or_dir, _configuration(name_or_dir))
 
 
 def parameter_count(name_or_dir: str) -> int:
@@ -55,6 +70,24 @@ def parameter_count(name_or_dir: str) -> int:
     with torch.device("meta"):
         model = _instantiate(name_or_dir, _configuration(name_or_dir), dtype=torch.float32)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _layers(name_or_dir: str, config: Any) -> int:
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise ConfigError(
+            f"model {name_or_dir!r} (model_type {config.model_type!r}) does not say how many layers it has"
+        )
+    return layers
+
+
+def _set_layers(name_or_dir: str, config: Any, layers: int) -> None:
+    _layers(name_or_dir, config)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
 
 
 def _configuration(name_or_dir: str) -> Any:

@@ -121,7 +121,8 @@ class Drive:
     endurance_bytes: Figure
     """Rated total bytes written."""
     cpu_share: Figure | None = None
-    """Share of all cores that reading and writing at full rate take from compute. None where it was not measured."""
+    """Share of all cores that reading and writing at full rate take from compute; its spread is a share of all cores
+    too. None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,164 @@
+"""How long a model's own compute takes, measured on one and on three of its layers."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pagoda.api import init
+from pagoda.models import build_model
+from pagoda.optim import Precision, check_precision
+from pagoda.optim.adamw import gradient_dtype
+from pagoda.plan.profile import ComputeProfile
+
+_FEW, _MORE = 1, 3
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
+_BUDGET_S = 15.0
+"""Of rounds that count; those that warm up come on top."""
+_PATTERN = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of one forward and one backward."""
+
+    forward_s: float
+    backward_s: float
+
+
+def profile_compute(
+    name_or_dir: str,
+    *,
+    batch_size: int,
+    seq_len: int,
+    precision: Precision = "bf16",
+    gradient_checkpointing: bool = True,
+    device: torch.device | None = None,
+) -> ComputeProfile:
+    """Seconds that plain PyTorch takes for this model's modules on one batch, here.
+
+    Models of one and of three layers, with weights as Pagoda has them for compute (random, in `precision`), take
+    turns: the difference is two layers, the rest is the head and the embedding, which is also measured alone. The
+    model itself is never built. Gradients are dropped as they arrive, as Pagoda takes them away. Takes about 20 s
+    for 2048 tokens of a small model on two cores, and three rounds where that is longer.
+
+    Torch's state (random generators, threads, gradient mode) is as before when it returns.
+
+    Raises:
+        ConfigError: as `build_model`, or an unknown precision.
+    """
+    check_precision(precision)
+    device = device or torch.device("cpu")
+    with _torch_kept(device):
+        more = _built(name_or_dir, seq_len, gradient_checkpointing, _MORE)
+        few = _built(name_or_dir, seq_len, gradient_checkpointing, _FEW)
+        _materialise(more, gradient_dtype(precision), device)
+        _share(few, more)
+        vocabulary = more.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        ids = torch.randint(min(256, vocabulary), (batch_size, seq_len)).to(device)
+        rounds: list[tuple[_Pass, _Pass, _Pass]] = []
+        _round(few, more, ids)
+        start = time.perf_counter()
+        while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - start < _BUDGET_S):
+            rounds.append(_round(few, more, ids))
+    return _profile(rounds)
+
+
+def _round(few: nn.Module, more: nn.Module, ids: torch.Tensor) -> tuple[_Pass, _Pass, _Pass]:
+    """(few layers, more layers, embedding alone)."""
+    return _timed(few, ids), _timed(more, ids), _timed_embedding(more, ids)
+
+
+def _profile(rounds: list[tuple[_Pass, _Pass, _Pass]]) -> ComputeProfile:
+    """Medians over rounds; what is a difference is taken within a round, and is never below zero."""
+
+    def median(seconds: list[float]) -> float:
+        return max(0.0, statistics.median(seconds))
+
+    def split(part: str) -> tuple[float, float, float]:
+        few, more, embedding = ([getattr(each[i], part) for each in rounds] for i in range(3))
+        layer = median([(b - a) / (_MORE - _FEW) for a, b in zip(few, more, strict=True)])
+        alone = median(embedding)
+        return layer, max(0.0, median(few) - _FEW * layer - alone), alone
+
+    forward, backward = split("forward_s"), split("backward_s")
+    return ComputeProfile(
+        layer_forward_s=forward[0],
+        layer_backward_s=backward[0],
+        head_forward_s=forward[1],
+        head_backward_s=backward[1],
+        embedding_forward_s=forward[2],
+        embedding_backward_s=backward[2],
+    )
+
+
+def _timed(model: nn.Module, ids: torch.Tensor) -> _Pass:
+    start = _now(ids.device)
+    loss = model(input_ids=ids, labels=ids).loss
+    middle = _now(ids.device)
+    loss.backward()
+    return _Pass(middle - start, _now(ids.device) - middle)
+
+
+def _timed_embedding(model: nn.Module, ids: torch.Tensor) -> _Pass:
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    start = _now(ids.device)
+    out = embedding(ids)
+    middle = _now(ids.device)
+    grad = torch.ones_like(out)
+    begin = _now(ids.device)
+    out.backward(grad)
+    return _Pass(middle - start, _now(ids.device) - begin)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _built(name_or_dir: str, seq_len: int, gradient_checkpointing: bool, layers: int) -> nn.Module:
+    with init():
+        return build_model(name_or_dir, seq_len=seq_len, gradient_checkpointing=gradient_checkpointing, layers=layers)
+
+
+def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the parameters values: ordinary numbers, which is all that timing needs, at a cost that does not show."""
+    pattern = torch.randn(_PATTERN) * 0.02
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param not in made:
+                data = torch.ones(param.shape, dtype=dtype, device=device)
+                flat = data.view(-1)
+                for start in range(0, flat.numel() if param.dim() > 1 else 0, _PATTERN):
+                    flat[start : start + _PATTERN] = pattern[: flat.numel() - start]
+                made[param] = nn.Parameter(data)
+                made[param].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+            setattr(module, name, made[param])
+    model.to(device)  # buffers
+
+
+def _share(few: nn.Module, more: nn.Module) -> None:
+    """Give a model the parameters that another has under the same names, and the same device."""
+    source = dict(more.named_parameters(remove_duplicate=False))
+    for prefix, module in few.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, name, source[f"{prefix}.{name}" if prefix else name])
+    few.to(next(iter(source.values())).device)
+
+
+def _drop_gradient(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+@contextmanager
+def _torch_kept(device: torch.device) -> Iterator[None]:
+    """Random generators are put back; gradients are on inside."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        yield

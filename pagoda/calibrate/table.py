@@ -1,0 +1,81 @@
+"""Hardware as a person reads it: each figure in human units, its spread, and what it is the figure of."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from rich.table import Table
+
+from pagoda.memory.sizes import format_bytes
+from pagoda.plan.hardware import Figure, Hardware
+
+_LABELS = {
+    "cpu": "CPU",
+    "device": "GPU",
+    "link": "link",
+    "ssd": "SSD",
+    "bf16": "bf16",
+    "fp32": "fp32",
+    "memory_bytes": "memory",
+    "memory_bytes_per_s": "memory bandwidth",
+    "update_params_per_s": "update",
+    "peak_flop_per_s": "fastest product",
+    "reached_flop_per_s": "transformer block",
+    "copy_bytes_per_s": "copy to a device in RAM",
+    "gradient_bytes_per_s": "gradient stored",
+    "h2d_bytes_per_s": "RAM to GPU",
+    "d2h_bytes_per_s": "GPU to RAM",
+    "both_bytes_per_s": "both at once",
+    "capacity_bytes": "capacity",
+    "read_bytes_per_s": "read",
+    "write_bytes_per_s": "write",
+    "endurance_bytes": "rated writes",
+    "cpu_share": "cores taken by transfers",
+    "intra_node_bytes_per_s": "collectives in the node",
+    "inter_node_bytes_per_s": "collectives between nodes",
+}
+
+
+def figure_table(hardware: Hardware) -> Table:
+    """A row for each figure there is."""
+    table = Table(title=f"{hardware.name}, {hardware.cpu.cores} cores")
+    table.add_column("figure")
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("spread", justify="right")
+    table.add_column("of")
+    for names, figure in _walk(hardware, ()):
+        label = " ".join(_LABELS[name] for name in names)
+        spread = f"{figure.spread:.0%}" if figure.spread else "-"
+        table.add_row(label, _value(names[-1], figure.value), spread, _origin(figure.source))
+    return table
+
+
+def _origin(source: str) -> str:
+    """A source without what all measured figures have in common."""
+    said, _, note = source.partition(": ")
+    return (note or "-") if said.startswith("measured ") else source
+
+
+def _walk(part: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Figure]]:
+    """(fields on the way to it, figure) of every figure in a hardware, in the order of its fields."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, Figure):
+            yield (*names, field.name), value
+        elif is_dataclass(value):
+            yield from _walk(value, (*names, field.name))
+
+
+def _value(name: str, value: float) -> str:
+    """The base unit is in the field's name."""
+    if name.endswith("flop_per_s"):
+        return f"{value / 1e12:,.2f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
+    if name.endswith("params_per_s"):
+        return f"{value / 1e9:,.2f} G parameters/s"
+    if name.endswith("bytes_per_s"):
+        return f"{value / 1e9:,.2f} GB/s"
+    if name.endswith("share"):
+        return f"{value:.1%}"
+    if name == "memory_bytes":
+        return format_bytes(round(value))
+    return f"{value / 1e12:,.2f} TB"
