@@ -141,6 +141,9 @@ def wrap(
         raise ConfigError("The model has no parameters: there is nothing to train.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
+    for name, param in model.named_parameters():
+        if param.requires_grad and not param.is_floating_point():
+            raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
     if device.torch_device.type == "cpu":

@@ -203,6 +203,8 @@ def _can_wait(module: nn.Module, param: nn.Parameter) -> bool:
     Models of transformers have to initialise in `_init_weights` whatever their modules hold. Some leave out small
     parameters that only a constructor knows (CLIP's logit scale), so those stay: they take next to no memory.
     """
+    if not param.is_floating_point():
+        return False
     if _own_initialiser(module) is not None:
         return True
     return type(module).__module__.startswith("transformers.") and param.numel() >= _LARGE_ELEMENTS

@@ -68,7 +68,7 @@ class Snapshot:
                 {
                     "states": [state.name for state in self._states],
                     "steps": {unit.name(slot): unit.steps[slot] for unit, slot in self._trainable()},
-                    "param_groups": groups,
+                    "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
                     "rng": rng_state(),
                     "extra": extra,
                 },
@@ -132,13 +132,14 @@ class Snapshot:
                 yield self._engine.store.read(unit.index, state, placed.offset + start, count)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers, by name."""
-        return {
+        """Persistent buffers, by name, and parameters that are not floating-point: no unit holds those."""
+        buffers = {
             f"{prefix}.{name}".lstrip("."): buffer
             for prefix, module in self._model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         }
+        return buffers | {n: p.data for n, p in self._model.named_parameters() if not p.is_floating_point()}
 
     def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
         for name, buffer in buffers.items():
@@ -186,6 +187,11 @@ class Snapshot:
         wanted = [len(group["params"]) for group in live.values()]
         if sorted(sizes) != sorted(wanted):
             raise CheckpointError(f"{path} has 'param_groups' of {sizes} parameters; this run has {wanted}.")
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as JSON has it: torch allows tensors of one element."""
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _check_tensors(directory: Path, file: TensorFile, expected: list[TensorSpec]) -> None:

@@ -499,6 +499,34 @@ def test_half_updated_states_are_neither_saved_nor_replaced(saved: Path, tmp_pat
     optimizer.close()
 
 
+def test_parameters_that_are_not_floating_point_are_saved_and_restored(tmp_path: Path) -> None:
+    """Such as the codes of quantised weights; the module's class may have an initialiser for its others."""
+    codes = torch.tensor([3, -7, 100], dtype=torch.int8)
+
+    def build(codes: torch.Tensor) -> tuple[nn.Module, PagedOptimizer]:
+        with pagoda.init():
+            linear = nn.Linear(8, 8)
+            linear.codes = nn.Parameter(codes, requires_grad=False)
+        return pagoda.wrap(linear, pagoda.AdamW(), memory=RESIDENT)
+
+    _, optimizer = build(codes)
+    optimizer.save_checkpoint(tmp_path / "step")
+    optimizer.close()
+    model, optimizer = build(torch.zeros_like(codes))
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert torch.equal(model.codes, codes)
+    optimizer.close()
+
+
+def test_a_learning_rate_in_a_tensor_is_saved_as_a_number(tmp_path: Path) -> None:
+    _, optimizer = wrapped_table(torch.zeros(3))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    optimizer.save_checkpoint(tmp_path / "step")
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.close()
+
+
 def test_loading_drops_the_gradients_that_had_arrived(tmp_path: Path) -> None:
     run = Run(LLAMA, RESIDENT).train(0, HALF)
     run.save(tmp_path / "step")
