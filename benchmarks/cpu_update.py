@@ -10,46 +10,24 @@ caches.
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from pagoda.optim import AdamW, Hyper, Precision, kernels, step_scalars
-
-_SCALARS = step_scalars(Hyper.from_group(AdamW().defaults(), 100, 0.9))
-
-
-@numba.njit(nogil=True)
-def roof_bf16(high: Any, low: Any, avg: Any, avg_sq: Any, gradient: Any, mask: Any) -> None:
-    """Reads five streams and writes four, each value unchanged as ``mask`` is zero (LLVM cannot know)."""
-    for i in range(len(gradient)):
-        x = gradient[i] & mask
-        high[i] ^= x
-        low[i] ^= x
-        avg[i] ^= np.int32(x)
-        avg_sq[i] ^= np.int32(x)
-
-
-@numba.njit(nogil=True)
-def roof_fp32(weight: Any, avg: Any, avg_sq: Any, gradient: Any, mask: Any) -> None:
-    for i in range(len(gradient)):
-        x = gradient[i] & mask
-        weight[i] ^= x
-        avg[i] ^= x
-        avg_sq[i] ^= x
+from pagoda.calibrate.cpu import SCALARS
+from pagoda.calibrate.meter import cpu_name
+from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, roof_fp32, states_of
+from pagoda.optim import kernels
 
 
 @numba.njit(nogil=True)
@@ -88,68 +66,6 @@ class Figure:
     ratio: float | None
 
 
-def memory(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Page-aligned memory, on huge pages where the system grants them, as Pagoda's arenas are."""
-    # Private: shared anonymous memory is shmem to Linux, which rarely gets huge pages.
-    arena = mmap.mmap(-1, n * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        arena.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(arena, dtype=dtype)
-
-
-def integers(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
-
-
-class Sweeper:
-    """Runs a block function over all parameters; the threads draw blocks from one queue."""
-
-    def __init__(self, params: int, block: int, threads: int) -> None:
-        self.params, self.block, self.threads = params, block, threads
-        self.pool = ThreadPoolExecutor(threads)
-
-    def __call__(self, block_fn: Callable[[int, int], object]) -> Callable[[], None]:
-        def lane(starts: Any) -> None:
-            for start in starts:  # one iterator for all threads; the GIL makes drawing from it atomic
-                block_fn(start, min(self.block, self.params - start))
-
-        def sweep() -> None:
-            starts = iter(range(0, self.params, self.block))
-            for future in [self.pool.submit(lane, starts) for _ in range(self.threads)]:
-                future.result()
-
-        return sweep
-
-    def addresses(self, kernel: Callable[..., Any], tensors: list[torch.Tensor], *scalars: float) -> Callable[[], None]:
-        def block(start: int, n: int) -> None:
-            kernel(*(tensor.data_ptr() + start * tensor.element_size() for tensor in tensors), n, *scalars)
-
-        return self(block)
-
-    def arrays(self, kernel: Callable[..., Any], tensors: list[torch.Tensor]) -> Callable[[], None]:
-        views = [integers(tensor) for tensor in tensors]
-        mask = views[-1].dtype.type(0)
-        return self(lambda start, n: kernel(*(view[start : start + n] for view in views), mask))
-
-
-def fill(tensor: torch.Tensor, scale: float) -> torch.Tensor:
-    """Random values, repeated: timing does not depend on them as long as they are ordinary numbers."""
-    pattern = (torch.randn(1 << 20) * scale).to(tensor.dtype)
-    for chunk in tensor.split(len(pattern)):
-        chunk.copy_(pattern[: len(chunk)])
-    return tensor
-
-
-def states_of(precision: Precision, params: int) -> list[torch.Tensor]:
-    tensors = []
-    for spec in AdamW().states(precision):
-        tensor = memory(params, spec.dtype)
-        scale = {"weight": 0.02, "weight_low": 1e4, "exp_avg": 1e-3, "exp_avg_sq": 1e-3}[spec.name]
-        tensors.append(fill(tensor, scale))
-    tensors[-1].abs_()
-    return tensors
-
-
 def fused_sweep(params: int, gradient: torch.Tensor, states: list[torch.Tensor]) -> Callable[[], None]:
     """``torch.optim.AdamW(fused=True)`` over one fp32 parameter, on torch's own threads."""
     parameter = torch.nn.Parameter(states[0])
@@ -165,17 +81,17 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
         kernel = kernels.kernels_for(precision)
         kernels.warm_up(precision)
         states = states_of(precision, params)
-        gradient = fill(memory(params, states[0].dtype), 1.0)
+        gradient = filled(params, states[0].dtype, 1.0)
         all_streams = [*states, gradient]
         width = gradient.element_size()
         moved = 12 + width + 12
         roof = roof_bf16 if precision == "bf16" else roof_fp32
-        step = sweeper.addresses(kernel.adamw, all_streams, *_SCALARS)
+        step = sweeper.addresses(kernel.adamw, all_streams, *SCALARS)
         made.append(Row(f"adamw {precision}", moved, step, [], f"roof {precision}"))
         made.append(Row(f"roof {precision}", moved, sweeper.arrays(roof, all_streams), []))
         if precision == "fp32":
             made.append(Row("torch fused fp32", moved, fused_sweep(params, gradient, states), []))
-        pair = [memory(params, gradient.dtype), gradient]
+        pair = [filled(params, gradient.dtype, 1.0), gradient]
         for verb, plain, streams in (("store", roof_store, 2), ("add", roof_add, 3)):
             sweep = sweeper.addresses(getattr(kernel, f"{verb}_gradient"), pair)
             name = f"roof {verb} {precision}"
@@ -215,15 +131,8 @@ def dispatch_us() -> float:
     calls = 20_000
     start = time.perf_counter()
     for _ in range(calls):
-        kernels.adamw_bf16(0, 0, 0, 0, 0, 0, *_SCALARS)
+        kernels.adamw_bf16(0, 0, 0, 0, 0, 0, *SCALARS)
     return (time.perf_counter() - start) / calls * 1e6
-
-
-def cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def main() -> None:
@@ -240,7 +149,7 @@ def main() -> None:
     measure(made, arguments.repeats)
     result = figures(made, arguments.params)
 
-    machine = f"{cpu_model()}, {os.cpu_count()} CPUs; {arguments.threads} threads"
+    machine = f"{cpu_name()}, {os.cpu_count()} CPUs; {arguments.threads} threads"
     table = Table(title=f"{arguments.params / 2**20:.0f} Mi parameters, {machine}, median of {arguments.repeats}")
     for heading in ("kernel", "G parameters/s", "lowest - highest", "GB/s", "of roof"):
         table.add_column(heading, justify="left" if heading == "kernel" else "right")

@@ -1,17 +1,18 @@
 """The SSD: streams through a page file, with the runtime's lanes and transfer sizes."""
 
 import shutil
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pagoda.calibrate.meter import Meter
+from pagoda.calibrate.meter import Meter, cpu_cores
 from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.sizes import format_bytes
@@ -65,29 +66,35 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
         half = _fill(writing) // 2
         reading.lies_at(0, half)
         writing.lies_at(half, half)
-        samples: dict[str, list[float]] = {"read": [], "write": [], "both": [], "share": []}
+        window_s = meter.effort.figure_s
+        read: list[float] = []
+        write: list[float] = []
+        both: list[float] = []
+        busy: list[float] = []
+        shares: list[float] = []
         for round_ in range(_ROUNDS):
             meter.report(f"SSD reads and writes, {round_ + 1} of {_ROUNDS}")
-            window_s = meter.effort.figure_s
-            samples["read"].append(_rate(window_s, reading))
-            samples["write"].append(_rate(window_s, writing))
-            samples["both"].append(_rate(window_s, reading, writing))
-            # In short turns, so that whatever else runs on this machine slows both alike.
-            for _ in range(_TURNS):
-                alone = _products(window_s / _TURNS)
-                with _running(reading, writing):
-                    samples["share"].append(1 - _products(window_s / _TURNS) / alone)
+            read.append(_rate(window_s, reading))
+            write.append(_rate(window_s, writing))
+            start, worked = time.perf_counter(), time.process_time()
+            both.append(_rate(window_s, reading, writing))
+            busy.append((time.process_time() - worked) / (time.perf_counter() - start) / cpu_cores())
+            shares += [_share_taken(window_s / _TURNS, turn % 2 == 0, reading, writing) for turn in range(_TURNS)]
     note = f"{SSD_THREADS} threads each way, {format_bytes(_PIECE_BYTES)} a transfer"
     if not file.direct:
         note += f"; through the page cache, as {file.fallback_reason}"
     capacity = meter.reading(shutil.disk_usage(directory).total, f"all of the file system that holds {directory}")
     return Drive(
         capacity_bytes=capacity,
-        read_bytes_per_s=meter.figure(samples["read"], note),
-        write_bytes_per_s=meter.figure(samples["write"], note),
-        both_bytes_per_s=meter.figure(samples["both"], note),
+        read_bytes_per_s=meter.figure(read, note),
+        write_bytes_per_s=meter.figure(write, note),
+        both_bytes_per_s=meter.figure(both, note),
         endurance_bytes=rated_endurance(capacity.value),
-        cpu_share=meter.share(samples["share"], "matrix products while the SSD is read and written, and without"),
+        cpu_share=meter.share(
+            shares,
+            statistics.median(busy),
+            "what matrix products lose while the SSD is read and written; its threads' own time, if that is more",
+        ),
     )
 
 
@@ -192,9 +199,19 @@ def _fill(writing: _Stream) -> int:
     return min(writing.moved, writing.pieces)
 
 
+def _share_taken(seconds: float, alone_first: bool, *streams: _Stream) -> float:
+    """What matrix products lose while streams run; below zero where noise outweighs it."""
+    rates = {}
+    for alone in (alone_first, not alone_first):
+        with nullcontext() if alone else _running(*streams):
+            rates[alone] = _products(seconds)
+    return 1 - rates[False] / rates[True]
+
+
 def _products(seconds: float) -> float:
     """Matrix products per second on all cores."""
     left = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE)
+    left @ left
     count, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
         left @ left

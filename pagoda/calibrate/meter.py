@@ -12,7 +12,7 @@ from pagoda.plan.hardware import Figure
 
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 15
-LEAST_SHARE = 1e-3
+_LEAST_SHARE = 1e-3
 """A figure is above zero."""
 
 
@@ -49,9 +49,10 @@ class Meter:
         median = statistics.median(samples)
         return Figure(median, self._said(note), (max(samples) - min(samples)) / median)
 
-    def share(self, samples: Sequence[float], note: str) -> Figure:
-        """The median of shares of one whole, at least `LEAST_SHARE`; the spread is their range."""
-        return Figure(max(LEAST_SHARE, statistics.median(samples)), self._said(note), max(samples) - min(samples))
+    def share(self, samples: Sequence[float], least: float, note: str) -> Figure:
+        """The median of shares of one whole, or what is known to be the least; the spread is their range."""
+        value = max(_LEAST_SHARE, least, statistics.median(samples))
+        return Figure(value, self._said(note), max(samples) - min(samples))
 
     def reading(self, value: float, note: str) -> Figure:
         """What the system says of itself."""

@@ -1,0 +1,107 @@
+"""A model's compute is measured without the model, and torch is left as it was."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pagoda.calibrate import model as calibrated
+from pagoda.calibrate import profile_compute
+from pagoda.errors import ConfigError
+from pagoda.models import build_model, layer_count
+from pagoda.plan.profile import ComputeProfile
+
+
+@pytest.fixture(autouse=True)
+def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrated, "_BUDGET_S", 0.5)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A model whose layers outweigh its head, so that their time stands out of noise."""
+    settings = {
+        "model_type": "llama",
+        "vocab_size": 128,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    return str(tmp_path)
+
+
+def profiled(model: str, precision: str = "bf16", gradient_checkpointing: bool = True) -> ComputeProfile:
+    return profile_compute(
+        model,
+        batch_size=2,
+        seq_len=128,
+        precision=precision,  # type: ignore[arg-type]
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_layers_head_and_embedding_take_time(small: str, precision: str, gradient_checkpointing: bool) -> None:
+    profile = profiled(small, precision, gradient_checkpointing)
+    assert profile.layer_forward_s > 0
+    assert profile.layer_backward_s > 0
+    assert profile.embedding_forward_s > 0
+    assert profile.embedding_backward_s > 0
+    assert profile.forward_s(6) >= 6 * profile.layer_forward_s
+    assert profile.backward_s(6) >= 6 * profile.layer_backward_s
+
+
+def test_torch_is_as_before_and_no_tensor_stays(small: str) -> None:
+    before = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_rng_state()
+    with torch.no_grad():
+        profiled(small)
+        assert not torch.is_grad_enabled()
+    after = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_rng_state()
+    assert before[:3] == after[:3]
+    assert torch.equal(before[3], after[3])
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is nn.Parameter and each.shape == (1024, 256)]
+
+
+def test_differences_are_taken_within_a_round_and_never_below_zero() -> None:
+    def round_(few: float, more: float, alone: float) -> tuple[calibrated._Pass, ...]:
+        return tuple(calibrated._Pass(seconds, 2 * seconds) for seconds in (few, more, alone))
+
+    noisy = [round_(3.0, 7.0, 0.5), round_(30.0, 34.0, 0.5), round_(3.0, 1.0, 0.5)]
+    profile = calibrated._profile(noisy)  # type: ignore[arg-type]
+    assert (profile.layer_forward_s, profile.layer_backward_s) == (2.0, 4.0)
+    assert (profile.head_forward_s, profile.embedding_backward_s) == (0.5, 1.0)
+    assert calibrated._profile([round_(3.0, 1.0, 9.0)]).head_forward_s == 0  # type: ignore[list-item]
+
+
+def test_a_profile_has_no_negative_or_endless_seconds() -> None:
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="head_backward_s"):
+            ComputeProfile(1, 1, 1, wrong, 1, 1)
+
+
+def test_layers_can_be_set_apart_from_the_rest_of_the_shape() -> None:
+    with torch.device("meta"):
+        whole = build_model("llama-15m", seq_len=16)
+        short = build_model("llama-15m", seq_len=16, layers=2)
+    assert layer_count("llama-15m") == 6
+    names = {name for name, _ in whole.named_parameters()}
+    assert {name for name, _ in short.named_parameters()} == {
+        name for name in names if ".layers." not in name or ".layers.0." in name or ".layers.1." in name
+    }
+
+
+def test_what_cannot_be_built_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown model"):
+        profiled("llama-0")
+    with pytest.raises(ConfigError, match="fp8"):
+        profiled("llama-15m", "fp8")
+    with pytest.raises(ConfigError, match="positions"):
+        profile_compute("gpt2", batch_size=1, seq_len=4096)
