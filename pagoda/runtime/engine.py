@@ -171,6 +171,7 @@ class Engine:
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
             )
         self.gradients.clear()
+        self._due.clear()
         self._manual_scale = None
 
     # --- the update -----------------------------------------------------------------------------------------
