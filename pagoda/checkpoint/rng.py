@@ -11,11 +11,12 @@ from pagoda.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Any]:
-    """State of torch's CPU generator, NumPy's legacy one, and Python's `random`."""
+    """State of torch's generators (the CPU's, and its GPUs' where there are any), of NumPy's legacy one and of Python's."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
-        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        "torch": _text(torch.get_rng_state()),
+        "cuda": [_text(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
         "python": [version, list(internal), gauss],
         "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
     }
@@ -24,7 +25,7 @@ def rng_state() -> dict[str, Any]:
 def check_rng(state: dict[str, Any]) -> None:
     """Raises CheckpointError, with every generator as it was, for a state that `restore_rng` could not restore."""
     try:
-        for_torch, for_python, for_numpy = _states(state)
+        for_torch, _, for_python, for_numpy = _states(state)
         torch.Generator().set_state(for_torch)
         random.Random().setstate(for_python)
         np.random.RandomState().set_state(for_numpy)
@@ -33,20 +34,30 @@ def check_rng(state: dict[str, Any]) -> None:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put every generator back to a state `rng_state` gave."""
-    for_torch, for_python, for_numpy = _states(state)
+    """Put every generator back to a state `rng_state` gave; generators of GPUs that are not here are left out."""
+    for_torch, for_cuda, for_python, for_numpy = _states(state)
     torch.set_rng_state(for_torch)
+    for device, for_gpu in zip(range(torch.cuda.device_count()), for_cuda, strict=False):
+        torch.cuda.set_rng_state(for_gpu, device)
     random.setstate(for_python)
     np.random.set_state(for_numpy)
 
 
-def _states(state: dict[str, Any]) -> tuple[torch.Tensor, tuple[Any, ...], tuple[Any, ...]]:
+def _states(state: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor], tuple[Any, ...], tuple[Any, ...]]:
     """What each of the three libraries takes."""
-    data = bytearray(base64.b64decode(state["torch"]))
     version, internal, gauss = state["python"]
     name, keys, position, has_gauss, cached = state["numpy"]
     return (
-        torch.frombuffer(data, dtype=torch.uint8),
+        _tensor(state["torch"]),
+        [_tensor(text) for text in state["cuda"]],
         (version, tuple(internal), gauss),
         (name, np.array(keys, dtype=np.uint32), position, has_gauss, cached),
     )
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
