@@ -11,7 +11,7 @@ from pagoda.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Any]:
-    """State of torch's generators (the CPU's, and its GPUs' where there are any), of NumPy's legacy one and of Python's."""
+    """State of torch's generators (the CPU's, and GPUs' where there are any), of NumPy's legacy one and of Python's."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
