@@ -240,10 +240,10 @@ def _ops(plan: Plan, trace: Trace) -> tuple[Op, ...]:
     for tick, access in enumerate(trace.accesses):
         if access.phase is Phase.BACKWARD and access.unit in trainable:
             final_backward[access.unit] = tick
-            nbytes = layout.pages(plan.units[access.unit], GRAD) * page
-            ops.append(Op(Kind.OFFLOAD, access.unit, "d2h", nbytes, tick))
+            spec = plan.units[access.unit]
+            ops.append(Op(Kind.OFFLOAD, access.unit, "d2h", spec.trainable_numel * layout.itemsize(GRAD), tick))
             if placement.home(access.unit, GRAD) == SSD and not plan.options.update_under_backward:
-                ops.append(Op(Kind.SPILL, access.unit, "ssd_write", nbytes, tick))
+                ops.append(Op(Kind.SPILL, access.unit, "ssd_write", layout.pages(spec, GRAD) * page, tick))
     if plan.options.update_under_backward:
         order = sorted(final_backward.items(), key=lambda item: item[1])
     else:
@@ -266,7 +266,7 @@ def _update_ops(plan: Plan, unit: int, tick: int) -> list[Op]:
             write += nbytes
     grad = spec.trainable_numel * layout.itemsize(GRAD)
     if placement.home(unit, GRAD) == SSD and not plan.options.update_under_backward:
-        read += grad
+        read += layout.pages(spec, GRAD) * layout.page_bytes
     ops = [Op(Kind.READ, unit, "ssd_read", read, tick)] if read else []
     ops.append(Op(Kind.UPDATE, unit, "update", touched + grad, tick))
     if write:

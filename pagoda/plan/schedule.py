@@ -7,6 +7,7 @@ for. Eviction by furthest next use is Belady's rule, and what PatrickStar's chun
 cyclic it leaves a static resident subset where not everything fits.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from math import inf
 
@@ -34,8 +35,8 @@ class NextUse:
         ticks = self._ticks.get(unit)
         if not ticks:
             return inf
-        later = next((t for t in ticks if t > tick), None)
-        return (ticks[0] + self.period if later is None else later) - tick
+        later = bisect_right(ticks, tick)
+        return (ticks[later] if later < len(ticks) else ticks[0] + self.period) - tick
 
 
 def schedule_leases(
@@ -85,8 +86,13 @@ class _Rehearsal:
         self._held: dict[int, Run] = {}
         self._owner: dict[int, int] = {}
         """First frame of a lease -> its unit."""
+        self._useful_at: dict[int, float] = {}
+        """Leased unit -> when its lease next serves an access, in ticks of all cycles; infinite if an update ends it
+        before."""
         self._moves: list[tuple[Kind, int, int]] = []
         self._tick = 0
+        self._played = 0
+        """Ticks of the cycles before this one."""
 
     def cycle(self) -> list[tuple[Kind, int, int]]:
         """Play one step; returns its moves as (kind, unit, tick)."""
@@ -97,7 +103,10 @@ class _Rehearsal:
                 self._drop_updated()
             elif self._missing(access.unit):
                 self._fetch(access.unit, 0)
+            elif access.unit in self._held:
+                self._look_ahead(access.unit)
             self._prefetch()
+        self._played += len(self._accesses)
         return self._moves
 
     def _prefetch(self) -> None:
@@ -115,6 +124,8 @@ class _Rehearsal:
         """Lease a unit that is needed in so many ticks; False when that takes frames of units needed before."""
         run = self._pool.alloc(self._pages[unit])
         if run is None:
+            if max(self._useful_at.values(), default=0) <= self._played + self._tick + wanted_in:
+                return False  # no victim, so no window of them: found out fast, as it is the usual case
             victims = self._pool.cheapest_window(self._pages[unit], lambda other: self._price(other, wanted_in))
             if victims is None:
                 return False
@@ -124,24 +135,26 @@ class _Rehearsal:
             assert run is not None, "the window that was freed is contiguous"
         self._held[unit] = run
         self._owner[run.start] = unit
+        self._look_ahead(unit)
         self._moves.append((Kind.FETCH, unit, self._tick))
         return True
 
     def _price(self, run: Run, wanted_in: int) -> float | None:
         """What evicting a lease costs; None forbids it."""
         unit = self._owner[run.start]
-        ahead = self._usefulness(unit)
+        ahead = self._useful_at[unit] - self._played - self._tick
         return None if self._pinned(unit) or ahead <= wanted_in else -ahead
 
     def _pinned(self, unit: int) -> bool:
         accessed = self._accesses[self._tick].unit
         return unit == accessed or unit in self._enclosing.get(accessed, ())
 
-    def _usefulness(self, unit: int) -> float:
-        """Ticks until a lease serves an access; infinite if an update ends it before."""
+    def _look_ahead(self, unit: int) -> None:
+        """Note when the lease of a unit serves next, seen from this tick."""
         ahead = self._uses.after(unit, self._tick)
         last = len(self._accesses) - 1
-        return inf if unit in self._updated and self._tick < last < self._tick + ahead else ahead
+        ends = unit in self._updated and self._tick < last < self._tick + ahead
+        self._useful_at[unit] = inf if ends else self._played + self._tick + ahead
 
     def _evict(self, unit: int) -> None:
         self._drop(unit)
@@ -153,5 +166,6 @@ class _Rehearsal:
 
     def _drop(self, unit: int) -> None:
         run = self._held.pop(unit)
+        del self._useful_at[unit]
         del self._owner[run.start]
         self._pool.free(run)

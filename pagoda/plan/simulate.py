@@ -8,7 +8,7 @@ SSD's two directions, the link's, RAM, and the CPU where that is also what compu
 
 from collections import deque
 from collections.abc import Sequence
-from math import ceil
+from itertools import pairwise
 
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, LANES, SSD, Kind, Op
@@ -20,8 +20,11 @@ from pagoda.plan.simulated_updates import SimulatedGradients, SimulatedUpdater
 from pagoda.plan.timeline import COMPUTE, Span, Timeline
 from pagoda.plan.trace import STEP, Phase
 
-_STEPS = 3
-"""Steps simulated; the last one, which finds the others' updates under way, is the result."""
+_LEAST_STEPS, _MOST_STEPS = 4, 8
+"""Steps simulated: until one takes as long as the one before. The last is the result; it finds the others' updates
+under way, and what the updater has learned to read ahead."""
+_STEADY = 1e-4
+"""Relative difference below which two steps took equally long."""
 _FETCH_CHUNKS = 4
 """Pieces of a fetch from SSD to a device of its own: one is read while the one before is copied."""
 
@@ -46,7 +49,10 @@ class _Simulation:
         self._lanes = SimulatedLanes(self._rates)
         self._tick_s = tick_s
         self._stall_s = dict.fromkeys(LANES, 0.0)
+        self._leased_pages = plan.leased_pages()
         self._leases: dict[int, Task] = {}
+        self._in_use = 0
+        """Pages of all leases."""
         self._lease_bytes: list[tuple[float, int]] = []
         self._offloads: deque[tuple[Task, int]] = deque()
         self._gradients = SimulatedGradients(plan)
@@ -55,12 +61,14 @@ class _Simulation:
         self._final = _final_backward(plan)
 
     def run(self) -> Timeline:
-        starts = []
-        for _ in range(_STEPS):
-            starts.append(self._lanes.now)
+        start = end = before = 0.0
+        for steps in range(_MOST_STEPS):
+            if steps >= _LEAST_STEPS and abs(end - start - before) <= _STEADY * before:
+                break
+            start, before = end, end - start
             self._stall_s = dict.fromkeys(LANES, 0.0)
             self._one_step()
-        start, end = starts[-1], self._lanes.now
+            end = self._lanes.now
         spans = tuple(
             Span(s.lane, s.name, s.start_s - start, min(s.end_s, end) - start, s.nbytes)
             for s in self._lanes.spans
@@ -94,11 +102,10 @@ class _Simulation:
         """Start the fetches that the plan has for a tick."""
         for op in self._plan.ops_at.get(tick, ()):
             if op.kind is Kind.EVICT:
-                self._leases.pop(op.unit, None)
-                self._note_leases()
+                self._drop_lease(op.unit)
             elif op.unit not in self._leases:
                 self._leases[op.unit] = self._fetch(op)
-                self._note_leases()
+                self._note_leases(self._leased_pages[op.unit])
 
     def _fetch(self, op: Op) -> Task:
         pending = self._updater.published(op.unit)
@@ -110,8 +117,9 @@ class _Simulation:
             lane = "h2d" if separate else "ssd_read"
             return self._lanes.submit(lane, name, op.nbytes, self._rates.seconds(lane, op.nbytes), after)
         task = None
-        part = ceil(op.nbytes / _FETCH_CHUNKS)
-        for _ in range(_FETCH_CHUNKS):
+        cuts = [op.nbytes * index // _FETCH_CHUNKS for index in range(_FETCH_CHUNKS + 1)]
+        for begin, end in pairwise(cuts):
+            part = end - begin
             read = self._lanes.submit("ssd_read", name, part, self._rates.seconds("ssd_read", part), after)
             task = self._lanes.submit("h2d", name, part, self._rates.seconds("h2d", part), [read])
         assert task is not None
@@ -131,21 +139,16 @@ class _Simulation:
         ):
             self._wait(self._offloads.popleft()[0])
         if plan.placement.home(unit, GRAD) == SSD and not plan.options.update_under_backward:
-            spill = self._lanes.submit(
-                "ssd_write",
-                f"spill {plan.units[unit].name}",
-                nbytes,
-                self._rates.seconds("ssd_write", nbytes),
-                [task],
-            )
+            whole = plan.layout.pages(plan.units[unit], GRAD) * plan.page_bytes
+            seconds = self._rates.seconds("ssd_write", whole)
+            spill = self._lanes.submit("ssd_write", f"spill {plan.units[unit].name}", whole, seconds, [task])
             self._gradients.spilled(unit, spill)
         if final and plan.options.update_under_backward:
             self._queue_update(unit)
             self._updater.pump()
 
     def _queue_update(self, unit: int) -> None:
-        self._leases.pop(unit, None)
-        self._note_leases()
+        self._drop_lease(unit)
         settled = [self._last_offload[unit]]
         published = self._updater.queue(unit, settled, reload=not self._gradients.holds(unit))
         self._gradients.updated(unit, published)
@@ -157,10 +160,13 @@ class _Simulation:
         self._lanes.run_until(task)
         self._stall_s[task.lane] += self._lanes.now - start
 
-    def _note_leases(self) -> None:
-        pages = self._plan.leased_pages()
-        in_use = sum(pages[unit] for unit in self._leases if unit in pages) * self._plan.page_bytes
-        self._lease_bytes.append((self._lanes.now, in_use))
+    def _drop_lease(self, unit: int) -> None:
+        if self._leases.pop(unit, None) is not None:
+            self._note_leases(-self._leased_pages[unit])
+
+    def _note_leases(self, pages: int) -> None:
+        self._in_use += pages
+        self._lease_bytes.append((self._lanes.now, self._in_use * self._plan.page_bytes))
 
     def _ledger(self, start: float) -> dict[str, tuple[tuple[float, int], ...]]:
         """Every tier's account over the last step; all lines but the leases are taken for good."""

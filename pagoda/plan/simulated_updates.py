@@ -10,9 +10,10 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.rates import Rates
 from pagoda.plan.schedule import NextUse
 from pagoda.plan.simulated_lanes import SimulatedLanes, Task
+from pagoda.plan.units import UnitSpec
 
 _MOST_CHUNKS = 400
-"""Pieces that all streamed updates of a step are cut into at most, so that a large model takes no longer."""
+"""Pieces that the updates of a step are cut into beside one a unit at most, so that a large model takes no longer."""
 
 
 @dataclass(slots=True, order=True)
@@ -33,7 +34,7 @@ class _Update:
 class SimulatedUpdater:
     """Feeds queued updates to the lanes as the runtime's does: the most urgent first, streamed ones through the ring.
 
-    While none is queued, free slots of the ring read ahead the unit that comes first in every step.
+    While none is queued, free slots of the ring read ahead the unit that came next the last time.
     """
 
     def __init__(self, plan: Plan, lanes: SimulatedLanes, rates: Rates) -> None:
@@ -41,8 +42,10 @@ class SimulatedUpdater:
         self._lanes = lanes
         self._rates = rates
         layout, placement = plan.layout, plan.placement
-        streamed = sum(u.trainable_numel for u in plan.units if self._streamed_bytes(u.index))
-        self._chunk = layout.block_elements * max(1, ceil(streamed / layout.block_elements / _MOST_CHUNKS))
+        self._touched_per_element = 2 * sum(s.dtype.itemsize for s in layout.states) + layout.itemsize(GRAD)
+        self._streamed = [self._streamed_bytes(unit) for unit in plan.units]
+        elements = sum(u.trainable_numel for u in plan.units)
+        self._chunk = layout.block_elements * ceil(elements / layout.block_elements / _MOST_CHUNKS)
         ring = placement.ring_slots * layout.block_elements
         self._slots = max(3, ring // self._chunk) if placement.ring_slots else 0
         uses = NextUse(plan.trace)
@@ -54,9 +57,11 @@ class SimulatedUpdater:
         self._next_chunk = 0
         self._computed: list[Task] = []
         self._writes: list[Task] = []
-        self._first: int | None = None
-        """The unit that was updated first after the queue was last empty."""
-        self._was_idle = True
+        self._fed = -1
+        """The unit that was taken up last."""
+        self._successor: dict[int, int] = {}
+        """unit -> the one that was taken up after it the last time."""
+        self._ahead_unit = -1
         self._ahead: dict[int, Task] = {}
         """first element -> read of a chunk of that unit."""
         self._pumping = False
@@ -69,7 +74,7 @@ class SimulatedUpdater:
     def queue(self, unit: int, gradient: list[Task], reload: bool) -> Task:
         """The unit's gradient is complete once `gradient` has ended; returns what ends when it has been used."""
         weight_streams = self._plan.placement.home(unit, WEIGHT) == SSD
-        lane = "ssd_write" if weight_streams else "ssd_read" if self._streamed_bytes(unit) else "update"
+        lane = "ssd_write" if weight_streams else "ssd_read" if self._streamed[unit] else "update"
         milestones = self._lanes.milestone(lane), self._lanes.milestone("ssd_write")
         before = self._latest.get(unit)
         ready = [*gradient, before.written] if before else gradient
@@ -93,12 +98,12 @@ class SimulatedUpdater:
         if self._current is not None or not self._queue:
             return False
         update = self._current = heapq.heappop(self._queue)
-        if self._was_idle:
-            if self._first != update.unit:
-                self._drop_ahead()
-            self._first, self._was_idle = update.unit, False
+        self._successor[self._fed] = update.unit
+        self._fed = update.unit
+        if self._ahead_unit != update.unit:
+            self._drop_ahead()
         if update.reload:
-            nbytes = self._plan.units[update.unit].trainable_numel * self._plan.layout.itemsize(GRAD)
+            nbytes = self._plan.layout.pages(self._plan.units[update.unit], GRAD) * self._plan.page_bytes
             seconds = self._rates.seconds("ssd_read", nbytes)
             read = self._lanes.submit("ssd_read", f"gradient {self._name(update.unit)}", nbytes, seconds)
             update.gradient.append(read)
@@ -115,20 +120,19 @@ class SimulatedUpdater:
         unit, start = update.unit, self._next_chunk
         total = self._plan.units[unit].trainable_numel
         stop = min(start + self._chunk, total)
-        share = (stop - start) / total
-        streamed = self._streamed_bytes(unit)
+        streamed = self._streamed[unit]
+        nbytes = streamed // total * (stop - start)
         reads: list[Task] = []
         if streamed:
-            ahead = self._ahead.pop(start, None) if unit == self._first else None
+            ahead = self._ahead.pop(start, None)
             if ahead is None and not self._slots:
                 return False
-            reads = [ahead or self._read(unit, round(streamed * share))]
+            reads = [ahead or self._read(unit, nbytes)]
         name = f"update {self._name(unit)}"
-        touched = round(share * self._touched_bytes(unit))
+        touched = (stop - start) * self._touched_per_element
         task = self._lanes.submit("update", name, touched, self._rates.update_seconds(stop - start), reads)
         self._computed.append(task)
         if streamed:
-            nbytes = round(streamed * share)
             seconds = self._rates.seconds("ssd_write", nbytes)
             write = self._lanes.submit("ssd_write", f"write {self._name(unit)}", nbytes, seconds, [task])
             self._writes.append(write)
@@ -136,7 +140,7 @@ class SimulatedUpdater:
         self._next_chunk = stop
         if stop == total:
             self._finish(update, streams_weight=self._plan.placement.home(unit, WEIGHT) == SSD)
-            self._current = None
+            self._current, self._ahead_unit = None, -1
         return True
 
     def _finish(self, update: _Update, streams_weight: bool) -> None:
@@ -146,25 +150,27 @@ class SimulatedUpdater:
         update.written.then.append(self.pump)
 
     def _read_ahead(self) -> bool:
-        """While nothing is queued: read one more chunk of the unit that comes first."""
-        if self._current is not None or self._queue or self._first is None or not self._slots:
+        """While nothing is queued: read one more chunk of the unit that most likely comes next."""
+        unit = self._successor.get(self._fed, -1)
+        if self._current is not None or self._queue or unit < 0 or not self._slots or not self._streamed[unit]:
             return False
-        self._was_idle = True
-        if not self._latest[self._first].written.done:
-            return False
-        total = self._plan.units[self._first].trainable_numel
+        if self._ahead_unit != unit:
+            if not self._latest[unit].written.done:
+                return False
+            self._drop_ahead()
+            self._ahead_unit = unit
+        total = self._plan.units[unit].trainable_numel
         start = len(self._ahead) * self._chunk
-        streamed = self._streamed_bytes(self._first)
-        if not streamed or start >= total:
+        if start >= total:
             return False
-        share = (min(start + self._chunk, total) - start) / total
-        self._ahead[start] = self._read(self._first, round(streamed * share))
+        per_element = self._streamed[unit] // total
+        self._ahead[start] = self._read(unit, (min(start + self._chunk, total) - start) * per_element)
         return True
 
     def _drop_ahead(self) -> None:
         for task in self._ahead.values():
             self._lanes.when_all([task], self._slot_is_free)
-        self._ahead = {}
+        self._ahead, self._ahead_unit = {}, -1
 
     def _read(self, unit: int, nbytes: int) -> Task:
         self._slots -= 1
@@ -175,16 +181,10 @@ class SimulatedUpdater:
         self._slots += 1
         self.pump()
 
-    def _streamed_bytes(self, unit: int) -> int:
+    def _streamed_bytes(self, unit: UnitSpec) -> int:
         """Bytes of the states of a unit that an update brings from SSD, and takes back."""
-        numel = self._plan.units[unit].trainable_numel
-        homes = self._plan.placement
-        return sum(numel * s.dtype.itemsize for s in self._plan.layout.states if homes.home(unit, s.name) == SSD)
-
-    def _touched_bytes(self, unit: int) -> int:
-        layout = self._plan.layout
-        per_element = 2 * sum(s.dtype.itemsize for s in layout.states) + layout.itemsize(GRAD)
-        return self._plan.units[unit].trainable_numel * per_element
+        homes, states = self._plan.placement, self._plan.layout.states
+        return unit.trainable_numel * sum(s.dtype.itemsize for s in states if homes.home(unit.index, s.name) == SSD)
 
     def _name(self, unit: int) -> str:
         return self._plan.units[unit].name
@@ -195,7 +195,9 @@ class SimulatedGradients:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._room = plan.placement.pages(HOST, STAGING) * plan.page_bytes
+        self._room = plan.placement.pages(HOST, STAGING)
+        self._pages = [plan.layout.pages(unit, GRAD) for unit in plan.units]
+        self._taken = 0
         self._staged: dict[int, Task | None] = {}
         """unit -> its write to SSD, in the order in which the gradients came."""
 
@@ -204,12 +206,14 @@ class SimulatedGradients:
         if not self._needs_buffer(unit) or unit in self._staged:
             return []
         blockers = []
-        while self._staged and self._bytes(unit) + sum(map(self._bytes, self._staged)) > self._room:
+        while self._staged and self._pages[unit] + self._taken > self._room:
             oldest = next(iter(self._staged))
             task = self._staged.pop(oldest)
+            self._taken -= self._pages[oldest]
             if task is not None:
                 blockers.append(task)
         self._staged[unit] = None
+        self._taken += self._pages[unit]
         return blockers
 
     def spilled(self, unit: int, write: Task) -> None:
@@ -229,6 +233,3 @@ class SimulatedGradients:
     def _needs_buffer(self, unit: int) -> bool:
         plan = self._plan
         return plan.placement.home(unit, GRAD) == SSD or GRAD not in plan.placement.lines[HOST]
-
-    def _bytes(self, unit: int) -> int:
-        return self._plan.layout.pages(self._plan.units[unit], GRAD) * self._plan.page_bytes

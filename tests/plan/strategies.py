@@ -1,10 +1,11 @@
-"""Random module trees, layouts and traces for the tests of this folder."""
+"""Random module trees, layouts, traces and machines for the tests of this folder."""
 
 from collections.abc import Callable
 
 from hypothesis import strategies as st
 
 from pagoda.optim import AdamW
+from pagoda.plan.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate
 from pagoda.plan.placement import Layout
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
@@ -69,3 +70,40 @@ def traces(draw: Draw, units: int) -> Trace:
             if not accesses or accesses[-1] != access:
                 accesses.append(access)
     return Trace((*accesses, STEP))
+
+
+def figure(value: float) -> Figure:
+    return Figure(value, "a test")
+
+
+@st.composite
+def hardware(draw: Draw) -> Hardware:
+    """A machine with an SSD, with a GPU or without, whose rates lie within a factor of a hundred of each other."""
+    rate = st.floats(1e8, 1e10).map(figure)
+    matmul = MatmulRate(figure(1e12), figure(1e12))
+    cpu = Cpu(
+        cores=draw(st.integers(1, 8)),
+        memory_bytes=figure(float(1 << 40)),
+        memory_bytes_per_s=draw(rate),
+        update_params_per_s=draw(rate),
+        bf16=matmul,
+        fp32=matmul,
+        copy_bytes_per_s=draw(rate),
+        gradient_bytes_per_s=draw(rate),
+    )
+    read, write = draw(rate), draw(rate)
+    share = draw(st.floats(0.3, 1.0))
+    drive = Drive(
+        capacity_bytes=figure(1e13),
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+        both_bytes_per_s=figure(share * (read.value + write.value)),
+        endurance_bytes=figure(1e15),
+        cpu_share=draw(st.none() | st.floats(0.01, 1.0).map(figure)),
+    )
+    if not draw(st.booleans()):
+        return Hardware("cpu", cpu, ssd=drive)
+    down, up = draw(rate), draw(rate)
+    device = Device(figure(1e12), figure(1e12), matmul, matmul, draw(rate))
+    link = Link(down, up, figure(draw(st.floats(0.5, 1.0)) * (down.value + up.value)))
+    return Hardware("gpu", cpu, device=device, link=link, ssd=drive)

@@ -259,7 +259,7 @@ def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(pl
             if plan.placement.home(unit.index, state.name) == SSD
         )
         spilled = plan.placement.home(unit.index, GRAD) == SSD and not plan.options.update_under_backward
-        gradient = unit.trainable_numel * plan.layout.itemsize(GRAD) if spilled else 0
+        gradient = plan.layout.pages(unit, GRAD) * plan.page_bytes if spilled else 0
         assert moved(Kind.WRITE, unit.index) == on_ssd
         assert moved(Kind.READ, unit.index) == on_ssd + gradient
         assert (moved(Kind.SPILL, unit.index) > 0) == (gradient > 0)
