@@ -25,7 +25,7 @@ __all__ = ["AdamW", "Memory", "gathered", "init", "plan_of", "wrap"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_HOST_SHARE = 0.8
+HOST_SHARE = 0.8
 """Share of the RAM that is free now which a host budget left open may take; the rest is for activations."""
 
 
@@ -83,7 +83,7 @@ class Memory:
 
     def budgets(self) -> Budgets:
         """Bytes per tier; what was left open is read from the machine."""
-        host = parse_bytes(self.host, "memory.host") if self.host is not None else int(_free_ram() * _HOST_SHARE)
+        host = parse_bytes(self.host, "memory.host") if self.host is not None else int(free_ram() * HOST_SHARE)
         device = None
         if self.device is not None:
             size = self.device.removeprefix("cpu:")
@@ -176,7 +176,7 @@ def plan_of(model: nn.Module) -> Plan:
 _ENGINE = "_pagoda_engine"
 
 
-def _free_ram() -> int:
+def free_ram() -> int:
     """Bytes of RAM that can be used without swapping."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -16,6 +16,7 @@ ROOT = Path(pagoda.__file__).parent
 HOUSE = (
     "cli",
     "integrations",
+    "forecast",
     "train",
     "calibrate",
     "api",

@@ -1,6 +1,7 @@
 """Entry of the `pagoda` command: picks the subcommand, and turns user errors into messages and exit codes.
 
-Exit codes: 0 done, 2 user error (message on stderr, no traceback), 128 + signal when interrupted.
+Exit codes: 0 done, 1 a plan that does not fit, 2 user error (message on stderr, no traceback), 128 + signal when
+interrupted.
 """
 
 import sys
@@ -12,8 +13,10 @@ import tyro
 from rich.console import Console
 
 from pagoda.cli.calibrate import CalibrateConfig, run_calibrate
+from pagoda.cli.plan import run_plan
 from pagoda.cli.train import resumed_config, run_train
 from pagoda.errors import PagodaError
+from pagoda.forecast.config import PlanConfig
 from pagoda.train.config import TrainConfig
 
 USER_ERROR = 2
@@ -34,6 +37,7 @@ class Command:
 
 COMMANDS = (
     Command("train", TrainConfig, run_train, resumed_config),
+    Command("plan", PlanConfig, run_plan),
     Command("calibrate", CalibrateConfig, run_calibrate),
 )
 """Every subcommand. A new one is a module beside `train.py` and a line here."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import ConfigError
-from pagoda.models.shapes import SHAPES, Shape, find_shape
+from pagoda.models.shapes import SHAPES, Shape, find_shape, is_sized_gpt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,8 +20,9 @@ def build_model(
     cache is off.
 
     Args:
-        name_or_dir: a name in `SHAPES`, or a directory that holds a Hugging Face `config.json`.
-        seq_len: tokens per sequence the model must accept.
+        name_or_dir: a name in `SHAPES`, `gpt-<layers>x<hidden>`, or a directory that holds a Hugging Face
+            `config.json`.
+        seq_len: tokens per sequence the model must accept; the positions of `gpt-<layers>x<hidden>` grow with it.
         gradient_checkpointing: recompute each layer in backward (non-reentrant) instead of saving its
             activations.
         layers: layers of the decoder, instead of the model's own; the kinds of its first ones, over again if
@@ -34,6 +35,8 @@ def build_model(
     import torch
 
     config = _configuration(name_or_dir)
+    if is_sized_gpt(name_or_dir):
+        config.n_positions = max(config.n_positions, seq_len)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         raise ConfigError(
@@ -93,7 +96,7 @@ def _set_layers(name_or_dir: str, config: Any, layers: int) -> None:
 def _configuration(name_or_dir: str) -> Any:
     """The transformers configuration: a built-in name wins over a directory of the same name."""
     directory = Path(name_or_dir)
-    if name_or_dir in SHAPES or not directory.exists():
+    if name_or_dir in SHAPES or is_sized_gpt(name_or_dir) or not directory.exists():
         return _shape_configuration(find_shape(name_or_dir))
     if not directory.is_dir() or not (directory / "config.json").is_file():
         raise ConfigError(

@@ -200,16 +200,18 @@ def gpt_shape(params: float, seq_len: int = 1024) -> PaperShape:
 
     Raises ConfigError below the smallest, which has two layers of 192.
     """
-    step = bisect_right(_STEPS, params, key=lambda step: _family(step, seq_len).params) - 1
+    step = bisect_right(_STEPS, params, key=lambda step: gpt_of_step(step - _STEPS[0], seq_len).params) - 1
     if step < 0:
-        smallest = _family(_STEPS[0], seq_len).params
+        smallest = gpt_of_step(0, seq_len).params
         raise ConfigError(f"no GPT shape has at most {params:,.0f} parameters; the smallest has {smallest:,}")
-    return _family(_STEPS[step], seq_len)
+    return gpt_of_step(step, seq_len)
 
 
-def _family(step: int, seq_len: int) -> PaperShape:
-    units = 3 * step // 5
-    layers, hidden = step - units, 64 * units
+def gpt_of_step(step: int, seq_len: int = 1024) -> PaperShape:
+    """Number `step` of the family of `gpt_shape`, from the smallest, which is 0."""
+    grown = step + _STEPS[0]
+    units = 3 * grown // 5
+    layers, hidden = grown - units, 64 * units
     shape = _gpt(f"gpt-{layers}x{hidden}", 0.0, layers, hidden, units, "Pagoda's own family", seq_len)
     return replace(shape, nominal=float(shape.params))
 

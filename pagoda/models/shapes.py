@@ -6,12 +6,14 @@ uses the first 256 entries. `parameter_count` counts a shape by building it, so 
 """
 
 import difflib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from pagoda.errors import ConfigError
+from pagoda.models.papers import GPT_VOCAB
 
 Family = Literal["llama", "gpt2"]
 Setting = int | float | bool | str | dict[str, float | str]
@@ -80,17 +82,35 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 """Every built-in shape by name, smallest first within its family."""
 
 
+_GPT = re.compile(r"gpt-([1-9][0-9]*)x([1-9][0-9]*)")
+_HEAD_WIDTH = 64
+
+
+def is_sized_gpt(name: str) -> bool:
+    """Whether `name` is of the form `gpt-<layers>x<hidden>`."""
+    return _GPT.fullmatch(name) is not None
+
+
 def find_shape(name: str) -> Shape:
-    """The built-in shape called `name`.
+    """The built-in shape called `name`, or the GPT that `gpt-<layers>x<hidden>` describes.
+
+    Such a GPT is a GPT-2 with heads of 64 and the vocabulary of `models.papers`, whose `gpt_shape` has the same
+    parameters under the same name.
 
     Raises:
         ConfigError: no such shape; the message lists the names and the closest one.
     """
     if name in SHAPES:
         return SHAPES[name]
+    if (sized := _GPT.fullmatch(name)) is not None:
+        layers, hidden = int(sized[1]), int(sized[2])
+        if hidden % _HEAD_WIDTH:
+            raise ConfigError(f"model {name!r}: {hidden} is not a multiple of {_HEAD_WIDTH}, the width of a head")
+        gpt = _gpt2(name, hidden, layers, hidden // _HEAD_WIDTH)
+        return replace(gpt, settings=MappingProxyType({**gpt.settings, "vocab_size": GPT_VOCAB}))
     close = difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ConfigError(
         f"unknown model {name!r}: neither a built-in shape nor a directory with a config.json.{hint}"
-        f" Built-in shapes: {', '.join(SHAPES)}."
+        f" Built-in shapes: {', '.join(SHAPES)}, and gpt-<layers>x<hidden>."
     )

@@ -78,12 +78,12 @@ class OptimConfig:
     """Minimum learning rate of the cosine, as a share of the peak."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "must be above 0")
-        _require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "must be in [0, 1)")
-        _require(self.eps > 0, "optim.eps", self.eps, "must be above 0")
-        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must be 0 or more")
-        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be 0 or more")
-        _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
+        require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "must be above 0")
+        require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "must be in [0, 1)")
+        require(self.eps > 0, "optim.eps", self.eps, "must be above 0")
+        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must be 0 or more")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be 0 or more")
+        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
 
     def build(self) -> "AdamW":
         """The library's update rule."""
@@ -107,7 +107,7 @@ class TrainConfig:
 
     model: str
     """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl) or a directory with a Hugging Face config.json."""
+    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN) or a directory with a Hugging Face config.json."""
     data: str = "stdlib"
     """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
     steps: int
@@ -137,12 +137,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "accumulation_steps"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        _require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
-        _require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
+        require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
         if self.clip_grad_norm is not None:
-            _require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
+            require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
 
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back to an equal one."""
@@ -180,7 +180,8 @@ class TrainConfig:
             )
 
 
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
+def require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Raises ConfigError, naming the setting's flag, unless `holds`."""
     if not holds:
         raise ConfigError(f"{_flag(name)} is {value}: it {rule}")
 

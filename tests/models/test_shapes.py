@@ -6,6 +6,7 @@ import torch
 
 from pagoda.errors import ConfigError
 from pagoda.models import SHAPES, build_model, parameter_count
+from pagoda.models.papers import gpt_of_step
 
 PARAMETERS = {
     "llama-15m": 15_191_712,
@@ -100,3 +101,19 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path) 
         build_model(write_config(tmp_path), seq_len=129)
     with pytest.raises(ConfigError, match="1024 positions"):
         build_model("gpt2", seq_len=1025)
+
+
+@pytest.mark.parametrize("step", [0, 1, 9])
+def test_a_gpt_of_layers_and_width_is_the_one_of_the_family_that_is_planned(step: int) -> None:
+    shape = gpt_of_step(step)
+    assert parameter_count(shape.name) == shape.params
+
+
+def test_a_gpt_of_layers_and_width_has_positions_for_every_sequence() -> None:
+    with torch.device("meta"):
+        assert build_model("gpt-2x192", seq_len=2048).config.max_position_embeddings == 2048
+
+
+def test_a_gpt_whose_width_has_no_whole_heads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="200 is not a multiple of 64"):
+        build_model("gpt-2x200", seq_len=16)

@@ -1,0 +1,55 @@
+"""Activations: an estimate of what forward and backward keep beside the pages."""
+
+from dataclasses import dataclass
+
+from pagoda.forecast.subject import Subject
+from pagoda.memory.sizes import format_bytes
+
+_LOGIT_BYTES = 16
+"""Of a logit around the loss: itself in 16 bits, in fp32, its log-softmax, that one's gradient, and that in 16 bits."""
+_HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
+"""Tensors of hidden and of MLP width that a layer keeps for backward, gradients in flight included. Megatron-LM's
+count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP four times as wide, which is
+(9 + 2 * 4) * 2; backward holds a gradient for a part of them at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes at the worst moment of a micro-batch, on one rank: an estimate, not part of any budget of pages."""
+
+    saved: int
+    """What all layers keep until backward: their inputs, or everything without gradient checkpointing."""
+    working: int
+    """What one layer keeps while it is recomputed and differentiated; zero without checkpointing."""
+    logits: int
+    """Around the loss."""
+    gradients: int
+    """Two of the largest parameter's gradient: the one autograd makes, and the one on its way to its extent."""
+
+    @property
+    def total(self) -> int:
+        """Logits are gone before the first layer's backward."""
+        return self.saved + max(self.working, self.logits) + self.gradients
+
+    def __str__(self) -> str:
+        return (
+            f"about {format_bytes(self.total)} ({format_bytes(self.saved)} kept by layers, "
+            f"{format_bytes(max(self.working, self.logits))} around the {self._peak}, "
+            f"{format_bytes(self.gradients)} of gradients on their way)"
+        )
+
+    @property
+    def _peak(self) -> str:
+        return "loss" if self.logits >= self.working else "layer that is recomputed"
+
+
+def estimate_activations(subject: Subject, tokens: int, itemsize: int, checkpointing: bool) -> Activations:
+    """Activations of a micro-batch of `tokens` tokens whose elements take `itemsize` bytes."""
+    layer = itemsize * tokens * (_HIDDEN_TENSORS * subject.hidden + _FFN_TENSORS * subject.ffn)
+    inputs = itemsize * tokens * subject.hidden
+    return Activations(
+        saved=subject.layers * (inputs if checkpointing else layer),
+        working=layer if checkpointing else 0,
+        logits=_LOGIT_BYTES * tokens * subject.vocab,
+        gradients=2 * itemsize * max(param.numel for param in subject.root.walk()),
+    )

@@ -1,0 +1,44 @@
+"""The work of `pagoda plan`: from a configuration to what is printed and written."""
+
+import json
+from dataclasses import asdict, replace
+
+from rich.console import Console
+
+from pagoda.forecast.advice import advise
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.draw import check_plotting, draw
+from pagoda.forecast.forecast import Forecast, forecast
+from pagoda.forecast.largest import largest_model
+from pagoda.forecast.machine import find_machine_for
+from pagoda.forecast.report import as_json, show
+from pagoda.plan.chrome_trace import write_trace
+
+
+def run(config: PlanConfig, console: Console) -> Forecast:
+    """Makes the forecast, prints it, and writes the files that were asked for, if it fits.
+
+    Raises ConfigError: unknown model or hardware, a setting or a file that cannot be used.
+    """
+    if config.plot is not None:
+        check_plotting()
+    machine = find_machine_for(config)
+    if config.max_model:
+        config = replace(config, model=largest_model(config, machine), max_model=False)
+    made = forecast(config, machine)
+    advice = advise(made)
+    if config.json:
+        print(json.dumps(as_json(made, advice), indent=1))
+    else:
+        show(made, advice, console)
+    if made.fits:
+        title = f"{made.subject.name} on {machine.hardware.name}, predicted"
+        if config.trace is not None:
+            write_trace(made.timeline, title, config.trace)
+        if config.plot is not None:
+            draw(made.timeline, _limits(made), title, config.plot)
+    return made
+
+
+def _limits(made: Forecast) -> dict[str, int]:
+    return {tier: limit for tier, limit in asdict(made.plan.budgets).items() if limit is not None}

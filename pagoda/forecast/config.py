@@ -1,0 +1,64 @@
+"""What a forecast is asked for, as the command line and Python share it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pagoda.errors import ConfigError
+from pagoda.train.config import MemoryConfig, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Say, before anything is allocated, whether a model trains on a machine, how fast, what binds, what would help.
+
+    Exit code 0 if it fits, 1 if it does not, 2 for settings that cannot be used.
+    """
+
+    model: str | None = None
+    """Built-in shape, directory with a Hugging Face config.json, gpt-LAYERSxHIDDEN, or a paper's shape (gpt-13b,
+    gpt3-175b, gpt-1t, t5-58b, t5-moe-1.2t, ...)."""
+    max_model: bool = False
+    """Instead of --model: find the largest GPT that fits, and plan it."""
+    hardware: str = "auto"
+    """This machine as `pagoda calibrate` measured it (auto), a named machine (h100, a100-40g, rtx4090, ...), or a
+    hardware file."""
+    nodes: int = 1
+    """Equal nodes. More than one cannot be planned yet."""
+    gpus_per_node: int = 1
+    """GPUs of a node in use, each of which trains on a batch of its own and holds the whole model."""
+    batch_size: int = 1
+    """Sequences per forward pass on each GPU."""
+    seq_len: int = 1024
+    """Tokens per sequence."""
+    accumulation_steps: int = 1
+    """Forward and backward passes per optimizer step."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """What is left out follows from the hardware. Of a machine that is not this one, memory.ssd may be a size alone."""
+    clip_grad_norm: float | None = 1.0
+    """Largest global norm of the gradient, or None for no clipping."""
+    gradient_checkpointing: bool = True
+    """Recompute layers in backward instead of saving their activations."""
+    json: bool = False
+    """Print JSON only, with the keys that docs/plan.md describes: fits, params, bytes, step_s, tokens_per_s,
+    tflops_per_gpu, binding_lane, lanes, ssd_bytes_written_per_step, advice, and some more."""
+    plot: Path | None = None
+    """Draw the lanes' timeline and each tier's bytes over the step into this PNG."""
+    trace: Path | None = None
+    """Write the predicted step as JSON for Perfetto or chrome://tracing."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node", "batch_size", "accumulation_steps"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
+        if self.clip_grad_norm is not None:
+            require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
+        if (self.model is None) != self.max_model:
+            raise ConfigError("give either --model NAME, or --max-model to find the largest GPT that fits")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass on one GPU."""
+        return self.batch_size * self.seq_len

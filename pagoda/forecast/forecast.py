@@ -1,0 +1,175 @@
+"""The forecast: a model, a machine and budgets, planned and simulated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from pagoda.errors import BudgetError
+from pagoda.forecast.activations import Activations, estimate_activations
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.machine import Machine, budgets_for
+from pagoda.forecast.subject import Subject, find_subject
+from pagoda.memory.sizes import parse_bytes
+from pagoda.optim.adamw import AdamW, StateSpec
+from pagoda.plan.compute import Compute
+from pagoda.plan.hardware import Hardware
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.search import Choice, search
+from pagoda.plan.timeline import Timeline
+
+_TRAINING_FACTOR = 3.0
+"""FLOPs of forward and backward together, per FLOP of forward."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a search needs: what advice varies."""
+
+    subject: Subject
+    hardware: Hardware
+    compute: Compute
+    budgets: Budgets
+    options: Options
+    states: tuple[StateSpec, ...]
+
+    def search(self) -> Choice:
+        """The plan that `wrap` makes, and beside it all others that fit, fastest first.
+
+        A forecast is of what the runtime will do, so another plan does not take its place: it becomes advice.
+        Raises BudgetError when no plan fits.
+        """
+        found = search(self.subject.root, self.states, self.budgets, self.options, self.hardware, self.compute)
+        plans = sorted((found.best, *found.others), key=lambda candidate: candidate.timeline.step_s)
+        usual = next(candidate for candidate in plans if candidate.options == self.options)
+        return Choice(usual, tuple(candidate for candidate in plans if candidate is not usual))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What can be said of a run before it starts."""
+
+    config: PlanConfig
+    machine: Machine
+    subject: Subject
+    activations: Activations
+    notes: tuple[str, ...]
+    """How budgets and compute times were found."""
+    setting: Setting | None
+    """None where activations alone do not fit."""
+    choice: Choice | None
+    refusal: BudgetError | None
+    """Why it does not fit; None exactly where there is a choice."""
+
+    @property
+    def fits(self) -> bool:
+        return self.choice is not None
+
+    @property
+    def plan(self) -> Plan:
+        assert self.choice is not None
+        return self.choice.best.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        assert self.choice is not None
+        return self.choice.best.timeline
+
+    @property
+    def ranks(self) -> int:
+        return self.machine.hardware.gpus_per_node
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all GPUs."""
+        return self.ranks * self.config.tokens * self.config.accumulation_steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all GPUs."""
+        return self.tokens_per_step / self.timeline.step_s
+
+    @property
+    def flop_per_s(self) -> float:
+        """Of each GPU: three times forward, so what recomputing costs is not counted."""
+        forward = sum(self.subject.forward_flops.values()) * self.config.accumulation_steps
+        return _TRAINING_FACTOR * forward / self.timeline.step_s
+
+    @property
+    def share_of_peak(self) -> float:
+        rate = self.machine.hardware.matmul(self.config.precision)
+        return self.flop_per_s / rate.peak_flop_per_s.value
+
+    @property
+    def ssd_bytes_written_per_step(self) -> int:
+        """To the drives of a node."""
+        return self.ranks * sum(op.nbytes for op in self.plan.ops if op.lane == "ssd_write")
+
+    @property
+    def steps_until_worn(self) -> float:
+        """Steps until as much has been written as the drives are rated for."""
+        drive, written = self.machine.hardware.ssd, self.ssd_bytes_written_per_step
+        return inf if drive is None or written == 0 else drive.endurance_bytes.value / written
+
+    @property
+    def bytes(self) -> Mapping[str, Mapping[str, int]]:
+        """tier -> state -> bytes of one rank; tiers that hold nothing are left out."""
+        return {tier: dict(lines) for tier, lines in self.plan.bytes.items() if lines}
+
+
+def forecast(config: PlanConfig, machine: Machine) -> Forecast:
+    """Plan `config.model` on `machine`. What does not fit is part of the answer, not an error.
+
+    Raises ConfigError: unknown model, or a setting that cannot be used.
+    """
+    assert config.model is not None
+    subject = find_subject(
+        config.model,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    states = AdamW().states(config.precision)
+    activations = estimate_activations(subject, config.tokens, states[0].dtype.itemsize, config.gradient_checkpointing)
+    try:
+        budgets, notes = budgets_for(machine, config.memory, activations)
+    except BudgetError as refusal:
+        return Forecast(config, machine, subject, activations, (), None, None, refusal)
+    setting = Setting(subject, machine.hardware, Compute({}, {}), budgets, options_of(config), states)
+    try:
+        make_plan(subject.root, states, budgets, setting.options)
+    except BudgetError as refusal:
+        return Forecast(config, machine, subject, activations, notes, setting, None, refusal)
+    compute, how = compute_times(config, machine, subject)
+    setting = replace(setting, compute=compute)
+    return Forecast(config, machine, subject, activations, (*notes, how), setting, setting.search(), None)
+
+
+def options_of(config: PlanConfig) -> Options:
+    """The planner's options, as `pagoda train` sets them."""
+    memory = config.memory
+    return Options(
+        None if memory.page_size is None else parse_bytes(memory.page_size, "memory.page_size"),
+        None if memory.unit_limit is None else parse_bytes(memory.unit_limit, "memory.unit_limit"),
+        config.accumulation_steps,
+        config.clip_grad_norm is not None,
+    )
+
+
+def compute_times(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[Compute, str]:
+    """Seconds of each module, and where they come from: measured where this machine's processors compute, else FLOPs
+    over the rate that the hardware reaches."""
+    if machine.here and machine.hardware.device is None and subject.buildable:
+        from pagoda.calibrate import profile_compute
+
+        profile = profile_compute(
+            subject.name,
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
+            precision=config.precision,
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
+        return Compute.from_profile(profile, subject.root), "compute: a layer and the head, measured here just now."
+    rate = machine.hardware.matmul(config.precision).reached_flop_per_s
+    compute = Compute.from_flops(subject.forward_flops, rate.value, config.gradient_checkpointing)
+    return compute, f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})."

@@ -1,0 +1,130 @@
+"""A forecast as JSON, and as a person reads it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pagoda.forecast.forecast import Forecast
+from pagoda.memory.sizes import format_bytes
+from pagoda.plan.ops import LANES
+from pagoda.plan.timeline import COMPUTE
+from pagoda.train.plan_table import plan_table
+
+
+def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
+    """The keys that docs/plan.md describes. What only a plan can say is None, or empty, where none fits."""
+    fits = forecast.fits
+    timeline = forecast.timeline if fits else None
+    setting = forecast.setting
+    return {
+        "fits": fits,
+        "model": forecast.subject.name,
+        "hardware": forecast.machine.hardware.name,
+        "params": forecast.subject.params,
+        "bytes": forecast.bytes if fits else {},
+        "budgets": asdict(setting.budgets) if setting else {},
+        "activation_bytes": forecast.activations.total,
+        "tokens_per_step": forecast.tokens_per_step,
+        "step_s": timeline.step_s if timeline else None,
+        "tokens_per_s": forecast.tokens_per_s if fits else None,
+        "tflops_per_gpu": forecast.flop_per_s / 1e12 if fits else None,
+        "share_of_peak": forecast.share_of_peak if fits else None,
+        "binding_lane": timeline.binding_lane if timeline else None,
+        "lanes": _lanes(forecast) if fits else {},
+        "ssd_bytes_written_per_step": forecast.ssd_bytes_written_per_step if fits else None,
+        "steps_until_worn": _finite(forecast.steps_until_worn) if fits else None,
+        "reasons": [*forecast.notes, *(forecast.choice.reasons if forecast.choice else ())],
+        "refusal": str(forecast.refusal) if forecast.refusal else None,
+        "advice": list(advice),
+    }
+
+
+def show(forecast: Forecast, advice: Sequence[str], console: Console) -> None:
+    """Print the forecast."""
+    console.print(_rendered(forecast, advice), highlight=False)
+
+
+def _rendered(forecast: Forecast, advice: Sequence[str]) -> RenderableType:
+    subject, config = forecast.subject, forecast.config
+    ranks = f", {forecast.ranks} ranks with a copy each" if forecast.ranks > 1 else ""
+    head = (
+        f"{subject.name}, {subject.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "
+        f"{config.batch_size} x {config.seq_len} tokens"
+        + (f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else "")
+    )
+    beside = Text(f"Beside the pages, an estimate: activations of {forecast.activations}.")
+    notes = [Text(f"- {note}") for note in forecast.notes]
+    helps = [Text("What would help:"), *(Text(f"- {line}") for line in advice)] if advice else []
+    if forecast.choice is None:
+        refused = Text(f"Does not fit. {forecast.refusal}", style="bold red")
+        return Group(Text(head), refused, beside, *notes, *helps)
+    fits = Text("Fits.", style="bold green")
+    why = [Text(f"- {reason}") for reason in forecast.choice.reasons[len(forecast.plan.reasons) :]]
+    return Group(
+        Text(head),
+        fits,
+        plan_table(forecast.plan),
+        beside,
+        *notes,
+        _figures(forecast),
+        _lane_table(forecast),
+        *why,
+        *helps,
+    )
+
+
+def _figures(forecast: Forecast) -> RenderableType:
+    written = forecast.ssd_bytes_written_per_step
+    table = Table.grid(padding=(0, 2))
+    table.add_row("step", _seconds(forecast.timeline.step_s))
+    table.add_row("tokens/s", f"{forecast.tokens_per_s:,.1f}")
+    table.add_row(
+        "TFLOP/s per " + ("GPU" if forecast.machine.hardware.device else "process"),
+        f"{forecast.flop_per_s / 1e12:.3g}, {forecast.share_of_peak:.1%} of peak "
+        "(3 x forward: 6 FLOPs per parameter and token, and attention; recomputing not counted)",
+    )
+    table.add_row("binding lane", forecast.timeline.binding_lane)
+    if written:
+        table.add_row(
+            "drive wear",
+            f"{format_bytes(written)} written per step; rated for {forecast.steps_until_worn:,.0f} such steps",
+        )
+    return table
+
+
+def _lane_table(forecast: Forecast) -> RenderableType:
+    table = Table()
+    for name in ("lane", "busy", "of the step", "compute waits", "bytes"):
+        table.add_column(name, justify="left" if name == "lane" else "right")
+    timeline = forecast.timeline
+    for lane, figures in _lanes(forecast).items():
+        table.add_row(
+            lane,
+            _seconds(figures["busy_s"]),
+            f"{figures['busy_s'] / timeline.step_s:.0%}",
+            "-" if lane == COMPUTE else _seconds(figures["stall_s"]),
+            format_bytes(timeline.bytes_moved.get(lane, 0)),
+        )
+    return table
+
+
+def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
+    timeline = forecast.timeline
+    return {
+        lane: {"busy_s": timeline.busy_s.get(lane, 0.0), "stall_s": timeline.stall_s.get(lane, 0.0)}
+        for lane in (COMPUTE, *LANES)
+        if lane == COMPUTE or timeline.busy_s.get(lane)
+    }
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,88 @@
+"""The model that a forecast is about: its tree, its arithmetic and its widths, without its weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda.errors import ConfigError
+from pagoda.models.papers import PAPER_SHAPES, PaperShape
+from pagoda.plan.describe import forward_flops, module_spec
+from pagoda.plan.units import ModuleSpec
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as a forecast needs it."""
+
+    name: str
+    root: ModuleSpec
+    forward_flops: Mapping[str, float]
+    """Module -> FLOPs of one forward pass of the batch; empty where nobody asked for it."""
+    layers: int
+    """Layers that a forward pass goes through."""
+    hidden: int
+    ffn: int
+    """Width inside a layer's MLP; of all experts that see a token."""
+    vocab: int
+    buildable: bool
+    """Whether `pagoda train` can build it; a paper's shape it cannot."""
+
+    @property
+    def params(self) -> int:
+        """Parameters, tied ones counted once."""
+        return sum(param.numel for param in self.root.walk())
+
+
+def find_subject(
+    name: str, *, batch_size: int, seq_len: int, gradient_checkpointing: bool = True, count_flops: bool = True
+) -> Subject:
+    """The model called `name`: a paper's shape, or what `pagoda.models.build_model` builds.
+
+    Raises ConfigError: as `build_model`.
+    """
+    if name in PAPER_SHAPES:
+        return _of_paper(PAPER_SHAPES[name], batch_size * seq_len, seq_len)
+    return _of_transformers(name, batch_size, seq_len, gradient_checkpointing, count_flops)
+
+
+def _of_paper(shape: PaperShape, tokens: int, seq_len: int) -> Subject:
+    return Subject(
+        name=shape.name,
+        root=module_spec(shape),
+        forward_flops=forward_flops(shape, tokens, seq_len),
+        layers=shape.layers + shape.decoder_layers,
+        hidden=shape.hidden,
+        ffn=shape.ffn * max(1, shape.top_k),
+        vocab=shape.vocab,
+        buildable=False,
+    )
+
+
+def _of_transformers(
+    name: str, batch_size: int, seq_len: int, gradient_checkpointing: bool, count_flops: bool
+) -> Subject:
+    from pagoda.models import build_model
+    from pagoda.models import flops as counting
+    from pagoda.runtime.construct import describe
+
+    try:
+        with counting.weightless():
+            model = build_model(name, seq_len=seq_len, gradient_checkpointing=gradient_checkpointing)
+            counted = counting.forward_flops(model, batch_size, seq_len) if count_flops else {}
+            root = describe(model)
+    except ConfigError as error:
+        if name not in str(error) or "unknown model" not in str(error):
+            raise
+        raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    hidden = int(config.hidden_size)
+    return Subject(
+        name=name,
+        root=root,
+        forward_flops=counted,
+        layers=int(config.num_hidden_layers),
+        hidden=hidden,
+        ffn=int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden),
+        vocab=int(config.vocab_size),
+        buildable=True,
+    )

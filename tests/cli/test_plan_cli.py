@@ -1,0 +1,99 @@
+"""`pagoda plan` as a process: what it prints, writes and exits with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forecast.machines import SMALL
+
+KEYS = {
+    "fits", "params", "bytes", "step_s", "tokens_per_s", "tflops_per_gpu", "binding_lane", "lanes",
+    "ssd_bytes_written_per_step", "advice",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hardware") / "small.json"
+    path.write_text(SMALL.to_json())
+    return path
+
+
+def plan(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagoda", "plan", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_it_prints_the_plan_the_figures_and_what_would_help(machine: Path, tmp_path: Path) -> None:
+    trace, plot = tmp_path / "trace.json", tmp_path / "step.png"
+    done = plan(
+        *("--model", "gpt-4x256", "--hardware", machine, "--seq-len", 128, "--memory.host", "150MiB"),
+        *("--trace", trace, "--plot", plot),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in ("Fits.", "exp_avg_sq", "budget", "tokens/s", "of peak", "binding lane", "drive wear", "compute waits"):
+        assert said in done.stdout
+    assert "What would help" in done.stdout
+    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    step_us = json.loads(trace.read_text())["otherData"]["step_s"] * 1e6
+    assert {"compute", "d2h", "ssd_read", "ssd_write", "update"} == {span["cat"] for span in spans}
+    assert all(0 <= s["ts"] <= s["ts"] + s["dur"] <= step_us * (1 + 1e-9) for s in spans)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_all_it_prints(machine: Path) -> None:
+    done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert set(answer) >= KEYS
+    assert answer["fits"] is True
+    assert answer["params"] == 10_745_088
+
+
+def test_what_does_not_fit_exits_with_1_and_says_what_would(machine: Path) -> None:
+    done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--memory.host", "1MiB", "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    answer = json.loads(done.stdout)
+    assert answer["fits"] is False
+    assert "needs at least" in answer["refusal"]
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (("--model", "gpt2", "--hardware", "h10"), "Did you mean 'h100'?"),
+        (("--model", "lama-8b", "--hardware", "h100"), "Did you mean 'llama-8b'?"),
+        (("--hardware", "h100"), "--max-model"),
+        (("--model", "gpt2", "--hardware", "h100", "--memory.host", "lots"), "memory.host"),
+        (("--model", "gpt2", "--hardware", "h100", "--nodes", "2"), "--nodes is 2"),
+        (("--model", "gpt2", "--hardware", "h100", "--batch-size", "0"), "--batch-size is 0"),
+    ],
+)
+def test_settings_that_cannot_be_used_exit_with_2(args: tuple[str, ...], complaint: str) -> None:
+    done = plan(*args)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_largest_model_is_one_that_trains(machine: Path, tmp_path: Path) -> None:
+    memory = ("--memory.host", "90MiB", "--memory.ssd", f"{tmp_path}:120MiB")
+    done = plan("--max-model", "--hardware", machine, "--seq-len", 32, "--json", *memory)
+    assert done.returncode == 0
+    answer = json.loads(done.stdout)
+    train = [sys.executable, "-m", "pagoda", "train", "--model", answer["model"], "--steps", "2", "--batch-size", "1"]
+    trained = subprocess.run(
+        [*train, "--seq-len", "32", "--out", str(tmp_path / "run"), *memory],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert trained.returncode == 0, trained.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["peak_bytes"]["host"] <= sum(answer["bytes"]["host"].values()) <= 90 << 20
+    assert metrics["peak_bytes"].get("ssd", 0) <= sum(answer["bytes"].get("ssd", {}).values()) <= 120 << 20

@@ -1,0 +1,193 @@
+"""What a forecast says, on a small machine that is not this one."""
+
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.advice import advise
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.forecast import Forecast, forecast, options_of
+from pagoda.forecast.largest import largest_model
+from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
+from pagoda.forecast.report import as_json
+from pagoda.forecast.subject import find_subject
+from pagoda.models.papers import gpt_of_step
+from pagoda.optim import AdamW
+from pagoda.plan.describe import module_spec
+from pagoda.plan.machines import find_machine
+from pagoda.plan.planner import make_plan
+from pagoda.train.config import MemoryConfig
+
+from .machines import GIB, MIB, SMALL, figure
+
+HERE_NOT = Machine(SMALL, here=False)
+
+
+def made(machine: Machine = HERE_NOT, **settings: Any) -> Forecast:
+    memory = {name: settings.pop(name) for name in ("host", "ssd", "device") if name in settings}
+    config = {"model": "gpt-4x256", "seq_len": 128, "memory": MemoryConfig(**memory)} | settings
+    return forecast(PlanConfig(**config), machine)
+
+
+def test_a_model_that_fits_has_every_figure() -> None:
+    one = made()
+    assert one.fits
+    assert one.subject.params == find_subject("gpt-4x256", batch_size=1, seq_len=128).params
+    assert one.tokens_per_s == pytest.approx(128 / one.timeline.step_s)
+    # 6 FLOPs a parameter and token, and attention; look-ups of the position table are none.
+    assert one.flop_per_s * one.timeline.step_s == pytest.approx(6 * 128 * one.subject.params, rel=0.05)
+    assert one.share_of_peak == pytest.approx(one.flop_per_s / 2e11)
+    assert 0 < one.share_of_peak < 0.5
+    assert one.ssd_bytes_written_per_step == 0
+    assert sum(one.bytes["host"].values()) <= 0.8 * GIB
+
+
+def test_what_lies_on_ssd_is_written_every_step_and_wears_the_drive() -> None:
+    one = made(host="150MiB")
+    moments = sum(one.bytes["ssd"].get(state, 0) for state in ("weight_low", "exp_avg", "exp_avg_sq"))
+    assert moments > 0
+    assert one.ssd_bytes_written_per_step == pytest.approx(moments, rel=0.25)
+    assert one.steps_until_worn == pytest.approx(1e15 / one.ssd_bytes_written_per_step)
+    assert one.timeline.step_s > made().timeline.step_s
+
+
+def test_json_has_the_documented_keys_whether_it_fits_or_not() -> None:
+    fits, not_ = made(), made(host="1MiB")
+    known, unknown = as_json(fits, advise(fits)), as_json(not_, advise(not_))
+    assert known["fits"]
+    assert not unknown["fits"]
+    assert list(known) == list(unknown)
+    assert {
+        "fits", "params", "bytes", "step_s", "tokens_per_s", "tflops_per_gpu", "binding_lane", "lanes",
+        "ssd_bytes_written_per_step", "advice",
+    } <= set(known)  # fmt: skip
+    assert set(known["lanes"]["compute"]) == {"busy_s", "stall_s"}
+    assert known["bytes"]["host"]["exp_avg"] >= 4 * known["params"]
+    assert "host needs at least" in unknown["refusal"]
+    assert unknown["step_s"] is None
+
+
+def test_it_is_the_plan_that_wrap_makes() -> None:
+    one = made(host="150MiB")
+    assert one.setting is not None
+    made_by_wrap = make_plan(one.subject.root, one.setting.states, one.setting.budgets, one.setting.options)
+    assert one.plan == made_by_wrap
+
+
+def test_advice_is_what_planning_with_it_gives() -> None:
+    tight = made(host="150MiB")
+    advice = advise(tight)
+    assert 0 < len(advice) <= 3
+    roomy = made(host="300MiB")
+    line = next(line for line in advice if line.startswith("Twice the RAM"))
+    assert f"{roomy.tokens_per_s:,.0f} tokens/s" in line
+
+
+@pytest.mark.parametrize("settings", [{"host": "60MiB", "ssd": "10MiB"}, {"host": "1MiB"}])
+def test_what_is_refused_comes_with_a_budget_that_would_do(settings: dict[str, str]) -> None:
+    refused = made(**settings)
+    assert not refused.fits
+    first = advise(refused)[0]
+    size = first.partition(" of ")[2] if "host" in first else first.partition("room for ")[2]
+    needed = size.partition(" (")[0].replace(" ", "")
+    number, unit = needed[:-3], needed[-3:]
+    rounded_up = f"{float(number) * 1.01:.3f}{unit}"
+    changed = {**settings, ("host" if "host" in first else "ssd"): rounded_up}
+    assert made(**changed).fits
+
+
+def test_activations_that_fill_the_gpu_alone_do_not_fit_and_are_not_an_error() -> None:
+    machine = Machine(find_machine("rtx4090").with_gpus(1), here=False)
+    one = made(machine, model="llama-8b", batch_size=64, seq_len=2048)
+    assert not one.fits
+    assert one.refusal is not None
+    assert "Activations alone" in str(one.refusal)
+
+
+def test_activations_and_context_are_kept_free_on_a_gpu() -> None:
+    machine = Machine(find_machine("rtx4090").with_gpus(1), here=False)
+    one = made(machine, model="gpt2", batch_size=4)
+    assert one.setting is not None
+    assert one.setting.budgets.device == 23 * GIB - one.activations.total
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_only() -> None:
+    subject = find_subject("gpt-4x256", batch_size=1, seq_len=128)
+    less, more = (estimate_activations(subject, 1024, 2, checkpointing) for checkpointing in (True, False))
+    assert less.saved == 2 * 1024 * 256 * 4
+    assert more.saved > 10 * less.saved
+
+
+def test_more_processes_share_ram_and_ssd() -> None:
+    machine = replace(SMALL, intra_node_bytes_per_s=figure(1e9))
+    config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2)
+    shared = Machine(machine.with_gpus(2), here=False)
+    subject = find_subject("gpt-2x192", batch_size=1, seq_len=16)
+    none = estimate_activations(subject, 16, 2, True)
+    one, _ = budgets_for(HERE_NOT, config.memory, none)
+    two, _ = budgets_for(shared, config.memory, none)
+    assert (two.host, two.ssd) == (one.host // 2, GIB)
+    assert made(shared, model="gpt-2x192", seq_len=16).tokens_per_step == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"hardware": "h10"}, "Did you mean 'h100'"),
+        ({"hardware": "h100", "gpus_per_node": 9}, "1 to 8 GPUs"),
+        ({"hardware": "h100", "nodes": 2}, "--nodes is 2"),
+        ({"hardware": "no/such/file.json"}, "cannot be read"),
+    ],
+)
+def test_hardware_that_cannot_be_used_is_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        find_machine_for(PlanConfig(model="gpt2", **settings))
+
+
+def test_an_unmeasured_machine_says_how_to_measure_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="pagoda calibrate"):
+        find_machine_for(PlanConfig(model="gpt2"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"model": "gpt2", "max_model": True}])
+def test_a_model_is_named_or_searched_for(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--max-model"):
+        PlanConfig(**settings)
+
+
+def test_an_unknown_model_lists_shapes_of_both_kinds() -> None:
+    with pytest.raises(ConfigError, match=r"llama-8b.*gpt-<layers>x<hidden>.*gpt3-175b"):
+        made(model="gpt-bogus")
+
+
+@pytest.mark.parametrize("memory", [MemoryConfig(ssd="0.2GiB"), MemoryConfig(host="100MiB"), MemoryConfig()])
+def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: MemoryConfig) -> None:
+    config = PlanConfig(max_model=True, seq_len=64, memory=memory)
+    name = largest_model(config, HERE_NOT)
+    one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
+    assert one.fits
+    assert one.setting is not None
+    larger = next(shape for shape in map(gpt_of_step, count()) if shape.params >= 1.15 * one.subject.params)
+    with pytest.raises(BudgetError):
+        make_plan(module_spec(larger), AdamW().states("bf16"), one.setting.budgets, options_of(config))
+
+
+def test_no_model_fits_a_machine_without_room() -> None:
+    config = PlanConfig(max_model=True, seq_len=64, memory=MemoryConfig(host="1MiB", ssd="1MiB"))
+    with pytest.raises(BudgetError):
+        largest_model(config, HERE_NOT)
+
+
+def test_a_papers_shape_is_planned_from_its_data() -> None:
+    machine = Machine(find_machine("a100-40g").with_gpus(1), here=False)
+    one = made(machine, model="t5-27b", batch_size=4, seq_len=512)
+    assert one.fits
+    assert one.subject.params == pytest.approx(27e9, rel=0.1)
+    assert sum(one.bytes["host"].values()) > 100 * GIB
+    assert sum(one.bytes["device"].values()) < 40 * GIB
+    assert MIB < one.activations.total < 10 * GIB
