@@ -9,10 +9,12 @@ from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
 from pagoda.plan.ops import DEVICE, HOST, SSD
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.units import UnitSpec, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
+COLLECTIVE_BUFFERS = "collective"
 
 RING_SLOTS = 4
 """Blocks in flight on SSD at once, at least: one being read, one updated, one written, one to spare."""
@@ -44,6 +46,10 @@ class Layout:
     page_bytes: int
     block_limit: int = BLOCK_ELEMENTS
     """Most elements of a streamed block."""
+    ranks: Ranks | None = None
+    """None where one rank has everything."""
+    expert_units: frozenset[int] = frozenset()
+    """Units of experts, which only some of the ranks share."""
 
     @property
     def weight(self) -> StateSpec:
@@ -59,16 +65,54 @@ class Layout:
         name = WEIGHT if state == GRAD else state
         return next(s.dtype.itemsize for s in self.states if s.name == name)
 
+    def group(self, unit: UnitSpec) -> int:
+        """Ranks that share the state of a unit."""
+        if self.ranks is None:
+            return 1
+        apart = self.ranks.expert_parallel if unit.index in self.expert_units else 1
+        return self.ranks.data_parallel // apart
+
+    def elements(self, unit: UnitSpec, state: str) -> int:
+        """Elements of one extent on this rank: all, or a slice as large as every rank's."""
+        numel = unit.numel if state == WEIGHT else unit.trainable_numel
+        if self.ranks is None:
+            return numel
+        whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
+        return numel if whole.get(state) else -(-numel // self.group(unit))
+
+    def updated_elements(self, unit: UnitSpec) -> int:
+        """Parameters of a unit that this rank updates."""
+        return -(-unit.trainable_numel // self.group(unit))
+
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
-        numel = unit.numel if state == WEIGHT else unit.trainable_numel
-        return pages_for(numel * self.itemsize(state), self.page_bytes)
+        return pages_for(self.elements(unit, state) * self.itemsize(state), self.page_bytes)
+
+    def lease_of(self, unit: UnitSpec) -> int:
+        """Pages of a lease: the whole unit, made of every rank's slice."""
+        if self.ranks is None or not self.ranks.shards_weights:
+            return self.pages(unit, WEIGHT)
+        return pages_for(self.group(unit) * self.elements(unit, WEIGHT) * self.weight.dtype.itemsize, self.page_bytes)
+
+    def gathers_after_update(self, unit: UnitSpec) -> bool:
+        """Whether every rank has all of a unit's weights and updates a slice of them."""
+        return self.ranks is not None and not self.ranks.shards_weights and self.group(unit) > 1
+
+    @property
+    def collective_pages(self) -> int:
+        """Two buffers for whole gradients: one that backward fills, one that is reduced."""
+        if self.ranks is None or self.ranks.data_parallel == 1:
+            return 0
+        widest = max(unit.trainable_numel for unit in self.units)
+        return 2 * pages_for(widest * self.itemsize(GRAD), self.page_bytes)
 
     @property
     def block_elements(self) -> int:
         """Elements per streamed block, such that every state's share of it is whole pages."""
         per_page = self.page_bytes // min(s.dtype.itemsize for s in self.states)
-        quarter = max(unit.numel for unit in self.units) // RING_SLOTS  # so that the ring holds one unit at most
+        quarter = (
+            max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
+        )  # so that the ring holds one unit at most
         return -(-min(self.block_limit, quarter + 1) // per_page) * per_page
 
     def block_pages(self, state: str) -> int:
@@ -85,9 +129,9 @@ class Layout:
 
         Whatever is in use may touch a slab each, so each counts as a slab, that is as the widest unit.
         """
-        widest = max(self.pages(unit, WEIGHT) for unit in self.units)
+        leases = [self.lease_of(unit) for unit in self.units]
         in_use = 1 + max(len(around) for around in enclosing(self.units).values())
-        return min(self.total_pages(WEIGHT), (in_use + ahead) * widest)
+        return min(sum(leases), (in_use + ahead) * max(leases))
 
     def total_pages(self, state: str) -> int:
         return sum(self.pages(unit, state) for unit in self.units)
@@ -99,7 +143,8 @@ class Placement:
 
     Lines named after states are homes; LEASES hold weights while they are used, STAGING holds gradients on their
     way to the update or to SSD, RING blocks of weights and moments that stream through RAM, FETCH_RING pieces of
-    weights on their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it.
+    weights on their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
+    COLLECTIVE_BUFFERS hold whole gradients that several ranks add up.
     """
 
     homes: Mapping[tuple[int, str], str]
@@ -169,8 +214,9 @@ class _Filler:
         self.grad = {u.index: layout.pages(u, GRAD) for u in units}
         self.moment = {u.index: sum(layout.pages(u, s.name) for s in layout.moments) for u in units}
         self.widest_grad = max(self.grad.values())
-        self.bounce = 2 * self._bounce_pages() if self.separate else 0
-        self.host = budgets.host // layout.page_bytes - self.bounce
+        self.buffers = self._fixed_buffers()
+        self.reserved = sum(self.buffers.values())
+        self.host = budgets.host // layout.page_bytes - self.reserved
 
     def fill(self) -> Placement:
         weights, grads, moments = (sum(m.values()) for m in (self.weight, self.grad, self.moment))
@@ -194,7 +240,12 @@ class _Filler:
         most = int(self.split.weight_share * sum(self.weight.values()))
         weights_in = self._prefix(self.weight, min(most, left))
         lease_pages = 0
-        if len(weights_in) < len(self.layout.units):
+        if LEASES in self.buffers:
+            left -= self._ring_pages(weights_on_ssd=True) - ring_states
+            if left < 0:
+                self._refuse(HOST, self.host - left, self.host, "memory.host, or lower memory.unit_limit")
+            weights_in = self._prefix(self.weight, min(most, left))
+        elif len(weights_in) < len(self.layout.units):
             lease_pages = self.layout.lease_pages(self.split.leases_ahead)
             least = self.layout.lease_pages(ahead=1)
             if self.separate:
@@ -228,6 +279,15 @@ class _Filler:
         kept = self._prefix(self.grad, min(int(self.split.grad_share * grads), left - least))
         return least, left - least - sum(self.grad[u] for u in kept), kept
 
+    def _fixed_buffers(self) -> dict[str, int]:
+        """Lines of host RAM that do not depend on where states live."""
+        if self.separate:
+            return {BOUNCE: 2 * self._bounce_pages()}
+        lines = {COLLECTIVE_BUFFERS: self.layout.collective_pages}
+        if self.layout.ranks is not None and self.layout.ranks.shards_weights:
+            lines[LEASES] = self.layout.lease_pages(ahead=1)
+        return {line: pages for line, pages in lines.items() if pages}
+
     def _bounce_pages(self) -> int:
         """Pages of one piece of a gradient on its way from a separate device."""
         widest = max(unit.trainable_numel for unit in self.layout.units)
@@ -258,12 +318,15 @@ class _Filler:
     def _device_lines(self) -> dict[str, int]:
         if self.budgets.device is None:
             return {}
-        total = sum(self.weight.values())
-        leases = min(self.budgets.device // self.layout.page_bytes, total)
+        total = sum(map(self.layout.lease_of, self.layout.units))
+        collective = self.layout.collective_pages
+        room = self.budgets.device // self.layout.page_bytes - collective
+        leases = min(room, total)
         least = self.layout.lease_pages(ahead=1)
         if leases < least:
-            self._refuse(DEVICE, least, leases, "memory.device, or lower memory.unit_limit")
-        return {LEASES: leases}
+            setting = "memory.device, or lower memory.unit_limit"
+            self._refuse(DEVICE, least + collective, leases + collective, setting)
+        return {LEASES: leases, COLLECTIVE_BUFFERS: collective} if collective else {LEASES: leases}
 
     def _placement(
         self,
@@ -314,8 +377,7 @@ class _Filler:
             )
         else:
             self.reasons.append("Every state fits in host RAM; SSD is not used.")
-        if self.bounce:
-            host[BOUNCE] = self.bounce
+        host.update(self.buffers)
         needed = sum(ssd.values()) * layout.page_bytes
         if self.budgets.ssd is not None and needed > self.budgets.ssd:
             self._refuse(SSD, sum(ssd.values()), self.budgets.ssd // layout.page_bytes, "memory.ssd='DIR:SIZE'")
@@ -325,7 +387,7 @@ class _Filler:
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes
         if tier == HOST:
-            needed, available = needed + self.bounce, available + self.bounce
+            needed, available = needed + self.reserved, available + self.reserved
         raise BudgetError(
             f"The training state does not fit: {tier} needs at least {format_bytes(needed * page)} and has "
             f"{format_bytes(available * page)}, {format_bytes((needed - available) * page)} short. "
@@ -337,7 +399,8 @@ class _Filler:
 
 def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
     """tier -> line -> bytes, in the order a table shows them."""
-    order: Sequence[str] = (*(s.name for s in layout.states), GRAD, LEASES, STAGING, RING, FETCH_RING, BOUNCE)
+    buffers = (LEASES, STAGING, RING, FETCH_RING, BOUNCE, COLLECTIVE_BUFFERS)
+    order: Sequence[str] = (*(s.name for s in layout.states), GRAD, *buffers)
     return {
         tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}
         for tier in (DEVICE, HOST, SSD)

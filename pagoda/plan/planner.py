@@ -1,7 +1,7 @@
 """The planner: from a module tree, an optimizer's states and budgets to an immutable plan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pagoda.errors import BudgetError
@@ -22,9 +22,10 @@ from pagoda.plan.placement import (
     bytes_by_state,
     place,
 )
-from pagoda.plan.schedule import schedule_leases
-from pagoda.plan.trace import STEP, Phase, Trace, assumed_trace
-from pagoda.plan.units import ModuleSpec, UnitSpec, discover, enclosing, forward_uses
+from pagoda.plan.ranks import Ranks
+from pagoda.plan.step_ops import StepOps
+from pagoda.plan.trace import Trace, assumed_trace
+from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within
 
 _MAX_UNIT_BYTES = 512 << 20
 _MIN_UNIT_BYTES = 64 << 10
@@ -67,6 +68,8 @@ class Plan:
     trace: Trace
     ops: tuple[Op, ...]
     reasons: tuple[str, ...]
+    exchanges: Mapping[str, int] = field(default_factory=dict)
+    """Module whose children are experts -> bytes of tokens that this rank sends to it, and gets from it, in forward."""
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -94,15 +97,27 @@ class Plan:
     @cached_property
     def ops_at(self) -> Mapping[int, tuple[Op, ...]]:
         """tick -> FETCH and EVICT ops that become legal there."""
+        return self._at(Kind.FETCH, Kind.EVICT)
+
+    @cached_property
+    def exchanges_at(self) -> Mapping[int, tuple[Op, ...]]:
+        """tick -> ALL_TO_ALL ops of that access."""
+        return self._at(Kind.ALL_TO_ALL)
+
+    def _at(self, *kinds: Kind) -> Mapping[int, tuple[Op, ...]]:
         ticks: dict[int, list[Op]] = {}
         for op in self.ops:
-            if op.kind in (Kind.FETCH, Kind.EVICT):
+            if op.kind in kinds:
                 ticks.setdefault(op.tick, []).append(op)
         return {tick: tuple(ops) for tick, ops in ticks.items()}
 
     @property
     def needs_leases(self) -> bool:
         return self.lease_tier is not None
+
+    @property
+    def ranks(self) -> Ranks | None:
+        return self.layout.ranks
 
     @property
     def lease_tier(self) -> str | None:
@@ -113,9 +128,9 @@ class Plan:
 
     def leased_pages(self) -> dict[int, int]:
         """unit -> frames of its lease, for units whose weights are not used where they live."""
-        everywhere = self.budgets.device is not None
+        everywhere = self.budgets.device is not None or (self.ranks is not None and self.ranks.shards_weights)
         return {
-            unit.index: self.layout.pages(unit, WEIGHT)
+            unit.index: self.layout.lease_of(unit)
             for unit in self.units
             if everywhere or self.placement.home(unit.index, WEIGHT) == SSD
         }
@@ -129,11 +144,24 @@ class Plan:
 
     def retraced(self, trace: Trace) -> "Plan":
         """The same placement, with ops for another trace."""
-        return replace(self, trace=trace, ops=_ops(self, trace))
+        slab = self.lease_slab if self.needs_leases else 0
+        step = StepOps(self.layout, self.placement, self.options.update_under_backward, self.exchanges)
+        return replace(self, trace=trace, ops=step.of(trace, self.leased_pages(), self.lease_tier, slab))
 
 
-def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options) -> Plan:
+def make_plan(
+    root: ModuleSpec,
+    states: tuple[StateSpec, ...],
+    budgets: Budgets,
+    options: Options,
+    ranks: Ranks | None = None,
+    exchanges: Mapping[str, int] | None = None,
+) -> Plan:
     """Choose units, page size and placement, and the ops of an assumed step.
+
+    With `ranks`, the plan and its budgets are those of one of them. If they divide experts, `root` has only the experts
+    of one rank, and `exchanges` the bytes of tokens that it sends to other ranks' experts in one forward, by the
+    module whose children are the experts.
 
     Raises BudgetError, naming tier, shortfall and setting, when no choice fits.
     """
@@ -143,11 +171,14 @@ def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets,
     itemsize = states[0].dtype.itemsize
     total = sum(p.numel for p in params) * itemsize
     limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
+    exchanges = dict(exchanges or {})
     refusals: list[BudgetError] = []
     while True:
-        units = discover(root, limit, itemsize)
+        units = discover(root, limit, itemsize, frozenset(exchanges))
+        experts = frozenset(unit.index for unit in units if is_within(unit.module, exchanges))
+        draft = Layout(units, states, PAGE_BYTES, ranks=ranks, expert_units=experts)
         try:
-            layout, placement = _fit(_layout(units, states, options.page_bytes), budgets, options)
+            layout, placement = _fit(_paged(draft, options.page_bytes), budgets, options)
             break
         except BudgetError as refusal:
             refusals.append(refusal)
@@ -164,11 +195,11 @@ def make_plan(root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets,
         + (" (as asked)." if options.page_bytes else f": the largest that waste at most {_MAX_WASTE:.0%} in padding."),
         *placement.reasons,
         _when(options),
+        *([_shared(ranks)] if ranks is not None else []),
     )
     uses = [use.unit for use in forward_uses(root, units)]
     trace = assumed_trace(uses, options.accumulation_steps or 1)
-    draft = Plan(layout, budgets, placement, options, trace, (), reasons)
-    return draft.retraced(trace)
+    return Plan(layout, budgets, placement, options, trace, (), reasons, exchanges).retraced(trace)
 
 
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:
@@ -198,22 +229,29 @@ def _when(options: Options) -> str:
     return f"Units are updated after backward ({why}), just before the next forward needs each."
 
 
-def _layout(units: tuple[UnitSpec, ...], states: tuple[StateSpec, ...], asked: int | None) -> Layout:
+def _shared(ranks: Ranks) -> str:
+    what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "weights, gradients and optimizer states"}
+    experts = f"; experts over {ranks.expert_parallel}" if ranks.expert_parallel > 1 else ""
+    return f"{ranks.data_parallel} ranks share out {what[ranks.stage]} (ZeRO stage {ranks.stage}){experts}."
+
+
+def _paged(layout: Layout, asked: int | None) -> Layout:
     """The layout with the page size asked for, or the largest one whose padding is small."""
     if asked is not None:
-        return Layout(units, states, asked)
+        return replace(layout, page_bytes=asked)
     page = PAGE_BYTES
-    exact = sum(
-        (unit.numel if state is states[0] else unit.trainable_numel) * state.dtype.itemsize
-        for unit in units
-        for state in states
-    )
+    states = [state.name for state in layout.states]
+    if (
+        layout.ranks is not None and layout.ranks.data_parallel > 1
+    ):  # else gradients are as large as weights, and need not be looked at
+        states.append(GRAD)
+    exact = sum(layout.elements(unit, state) * layout.itemsize(state) for unit in layout.units for state in states)
     while page > _MIN_PAGE_BYTES:
-        layout = Layout(units, states, page)
-        if sum(layout.total_pages(s.name) for s in states) * page <= exact * (1 + _MAX_WASTE):
-            return layout
+        paged = replace(layout, page_bytes=page)
+        if sum(map(paged.total_pages, states)) * page <= exact * (1 + _MAX_WASTE):
+            return paged
         page //= 2
-    return Layout(units, states, page)
+    return replace(layout, page_bytes=page)
 
 
 def _next_limit(units: tuple[UnitSpec, ...], limit: int, itemsize: int) -> int | None:
@@ -222,53 +260,3 @@ def _next_limit(units: tuple[UnitSpec, ...], limit: int, itemsize: int) -> int |
     if not splittable or limit <= _MIN_PAGE_BYTES:
         return None
     return min(limit // 2, max(splittable) - 1)
-
-
-def _ops(plan: Plan, trace: Trace) -> tuple[Op, ...]:
-    """Every op of a step of `trace`, in the order of their ticks."""
-    layout, placement = plan.layout, plan.placement
-    page = layout.page_bytes
-    leased = plan.leased_pages()
-    lanes = dict.fromkeys(leased, "h2d" if plan.budgets.device is not None else "ssd_read")
-    trainable = frozenset(u.index for u in plan.units if u.trainable_numel)
-    ops: list[Op] = []
-    if (tier := plan.lease_tier) is not None:
-        capacity = placement.pages(tier, LEASES)
-        ops += schedule_leases(trace, leased, lanes, trainable, enclosing(plan.units), capacity, plan.lease_slab, page)
-    last = len(trace.accesses) - 1
-    final_backward: dict[int, int] = {}
-    for tick, access in enumerate(trace.accesses):
-        if access.phase is Phase.BACKWARD and access.unit in trainable:
-            final_backward[access.unit] = tick
-            spec = plan.units[access.unit]
-            ops.append(Op(Kind.OFFLOAD, access.unit, "d2h", spec.trainable_numel * layout.itemsize(GRAD), tick))
-            if placement.home(access.unit, GRAD) == SSD and not plan.options.update_under_backward:
-                ops.append(Op(Kind.SPILL, access.unit, "ssd_write", layout.pages(spec, GRAD) * page, tick))
-    if plan.options.update_under_backward:
-        order = sorted(final_backward.items(), key=lambda item: item[1])
-    else:
-        seen = dict.fromkeys(a.unit for a in trace.accesses if a != STEP and a.unit in trainable)
-        order = [(unit, last) for unit in seen]
-    for unit, tick in order:
-        ops += _update_ops(plan, unit, tick)
-    return tuple(sorted(ops, key=lambda op: op.tick))
-
-
-def _update_ops(plan: Plan, unit: int, tick: int) -> list[Op]:
-    layout, placement = plan.layout, plan.placement
-    spec = plan.units[unit]
-    read = write = touched = 0
-    for state in layout.states:
-        nbytes = spec.trainable_numel * state.dtype.itemsize
-        touched += 2 * nbytes
-        if placement.home(unit, state.name) == SSD:
-            read += nbytes
-            write += nbytes
-    grad = spec.trainable_numel * layout.itemsize(GRAD)
-    if placement.home(unit, GRAD) == SSD and not plan.options.update_under_backward:
-        read += layout.pages(spec, GRAD) * layout.page_bytes
-    ops = [Op(Kind.READ, unit, "ssd_read", read, tick)] if read else []
-    ops.append(Op(Kind.UPDATE, unit, "update", touched + grad, tick))
-    if write:
-        ops.append(Op(Kind.WRITE, unit, "ssd_write", write, tick))
-    return ops

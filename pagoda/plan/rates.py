@@ -2,6 +2,8 @@
 
 from pagoda.errors import ConfigError
 from pagoda.plan.hardware import Figure, Hardware
+from pagoda.plan.ops import COLLECTIVE
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.timeline import COMPUTE
 
 READ, WRITE, H2D, D2H, UPDATE = "ssd_read", "ssd_write", "h2d", "d2h", "update"
@@ -11,8 +13,16 @@ _PAIRS = ((READ, WRITE), (H2D, D2H))
 class Rates:
     """One rank's share of a node: ranks of a node work at the same time and share its CPU, RAM, SSDs and links."""
 
-    def __init__(self, hardware: Hardware) -> None:
-        """Raises ConfigError when the hardware lacks a figure that its kind of machine needs."""
+    def __init__(self, hardware: Hardware, shared_by: Ranks | None = None) -> None:
+        """Raises ConfigError when the hardware lacks a figure that its kind of machine needs, or has other ranks per
+        node."""
+        self._hardware = hardware
+        self._shared_by = shared_by
+        if shared_by is not None and shared_by.per_node != hardware.gpus_per_node:
+            raise ConfigError(
+                f"a plan for {shared_by.per_node} ranks per node and hardware {hardware.name!r} with "
+                f"{hardware.gpus_per_node}: take Hardware.with_gpus"
+            )
         cpu, ssd, link = hardware.cpu, hardware.ssd, hardware.link
         ranks = hardware.gpus_per_node
         self._params_per_s = cpu.update_params_per_s.value / ranks
@@ -45,6 +55,60 @@ class Rates:
             raise ConfigError("the plan uses an SSD, of which the hardware says nothing: calibrate with --ssd DIR")
         return nbytes / self._bytes_per_s[lane]
 
+    def ring_seconds(self, sent: int, group: int) -> float:
+        """How long an all-gather or a reduce-scatter over `group` ranks takes, in which each sends `sent` bytes.
+
+        Of S bytes over n ranks on m nodes, each rank sends S (n - 1) / n to its neighbour in a ring, which is the least
+        (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
+        Rings that follow the nodes cross each network once, and as many rings start at different ranks as there are on
+        a node, so a node sends S (m - 1) / m at the rate of all its adapters while the ranks inside pass on what
+        arrives: the slower of the two is the time. That is what NCCL's rings and a hierarchical gather, once across
+        nodes and then inside them, both reach. Latency is not counted.
+        """
+        if group == 1:
+            return 0.0
+        inside = self._members(group)
+        whole = sent * group / (group - 1)
+        nodes = group // inside
+        seconds = [sent / self._inside()] if inside > 1 else []
+        if nodes > 1:
+            # Groups that are spread over nodes in the same way share the network.
+            seconds.append(whole * (nodes - 1) / nodes * self._groups_beside(inside) / self._across())
+        return max(seconds)
+
+    def exchange_seconds(self, sent: int, group: int) -> float:
+        """How long an all-to-all takes in which each of `group` ranks sends `sent` bytes, as much to each other rank.
+
+        What leaves a node shares its network; nothing is sent once for several ranks.
+        """
+        if group == 1:
+            return 0.0
+        ranks = self._ranks()
+        inside = min(group, ranks.per_node)
+        to_others = (group - inside) / (group - 1)
+        seconds = [sent * (1 - to_others) / self._inside()] if inside > 1 else [0.0]
+        if group > inside:
+            seconds.append(sent * to_others * min(ranks.per_node, ranks.data_parallel) / self._across())
+        return max(seconds)
+
+    def _ranks(self) -> Ranks:
+        assert self._shared_by is not None, "only a plan of several ranks has collectives"
+        return self._shared_by
+
+    def _members(self, group: int) -> int:
+        return self._ranks().members_per_node(group)
+
+    def _groups_beside(self, inside: int) -> int:
+        """Groups with ranks on one node, each with `inside` of them."""
+        ranks = self._ranks()
+        return max(1, min(ranks.per_node, ranks.data_parallel) // inside)
+
+    def _inside(self) -> float:
+        return _known(self._hardware.intra_node_bytes_per_s, self._hardware, "collectives inside a node")
+
+    def _across(self) -> float:
+        return _known(self._hardware.inter_node_bytes_per_s, self._hardware, "collectives between nodes")
+
     def update_seconds(self, parameters: int) -> float:
         """How long the update of so many parameters takes with nothing beside it."""
         return parameters / self._params_per_s
@@ -67,7 +131,8 @@ class Rates:
         else of RAM's bandwidth."""
         cpu, ssd = hardware.cpu, hardware.ssd
         if hardware.device is None:
-            demand = {COMPUTE: 1.0, UPDATE: 1.0, H2D: 1.0 / cpu.cores, D2H: 1.0 / cpu.cores}
+            thread = 1.0 / cpu.cores
+            demand = {COMPUTE: 1.0, UPDATE: 1.0, H2D: thread, D2H: thread, COLLECTIVE: thread}
             if ssd is not None and ssd.cpu_share is not None:
                 demand |= {READ: ssd.cpu_share.value / 2, WRITE: ssd.cpu_share.value / 2}
             return demand
@@ -77,5 +142,5 @@ class Rates:
 
 def _known(figure: Figure | None, hardware: Hardware, what: str) -> float:
     if figure is None:
-        raise ConfigError(f"hardware {hardware.name!r} computes on its CPU but has no rate for {what}: calibrate it")
+        raise ConfigError(f"hardware {hardware.name!r} has no rate for {what}: calibrate it")
     return figure.value

@@ -1,6 +1,6 @@
 """The search: several plans for one model and machine, each simulated, and the fastest one that fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pagoda.errors import BudgetError
@@ -10,6 +10,7 @@ from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.placement import Budgets, Split
 from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.simulate import simulate
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.units import ModuleSpec
@@ -69,36 +70,31 @@ def search(
     options: Options,
     hardware: Hardware,
     compute: Compute,
+    ranks: Ranks | None = None,
+    exchanges: Mapping[str, int] | None = None,
 ) -> Choice:
-    """The fastest of the plans that fit `budgets`, by simulation on `hardware`.
+    """The fastest of the plans that fit `budgets`, by simulation on `hardware`; `ranks` and `exchanges` as for
+    `make_plan`.
 
     What `options` fixes stays fixed. The usual plan, which `make_plan` gives, is always among those that are tried, and
     stays unless another is clearly faster. Raises BudgetError where the usual plan does.
     """
-    usual = _candidate("the usual plan", root, states, budgets, options, hardware, compute)
+
+    def candidate(name: str, tried: Options) -> Candidate:
+        plan = make_plan(root, states, budgets, tried, ranks, exchanges)
+        return Candidate(name, tried, plan, simulate(plan, hardware, compute.of_step(root, plan)))
+
+    usual = candidate("the usual plan", options)
     found = [usual]
     for name, tried in _variations(usual.plan, options):
         try:
-            found.append(_candidate(name, root, states, budgets, tried, hardware, compute))
+            found.append(candidate(name, tried))
         except BudgetError:
             continue
     fastest = min(found, key=lambda candidate: candidate.timeline.step_s)
     best = fastest if fastest.timeline.step_s < usual.timeline.step_s * (1 - _WORTH) else usual
     others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.timeline.step_s)
     return Choice(best, tuple(others))
-
-
-def _candidate(
-    name: str,
-    root: ModuleSpec,
-    states: tuple[StateSpec, ...],
-    budgets: Budgets,
-    options: Options,
-    hardware: Hardware,
-    compute: Compute,
-) -> Candidate:
-    plan = make_plan(root, states, budgets, options)
-    return Candidate(name, options, plan, simulate(plan, hardware, compute.of_step(root, plan)))
 
 
 def _variations(usual: Plan, options: Options) -> Iterator[tuple[str, Options]]:

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pagoda.plan.hardware import Hardware
-from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, LANES, SSD, Kind, Op
+from pagoda.plan.ops import COLLECTIVE, DEVICE, GRADIENTS_IN_FLIGHT_BYTES, LANES, SSD, Kind, Op
 from pagoda.plan.placement import GRAD, LEASES, WEIGHT
 from pagoda.plan.planner import Plan
+from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.rates import Rates
 from pagoda.plan.simulated_lanes import SimulatedLanes, Task
 from pagoda.plan.simulated_updates import SimulatedGradients, SimulatedUpdater
 from pagoda.plan.timeline import COMPUTE, Span, Timeline
 from pagoda.plan.trace import STEP, Phase
+from pagoda.plan.units import UnitSpec
 
 _LEAST_STEPS, _MOST_STEPS = 4, 8
 """Steps simulated: until one takes as long as the one before. The last is the result; it finds the others' updates
@@ -45,10 +47,14 @@ class _Simulation:
 
     def __init__(self, plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> None:
         self._plan = plan
-        self._rates = Rates(hardware)
+        self._rates = Rates(hardware, plan.ranks)
         self._lanes = SimulatedLanes(self._rates)
         self._tick_s = tick_s
-        self._stall_s = dict.fromkeys(LANES, 0.0)
+        self._stalling = (*LANES, COLLECTIVE) if plan.ranks is not None else LANES
+        self._stall_s = dict.fromkeys(self._stalling, 0.0)
+        self._in_flight_bytes = GRADIENTS_IN_FLIGHT_BYTES
+        if buffers := plan.layout.collective_pages * plan.page_bytes:
+            self._in_flight_bytes = buffers // 2
         self._leased_pages = plan.leased_pages()
         self._leases: dict[int, Task] = {}
         self._in_use = 0
@@ -66,7 +72,7 @@ class _Simulation:
             if steps >= _LEAST_STEPS and abs(end - start - before) <= _STEADY * before:
                 break
             start, before = end, end - start
-            self._stall_s = dict.fromkeys(LANES, 0.0)
+            self._stall_s = dict.fromkeys(self._stalling, 0.0)
             self._one_step()
             end = self._lanes.now
         spans = tuple(
@@ -86,6 +92,8 @@ class _Simulation:
             unit = access.unit
             self._wait(self._updater.published(unit))
             self._wait(self._leases.get(unit))
+            for exchange in self._plan.exchanges_at.get(tick, ()):
+                self._wait(self._exchange(exchange))
             name = f"{'forward' if access.phase is Phase.FORWARD else 'backward'} {self._plan.units[unit].name}"
             self._lanes.run_until(self._lanes.submit(COMPUTE, name, 0, self._tick_s[tick]))
             if access.phase is Phase.BACKWARD and self._plan.units[unit].trainable_numel:
@@ -108,9 +116,20 @@ class _Simulation:
                 self._note_leases(self._leased_pages[op.unit])
 
     def _fetch(self, op: Op) -> Task:
+        """From a unit's home to its lease; what is whole is what every rank's slice makes."""
         pending = self._updater.published(op.unit)
         after = [pending] if pending else []
         name = f"fetch {self._plan.units[op.unit].name}"
+        if op.nbytes:
+            after = [self._load(op, name, after)]
+        unit = self._plan.units[op.unit]
+        ranks, group = self._plan.ranks, self._plan.layout.group(unit)
+        if ranks is None or not ranks.shards_weights or group == 1:
+            return after[0]
+        sent = ring_bytes(self._plan.layout.lease_of(unit) * self._plan.page_bytes, group)
+        return self._lanes.submit(COLLECTIVE, f"gather {unit.name}", sent, self._rates.ring_seconds(sent, group), after)
+
+    def _load(self, op: Op, name: str, after: list[Task]) -> Task:
         home = self._plan.placement.home(op.unit, WEIGHT)
         separate = self._plan.lease_tier == DEVICE
         if home != SSD or not separate:
@@ -125,23 +144,42 @@ class _Simulation:
         assert task is not None
         return task
 
+    def _exchange(self, op: Op) -> Task:
+        ranks = self._plan.ranks
+        assert ranks is not None
+        name = f"tokens {self._plan.units[op.unit].name}"
+        seconds = self._rates.exchange_seconds(op.nbytes, ranks.expert_parallel)
+        return self._lanes.submit(COLLECTIVE, name, op.nbytes, seconds)
+
+    def _reduce(self, unit: UnitSpec) -> list[Task]:
+        """Add up every rank's gradient of a unit."""
+        ranks, group = self._plan.ranks, self._plan.layout.group(unit)
+        if ranks is None or group == 1:
+            return []
+        sent = ring_bytes(unit.trainable_numel * self._plan.layout.itemsize(GRAD), group)
+        passes = 1 if ranks.shards_gradients else 2
+        seconds = passes * self._rates.ring_seconds(sent, group)
+        return [self._lanes.submit(COLLECTIVE, f"reduce {unit.name}", passes * sent, seconds)]
+
     def _offload(self, unit: int, final: bool) -> None:
         """A gradient has been computed: send it to its extent, and onwards."""
         plan = self._plan
-        nbytes = plan.units[unit].trainable_numel * plan.layout.itemsize(GRAD)
+        spec = plan.units[unit]
+        nbytes = plan.layout.elements(spec, GRAD) * plan.layout.itemsize(GRAD)
         for blocker in self._gradients.make_room(unit):
             self._wait(blocker)
-        task = self._lanes.submit("d2h", f"offload {plan.units[unit].name}", nbytes, self._rates.seconds("d2h", nbytes))
-        self._offloads.append((task, nbytes))
+        seconds = self._rates.seconds("d2h", nbytes)
+        task = self._lanes.submit("d2h", f"offload {spec.name}", nbytes, seconds, self._reduce(spec))
+        self._offloads.append((task, spec.trainable_numel * plan.layout.itemsize(GRAD)))
         self._last_offload[unit] = task
         while self._offloads and (
-            self._offloads[0][0].done or sum(n for _, n in self._offloads) > GRADIENTS_IN_FLIGHT_BYTES
+            self._offloads[0][0].done or sum(n for _, n in self._offloads) > self._in_flight_bytes
         ):
             self._wait(self._offloads.popleft()[0])
         if plan.placement.home(unit, GRAD) == SSD and not plan.options.update_under_backward:
-            whole = plan.layout.pages(plan.units[unit], GRAD) * plan.page_bytes
+            whole = plan.layout.pages(spec, GRAD) * plan.page_bytes
             seconds = self._rates.seconds("ssd_write", whole)
-            spill = self._lanes.submit("ssd_write", f"spill {plan.units[unit].name}", whole, seconds, [task])
+            spill = self._lanes.submit("ssd_write", f"spill {spec.name}", whole, seconds, [task])
             self._gradients.spilled(unit, spill)
         if final and plan.options.update_under_backward:
             self._queue_update(unit)

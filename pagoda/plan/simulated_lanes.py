@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from pagoda.plan.ops import LANES
+from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.plan.rates import Rates
 from pagoda.plan.timeline import COMPUTE, Span
 
@@ -31,7 +31,7 @@ class SimulatedLanes:
         self.now = 0.0
         self.spans: list[Span] = []
         self._rates = rates
-        self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES)}
+        self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES, COLLECTIVE)}
         self._active: dict[str, Task] = {}
 
     def submit(self, lane: str, name: str, nbytes: int, seconds: float, after: Iterable[Task] = ()) -> Task:

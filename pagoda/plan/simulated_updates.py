@@ -4,9 +4,10 @@ import heapq
 from dataclasses import dataclass, field
 from math import ceil
 
-from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.ops import COLLECTIVE, HOST, SSD
 from pagoda.plan.placement import GRAD, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
+from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.rates import Rates
 from pagoda.plan.schedule import NextUse
 from pagoda.plan.simulated_lanes import SimulatedLanes, Task
@@ -44,7 +45,9 @@ class SimulatedUpdater:
         layout, placement = plan.layout, plan.placement
         self._touched_per_element = 2 * sum(s.dtype.itemsize for s in layout.states) + layout.itemsize(GRAD)
         self._streamed = [self._streamed_bytes(unit) for unit in plan.units]
-        elements = sum(u.trainable_numel for u in plan.units)
+        self._elements = [layout.updated_elements(unit) for unit in plan.units]
+        """Parameters of each unit that this rank updates."""
+        elements = sum(self._elements)
         self._chunk = layout.block_elements * ceil(elements / layout.block_elements / _MOST_CHUNKS)
         ring = placement.ring_slots * layout.block_elements
         self._slots = max(3, ring // self._chunk) if placement.ring_slots else 0
@@ -118,7 +121,7 @@ class SimulatedUpdater:
         if update is None or not all(task.done for task in update.gradient):
             return False
         unit, start = update.unit, self._next_chunk
-        total = self._plan.units[unit].trainable_numel
+        total = self._elements[unit]
         stop = min(start + self._chunk, total)
         streamed = self._streamed[unit]
         nbytes = streamed // total * (stop - start)
@@ -145,6 +148,12 @@ class SimulatedUpdater:
 
     def _finish(self, update: _Update, streams_weight: bool) -> None:
         published = self._writes if streams_weight else self._computed
+        unit, layout = self._plan.units[update.unit], self._plan.layout
+        if layout.gathers_after_update(unit):
+            group = layout.group(unit)
+            sent = ring_bytes(unit.trainable_numel * layout.weight.dtype.itemsize, group)
+            seconds = self._rates.ring_seconds(sent, group)
+            published = [self._lanes.submit(COLLECTIVE, f"gather {unit.name}", sent, seconds, published)]
         self._lanes.when_all(published, lambda: self._lanes.end(update.published))
         self._lanes.when_all([*self._computed, *self._writes], lambda: self._lanes.end(update.written))
         update.written.then.append(self.pump)
@@ -159,7 +168,7 @@ class SimulatedUpdater:
                 return False
             self._drop_ahead()
             self._ahead_unit = unit
-        total = self._plan.units[unit].trainable_numel
+        total = self._elements[unit]
         start = len(self._ahead) * self._chunk
         if start >= total:
             return False
@@ -184,7 +193,8 @@ class SimulatedUpdater:
     def _streamed_bytes(self, unit: UnitSpec) -> int:
         """Bytes of the states of a unit that an update brings from SSD, and takes back."""
         homes, states = self._plan.placement, self._plan.layout.states
-        return unit.trainable_numel * sum(s.dtype.itemsize for s in states if homes.home(unit.index, s.name) == SSD)
+        numel = self._plan.layout.updated_elements(unit)
+        return numel * sum(s.dtype.itemsize for s in states if homes.home(unit.index, s.name) == SSD)
 
     def _name(self, unit: int) -> str:
         return self._plan.units[unit].name

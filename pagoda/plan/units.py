@@ -1,6 +1,6 @@
 """Units: the parameters that are fetched together."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -71,8 +71,10 @@ class UnitSpec:
         return self.module or "(model)"
 
 
-def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpec, ...]:
-    """Split a module tree into units, top down.
+def discover(
+    root: ModuleSpec, limit_bytes: int, itemsize: int, apart: Collection[str] = frozenset()
+) -> tuple[UnitSpec, ...]:
+    """Split a module tree into units, top down. Modules named in `apart` share no unit with what is around them.
 
     A subtree whose weights fit `limit_bytes` is one unit; a larger one is split into its children, and the
     parameters it holds itself become a unit of their own, however large. Units come in pre-order.
@@ -83,7 +85,8 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
         params = list(module.walk())
         if not params:
             return
-        if sum(p.numel for p in params) * itemsize <= limit_bytes:
+        mixed = apart and any(name.startswith(f"{module.name}." if module.name else "") for name in apart)
+        if not mixed and sum(p.numel for p in params) * itemsize <= limit_bytes:
             units.append(_lay_out(len(units), module.name, params))
             return
         if module.params:
@@ -95,6 +98,11 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
     if not units:
         raise BudgetError("The model has no floating-point parameters, so there is nothing to train in pages.")
     return tuple(units)
+
+
+def is_within(module: str, modules: Collection[str]) -> bool:
+    """Whether a module is one of `modules` or inside one of them."""
+    return module in modules or any(around in modules for around in _around(module))
 
 
 @dataclass(frozen=True, slots=True)

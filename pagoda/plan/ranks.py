@@ -1,0 +1,59 @@
+"""Ranks: several processes that train one model, and what of its state each of them holds."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pagoda.errors import ConfigError
+
+Stage = Literal[1, 2, 3]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A group of data-parallel ranks that share out the training state as ZeRO does (arXiv 1910.02054).
+
+    Stage 1 divides what only the update needs, stage 2 gradients too, stage 3 weights too. Every extent that is
+    divided is cut in equal slices, one a rank, so that every rank's link to host RAM and every rank's part of the
+    drives carry the same (bandwidth-centric partitioning of ZeRO-Infinity, arXiv 2104.07857).
+    """
+
+    data_parallel: int
+    """Ranks in all; each computes on sequences of its own."""
+    per_node: int
+    """Ranks on one node: of consecutive numbers, sharing its RAM, links and drives."""
+    stage: Stage = 3
+    expert_parallel: int = 1
+    """Ranks over which the experts of a block are divided; each expert's state is divided over the
+    data_parallel / expert_parallel ranks that have it."""
+
+    def __post_init__(self) -> None:
+        if self.data_parallel < 1 or self.per_node < 1 or self.expert_parallel < 1:
+            raise ConfigError("data_parallel, per_node and expert_parallel must be at least 1")
+        if self.stage not in (1, 2, 3):
+            raise ConfigError(f"there is no ZeRO stage {self.stage}; the stages are 1, 2 and 3")
+        if self.data_parallel > self.per_node and self.data_parallel % self.per_node:
+            raise ConfigError(f"{self.data_parallel} ranks are not whole nodes of {self.per_node}")
+        if self.data_parallel % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel={self.expert_parallel} does not divide data_parallel={self.data_parallel}"
+            )
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a weight must be gathered before use."""
+        return self.stage == 3 and self.data_parallel > 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank keeps only its slice of a gradient."""
+        return self.stage >= 2 and self.data_parallel > 1
+
+    def members_per_node(self, group: int) -> int:
+        """How many of `group` ranks that share an extent are on one node: ranks that share experts are
+        `expert_parallel` apart."""
+        return max(1, min(group, self.per_node * group // self.data_parallel))
+
+
+def ring_bytes(nbytes: int, group: int) -> int:
+    """What each of `group` ranks sends in an all-gather or a reduce-scatter of `nbytes`."""
+    return nbytes * (group - 1) // group

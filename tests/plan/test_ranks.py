@@ -1,0 +1,231 @@
+"""Ranks share out the state as ZeRO does; what they gather and reduce is in the plan and in its simulated step."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.models.papers import PAPER_SHAPES
+from pagoda.plan.describe import module_spec
+from pagoda.plan.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
+from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD, Kind
+from pagoda.plan.placement import COLLECTIVE_BUFFERS, GRAD, LEASES, WEIGHT, Budgets
+from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.ranks import Ranks, ring_bytes
+from pagoda.plan.rates import Rates
+from pagoda.plan.simulate import simulate
+from pagoda.plan.units import ModuleSpec
+
+from .strategies import STATES, Draw, figure, large_trees
+from .test_planner import tower
+
+LARGE = 1 << 40
+GIB = 1 << 30
+PER_NODE = 4
+STATES_OF_STAGE = {1: (), 2: (GRAD,), 3: (GRAD, WEIGHT)}
+"""What each stage divides beside the moments."""
+
+_RATE = MatmulRate(figure(1e14), figure(1e14))
+NODE = Hardware(
+    "node",
+    Cpu(64, figure(1e12), figure(2e11), figure(4e9)),
+    gpus_per_node=PER_NODE,
+    device=Device(figure(4e10), figure(1e12), _RATE, _RATE, figure(4e10)),
+    link=Link(figure(1e10), figure(1e10), figure(1.6e10)),
+    ssd=Drive(figure(1e13), figure(8e9), figure(4e9), figure(6e9), figure(1e16)),
+    intra_node_bytes_per_s=figure(1e11),
+    inter_node_bytes_per_s=figure(1e10),
+)
+CPUS = replace(
+    NODE,
+    device=None,
+    link=None,
+    cpu=replace(NODE.cpu, bf16=_RATE, copy_bytes_per_s=figure(1e10), gradient_bytes_per_s=figure(1e10)),
+)
+
+
+def shared(n: int, stage: int = 3, **settings: int) -> Ranks:
+    return Ranks(n, PER_NODE, stage, **settings)  # type: ignore[arg-type]
+
+
+@st.composite
+def plans(draw: Draw, separate: bool) -> Plan:
+    """One rank's plans of random models under random budgets that fit."""
+    options = Options(
+        page_bytes=4096,
+        unit_limit=draw(st.integers(64, 400_000)),
+        accumulation_steps=draw(st.none() | st.integers(1, 2)),
+        clipping=draw(st.booleans()),
+    )
+    root = draw(large_trees)
+    ranks = shared(draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 3)))
+    budgets = Budgets(0, 0 if separate else None, LARGE if draw(st.booleans()) else None)
+    while True:
+        try:
+            return make_plan(root, STATES["bf16"], budgets, options, ranks)
+        except BudgetError as error:
+            room = int((error.needed_bytes or 0) * draw(st.floats(1.0, 4.0)))
+            budgets = replace(budgets, device=room) if error.tier == DEVICE else replace(budgets, host=room)
+
+
+# --- what a rank holds ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [(0, 1), (1, 0), (6, 4), (4, 4, 0), (4, 4, 3, 3), (4, 4, 3, 0)])
+def test_groups_that_do_not_come_out_even_are_refused(settings: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError):
+        Ranks(*settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 4, 64])
+def test_a_rank_holds_what_zeros_formulas_say_with_fourteen_bytes(n: int, stage: int) -> None:
+    root = tower(24, 512)
+    params = sum(param.numel for param in root.walk())
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), Options(), shared(n, stage))
+    divided = {1: 10, 2: 12, 3: 14}[stage]
+    held = sum(nbytes for line, nbytes in plan.bytes[HOST].items() if line != "bounce")
+    assert held == pytest.approx(params * (14 - divided + divided / n), rel=0.025)
+
+
+@given(plans(separate=True))
+def test_slices_are_whole_pages_and_together_hold_every_element(plan: Plan) -> None:
+    layout, ranks = plan.layout, plan.ranks
+    assert ranks is not None
+    for unit in plan.units:
+        for state in (*(s.name for s in layout.states), GRAD):
+            whole = unit.numel if state == WEIGHT else unit.trainable_numel
+            sliced = state not in (WEIGHT, GRAD) or state in STATES_OF_STAGE[ranks.stage]
+            elements = layout.elements(unit, state)
+            assert elements == (-(-whole // ranks.data_parallel) if sliced else whole)
+            assert layout.pages(unit, state) * plan.page_bytes >= elements * layout.itemsize(state)
+
+
+@given(plans(separate=True))
+def test_leases_are_whole_units_and_fit_the_device(plan: Plan) -> None:
+    for unit in plan.units:
+        assert plan.leased_pages()[unit.index] * plan.page_bytes >= 2 * unit.numel
+    assert plan.peak_bytes[DEVICE] <= (plan.budgets.device or 0)
+    assert plan.placement.pages(DEVICE, LEASES) >= plan.layout.lease_pages(ahead=1)
+    assert (plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) > 0) == (plan.layout.collective_pages > 0)
+
+
+@given(large_trees, st.integers(1, 3))
+def test_a_group_of_one_has_the_plan_of_a_rank_alone(root: ModuleSpec, stage: int) -> None:
+    budgets, options = Budgets(LARGE, LARGE), Options()
+    alone = make_plan(root, STATES["bf16"], budgets, options)
+    one = make_plan(root, STATES["bf16"], budgets, options, shared(1, stage))
+    assert one.ops == alone.ops
+    assert one.bytes == alone.bytes
+
+
+# --- what a rank sends ------------------------------------------------------------------------------------
+
+
+def sent(plan: Plan, kind: Kind) -> int:
+    return sum(op.nbytes for op in plan.ops if op.kind is kind)
+
+
+@pytest.mark.parametrize(("stage", "volumes"), [(1, 3), (2, 2), (3, 3)])
+def test_what_is_sent_is_zeros_volume(stage: int, volumes: int) -> None:
+    """Stage 2 sends as much as plain data parallelism, stage 3 half more. Stage 1 keeps whole gradients, so they are
+    all-reduced, which sends twice what a reduce-scatter does."""
+    root = tower(16, 256)
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, 1 << 20), Options(page_bytes=4096), shared(8, stage))
+    weights = 2 * sum(param.numel for param in root.walk())
+    total = sum(sent(plan, kind) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE))
+    # The units that end forward begin backward, and are gathered once.
+    assert 0.85 * volumes <= total / ring_bytes(weights, 8) <= 1.02 * volumes
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@given(data=st.data())
+def test_every_byte_of_the_plans_ops_is_moved_and_no_other(separate: bool, data: st.DataObject) -> None:
+    plan = data.draw(plans(separate))
+    ticks = [data.draw(st.floats(0.0, 1e-2)) / len(plan.trace.accesses)] * (len(plan.trace.accesses) - 1)
+    moved = simulate(plan, NODE if separate else CPUS, ticks).bytes_moved
+    for lane in (COLLECTIVE, "h2d", "d2h", "update"):
+        assert moved.get(lane, 0) == sum(op.nbytes for op in plan.ops if op.lane == lane)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@given(data=st.data())
+def test_a_step_takes_no_less_than_the_collectives_and_the_ledger_holds(separate: bool, data: st.DataObject) -> None:
+    plan = data.draw(plans(separate))
+    machine = NODE if separate else CPUS
+    timeline = simulate(plan, machine, [1e-6] * (len(plan.trace.accesses) - 1))
+    assert plan.ranks is not None
+    nbytes = sum(op.nbytes for op in plan.ops if op.lane == COLLECTIVE)
+    seconds = Rates(machine, plan.ranks).ring_seconds(nbytes, plan.ranks.data_parallel)
+    assert timeline.step_s >= seconds * (1 - 1e-6)
+    for tier, account in timeline.ledger.items():
+        assert all(n <= plan.peak_bytes[tier] <= getattr(plan.budgets, tier) for _, n in account)
+
+
+def test_a_plan_is_simulated_on_nodes_of_its_own_size_only() -> None:
+    plan = make_plan(tower(2, 64), STATES["bf16"], Budgets(LARGE, LARGE), Options(), shared(8))
+    with pytest.raises(ConfigError, match="4 ranks per node"):
+        simulate(plan, NODE.with_gpus(2), [0.0] * (len(plan.trace.accesses) - 1))
+
+
+def test_more_ranks_load_less_each() -> None:
+    """Bandwidth-centric: every rank's link carries its slice."""
+    root = tower(8, 256)
+    plans = [make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), Options(), shared(n)) for n in (1, 2, 4)]
+    loaded = [sum(op.nbytes for op in plan.ops if op.lane == "h2d") for plan in plans]
+    assert loaded[0] == pytest.approx(2 * loaded[1], rel=0.02)
+    assert loaded[1] == pytest.approx(2 * loaded[2], rel=0.02)
+
+
+# --- how long it takes ------------------------------------------------------------------------------------
+
+
+def test_a_ring_inside_a_node_takes_what_a_rank_sends() -> None:
+    rates = Rates(NODE, shared(4))
+    assert rates.ring_seconds(ring_bytes(4 * GIB, 4), 4) == pytest.approx(3 * GIB / 1e11)
+
+
+def test_a_ring_over_nodes_crosses_each_network_once() -> None:
+    rates = Rates(NODE, shared(16))
+    assert rates.ring_seconds(ring_bytes(16 * GIB, 16), 16) == pytest.approx(12 * GIB / 1e10)
+
+
+def test_an_exchange_over_nodes_shares_the_network_of_a_node() -> None:
+    rates = Rates(NODE, shared(16, expert_parallel=16))
+    leaves = 12 / 15
+    assert rates.exchange_seconds(15 * GIB, 16) == pytest.approx(15 * GIB * leaves * PER_NODE / 1e10)
+    assert Rates(NODE, shared(4, expert_parallel=4)).exchange_seconds(GIB, 4) == pytest.approx(GIB / 1e11)
+
+
+# --- experts ----------------------------------------------------------------------------------------------
+
+MOE = replace(PAPER_SHAPES["t5-moe-1.2t"], layers=2, decoder_layers=2, experts=16, hidden=256, ffn=1024, heads=4)
+
+
+@settings(max_examples=10)
+@given(st.sampled_from([1, 2, 4, 8]))
+def test_experts_are_divided_and_each_held_by_the_ranks_that_have_it(parallel: int) -> None:
+    ranks = shared(8, expert_parallel=parallel)
+    local = replace(MOE, experts=MOE.experts // parallel)
+    rows = [f"{stack}.{index}.mlp.experts" for stack in ("encoder", "decoder") for index in range(2)]
+    plan = make_plan(
+        module_spec(local), STATES["bf16"], Budgets(LARGE, LARGE), Options(), ranks, dict.fromkeys(rows, 7)
+    )
+    mixed = [u for u in plan.units if len({".experts." in slot.param.name for slot in u.slots}) > 1]
+    assert not mixed
+    for unit in plan.units:
+        of_experts = ".experts." in unit.slots[0].param.name
+        assert plan.layout.group(unit) == (8 // parallel if of_experts else 8)
+    exchanges = [op for op in plan.ops if op.kind is Kind.ALL_TO_ALL]
+    assert len(exchanges) == 2 * 2 * len(rows)  # there and back, in forward and backward
+    timeline = simulate(plan, NODE, [1e-6] * (len(plan.trace.accesses) - 1))
+    assert timeline.bytes_moved[COLLECTIVE] == sum(op.nbytes for op in plan.ops if op.lane == COLLECTIVE)
+
+
+def test_what_ranks_do_not_need_costs_nothing() -> None:
+    plan = make_plan(tower(2, 64), STATES["bf16"], Budgets(LARGE, LARGE), Options())
+    assert plan.ranks is None
+    assert COLLECTIVE not in {op.lane for op in plan.ops}
+    assert SSD not in plan.bytes
