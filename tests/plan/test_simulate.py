@@ -89,6 +89,7 @@ def gradient_reads(plan: Plan) -> int:
     return sum(layout.pages(plan.units[unit], GRAD) * plan.page_bytes for unit in spilled)
 
 
+@settings(deadline=None)
 @given(simulated())
 def test_every_byte_of_the_plans_ops_is_moved_and_no_other(case: Case) -> None:
     plan, _, _, timeline = case
@@ -99,6 +100,7 @@ def test_every_byte_of_the_plans_ops_is_moved_and_no_other(case: Case) -> None:
     assert read - gradient_reads(plan) <= moved_read <= read
 
 
+@settings(deadline=None)
 @given(simulated())
 def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_its_rate(case: Case) -> None:
     plan, machine, ticks, timeline = case
@@ -110,6 +112,7 @@ def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_it
     assert timeline.step_s >= max(least.values()) * (1 - 1e-6)
 
 
+@settings(deadline=None)
 @given(simulated())
 def test_what_two_directions_share_is_shared(case: Case) -> None:
     _, machine, _, timeline = case
@@ -120,6 +123,7 @@ def test_what_two_directions_share_is_shared(case: Case) -> None:
     assert timeline.step_s >= both / max(fastest, machine.ssd.both_bytes_per_s.value) * (1 - 1e-6)
 
 
+@settings(deadline=None)
 @given(simulated())
 def test_the_ledger_never_exceeds_a_budget(case: Case) -> None:
     plan, _, _, timeline = case
@@ -129,6 +133,7 @@ def test_the_ledger_never_exceeds_a_budget(case: Case) -> None:
         assert all(nbytes <= plan.peak_bytes[tier] <= budget for _, nbytes in account)
 
 
+@settings(deadline=None)
 @given(simulated())
 def test_lanes_do_one_thing_at_a_time_and_stalls_are_part_of_the_step(case: Case) -> None:
     _, _, ticks, timeline = case
@@ -141,6 +146,7 @@ def test_lanes_do_one_thing_at_a_time_and_stalls_are_part_of_the_step(case: Case
     assert busy >= sum(ticks) * (1 - 1e-6) - 1e-9
 
 
+@settings(deadline=None)
 @given(simulated())
 def test_the_same_plan_takes_the_same_time(case: Case) -> None:
     plan, machine, ticks, timeline = case
@@ -219,7 +225,7 @@ def _faster_updates(machine: Hardware, factor: float) -> Hardware:
     return replace(machine, cpu=replace(machine.cpu, update_params_per_s=rate))
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     machine=balanced(),
     layers=st.integers(4, 12),
