@@ -32,5 +32,5 @@ def resumed_config(args: Sequence[str]) -> TrainConfig | None:
         name, _, value = arg.partition("=")
         if name == "--out" and (value or i + 1 < len(args)):
             out = Path(value or args[i + 1])
-            return replace(RunDir(out).started_config(), out=out, resume=True)
+            return replace(RunDir(out).started_config(), out=out, resume=True, trace=None)
     return None

@@ -16,6 +16,8 @@ KINDS = {
     "offload": "#54a24b",
     "spill": "#b279a2",
     "read": "#eeca3b",
+    "gradient": "#ff9da6",
+    "step": "#79706e",
     "update": "#e45756",
     "write": "#9d755d",
 }

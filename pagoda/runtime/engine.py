@@ -19,6 +19,7 @@ from pagoda.optim.kernels import kernels_for, warm_up
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
+from pagoda.plan.timeline import Timeline
 from pagoda.plan.trace import Phase
 from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.device import Device
@@ -30,6 +31,7 @@ from pagoda.runtime.packing import Packing, outside_use
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.store import Store
+from pagoda.runtime.tape import Tape
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import Segment, Updater, non_finite_message
 
@@ -71,6 +73,8 @@ class Engine:
         self.stats = StepStats()
         self.group_of: Callable[[LiveUnit, int], Group]
         """The param group of a parameter; set by the optimizer."""
+        self.timeline: Timeline | None = None
+        """The last step that was recorded."""
         self._meter = Meter()
         self._step = 0
         self.device = device
@@ -128,6 +132,8 @@ class Engine:
         unit.wait_for_update(self._wait)
         if lease.ready is not None:
             self._wait(lease.ready)
+        if self._meter.tape is not None:
+            self._note_access(self._meter.tape, unit, phase)
         return lease
 
     # --- gradients ------------------------------------------------------------------------------------------
@@ -210,6 +216,8 @@ class Engine:
     def step(self) -> None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward."""
         self.brackets.drop_interrupted()
+        if self._meter.tape is not None:
+            self._meter.tape.access("step")
         self._check_hyper()
         self._check_frozen()
         try:
@@ -249,6 +257,28 @@ class Engine:
                 self._lanes[name].close()
             self.leases.close()
             self.store.close()
+
+    # --- a recording ----------------------------------------------------------------------------------------
+
+    def trace_next_step(self) -> None:
+        """Record from now until the end of the next `step()`."""
+        self._record_to(Tape())
+
+    def _record_to(self, tape: Tape | None) -> None:
+        self._meter.tape = tape
+        for lane in self._lanes.values():
+            lane.tape = tape
+
+    def _note_access(self, tape: Tape, unit: LiveUnit, phase: Phase) -> None:
+        tape.access(f"{phase.name.lower()} {unit.spec.name}")
+        if self.leases.region is not None:
+            tape.leased(self.leases.region.pool.in_use * self.leases.region.page_bytes)
+
+    def _end_recording(self, tape: Tape) -> None:
+        self._record_to(None)
+        plan, tier = self.plan, self.plan.lease_tier
+        leases = plan.bytes[tier].get(LEASES, 0) if tier is not None else 0
+        self.timeline = tape.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
 
     # --- parts ----------------------------------------------------------------------------------------------
 
@@ -372,6 +402,8 @@ class Engine:
             faults=meter.faults,
             replanned=replanned,
         )
+        if meter.tape is not None:
+            self._end_recording(meter.tape)
         meter.reset()
 
     def peak_bytes(self) -> dict[str, int]:

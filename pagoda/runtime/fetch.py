@@ -39,24 +39,25 @@ class Fetcher:
     def fill(self, unit: LiveUnit, into: torch.Tensor, free: Event) -> Handle:
         """Start bringing a unit's weights into `into`, uint8, whole pages long, once compute has passed `free`."""
         after = () if unit.update is None else (unit.update,)
+        label = f"fetch {unit.spec.name}"
         home = self._store.tensor(unit.index, WEIGHT)
         if home is not None:
             source = home.view(torch.uint8)[: into.numel()]
             return self._lanes["h2d"].submit(
-                lambda: self._device.copy_in(into, source, free).synchronize(), after, into.nbytes
+                lambda: self._device.copy_in(into, source, free).synchronize(), after, into.nbytes, label
             )
         pieces = [(at, into[at : at + self._piece_bytes]) for at in range(0, into.nbytes, self._piece_bytes)]
         if self._separate:
-            fills = [self._through_ring(unit, piece, at, after, free) for at, piece in pieces]
+            fills = [self._through_ring(unit, piece, at, after, free, label) for at, piece in pieces]
         else:
-            fills = [self._straight(unit, memoryview(piece.numpy().data), at, after) for at, piece in pieces]
+            fills = [self._straight(unit, memoryview(piece.numpy().data), at, after, label) for at, piece in pieces]
         return Latch("ssd_read", fills)
 
-    def _straight(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...]) -> Handle:
-        return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, into), after, into.nbytes)
+    def _straight(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...], label: str) -> Handle:
+        return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, into), after, into.nbytes, label)
 
     def _through_ring(
-        self, unit: LiveUnit, into: torch.Tensor, at: int, after: tuple[Handle, ...], free: Event
+        self, unit: LiveUnit, into: torch.Tensor, at: int, after: tuple[Handle, ...], free: Event, label: str
     ) -> Handle:
         taken: list[int] = []
 
@@ -74,8 +75,8 @@ class Fetcher:
             for slot in taken:
                 self._slots.put(slot)
 
-        read_handle = self._lanes["ssd_read"].submit(read, after, into.nbytes)
-        handle = self._lanes["h2d"].submit(copy, (read_handle,), into.nbytes)
+        read_handle = self._lanes["ssd_read"].submit(read, after, into.nbytes, label)
+        handle = self._lanes["h2d"].submit(copy, (read_handle,), into.nbytes, label)
         handle.then(copied)
         return handle
 

@@ -136,7 +136,7 @@ class Gradients:
             record.square_sums[slot] = self._take(into, grad, issued, accumulate)
 
         nbytes = grad.numel() * grad.element_size()
-        handle = self._lanes["d2h"].submit(take, record.pending[-1:], nbytes)
+        handle = self._lanes["d2h"].submit(take, record.pending[-1:], nbytes, f"offload {unit.spec.name}")
         handle.then(lambda _: self._let_go(record))
         record.pending.append(handle)
         self._hold_back(handle, nbytes)
@@ -269,7 +269,8 @@ class Gradients:
         view, run = self._ssd_extent(record)
         ssd = self._store.ssd
         assert ssd is not None
-        handle = self._lanes["ssd_write"].submit(lambda: ssd.store(run, 0, view), record.pending, view.nbytes)
+        label = f"spill {record.unit.spec.name}"
+        handle = self._lanes["ssd_write"].submit(lambda: ssd.store(run, 0, view), record.pending, view.nbytes, label)
 
         def written(error: BaseException | None) -> None:
             with self._lock:
@@ -285,7 +286,8 @@ class Gradients:
         view, run = self._ssd_extent(record)
         ssd = self._store.ssd
         assert ssd is not None
-        handle = self._lanes["ssd_read"].submit(lambda: ssd.load(run, 0, view), (), view.nbytes)
+        label = f"gradient {record.unit.spec.name}"
+        handle = self._lanes["ssd_read"].submit(lambda: ssd.load(run, 0, view), (), view.nbytes, label)
         record.users += 1
         handle.then(lambda _: self._let_go(record))
         record.pending.append(handle)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.profiler import record_function
 
+from pagoda.runtime.tape import Tape
+
 SSD_THREADS = 2
 """Threads of `ssd_read`, and as many of `ssd_write`: one transfer is on the drive while the next is prepared."""
 
@@ -88,8 +90,10 @@ class Lane:
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self.name = name
+        self.tape: Tape | None = None
+        """Where work is recorded as it ends, if anywhere."""
         self._label = f"pagoda::{name}"
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], int, Handle] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], str, int, Handle] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._busy_s = 0.0
         self._bytes = 0
@@ -99,13 +103,18 @@ class Lane:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, work: Callable[[], None], after: Iterable[Handle] = (), nbytes: int = 0) -> Handle:
-        """Do `work`, which moves `nbytes`, once `after` have ended; if one of them failed, fail with its error."""
+    def submit(
+        self, work: Callable[[], None], after: Iterable[Handle] = (), nbytes: int = 0, label: str = ""
+    ) -> Handle:
+        """Do `work`, which moves `nbytes`, once `after` have ended; if one of them failed, fail with its error.
+
+        `label` is what a tape calls it: a verb of `plan.ops.Kind` and a unit's name, as in a simulated timeline.
+        """
         handle = Handle(self.name)
 
         def ready(error: BaseException | None) -> None:
             if error is None:
-                self._queue.put((work, nbytes, handle))
+                self._queue.put((work, label, nbytes, handle))
             else:
                 handle.finish(error)
 
@@ -132,7 +141,7 @@ class Lane:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, nbytes, handle = item
+            work, label, nbytes, handle = item
             start = time.perf_counter()
             error: BaseException | None = None
             try:
@@ -140,9 +149,12 @@ class Lane:
                     work()
             except BaseException as caught:
                 error = caught
+            end = time.perf_counter()
             with self._lock:
-                self._busy_s += time.perf_counter() - start
+                self._busy_s += end - start
                 self._bytes += nbytes
+            if (tape := self.tape) is not None:
+                tape.add(self.name, label or self.name, start, end, nbytes)
             # Drop references first, or the last gradient of a step would live until the next one.
             del item, work
             handle.finish(error)

@@ -9,6 +9,7 @@ from torch import nn
 
 from pagoda.errors import UsageError
 from pagoda.optim.adamw import AdamW
+from pagoda.plan.timeline import Timeline
 from pagoda.runtime.engine import Engine, Group
 from pagoda.runtime.hooks import ModelHooks
 from pagoda.runtime.snapshot import Snapshot
@@ -43,6 +44,19 @@ class PagedOptimizer(torch.optim.Optimizer):
     def stats(self) -> StepStats:
         """Figures of the last step."""
         return self._engine.stats
+
+    def trace_next_step(self) -> None:
+        """Record what compute and every lane do from now until the end of the next `step()`; see `timeline`.
+
+        Call it right after a `step()`. Of the steps of a run, the third is the first in steady state: the first one
+        shows the order in which units are used, and the second is planned for it.
+        """
+        self._engine.trace_next_step()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The step that `trace_next_step` recorded, once it has ended; `plan.chrome_trace` writes it to a file."""
+        return self._engine.timeline
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from pagoda.plan.ops import LANES
+from pagoda.runtime.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.tape: Tape | None = None
+        """Where the step is recorded, if anywhere."""
         self.reset()
 
     def reset(self) -> None:
@@ -52,6 +55,8 @@ class Meter:
         """Compute waited for `lane`."""
         with self._lock:
             self.stall_s[lane] += seconds
+            if self.tape is not None:
+                self.tape.waited(seconds)
 
     @property
     def hit_rate(self) -> float:

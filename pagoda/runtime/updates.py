@@ -300,7 +300,9 @@ class Updater:
                 self._kernels.adamw(*states, at, piece.stop - piece.start, *piece.scalars)
 
         touched = 2 * sum(itemsizes) + gradient_itemsize
-        handle = self._lanes["update"].submit(compute, reads, (stop - start) * touched)
+        handle = self._lanes["update"].submit(
+            compute, reads, (stop - start) * touched, f"update {record.unit.spec.name}"
+        )
         computed.append(handle)
         if streamed:
             writes = self._transfers("ssd_write", unit, slot, start, stop, after=(handle,))
@@ -317,7 +319,8 @@ class Updater:
         """Move a block of every streamed state between its SSD extent and the ring."""
         store, ssd = self._store, self._store.ssd
         assert ssd is not None
-        move = ssd.load if lane == "ssd_read" else ssd.store
+        move, verb = (ssd.load, "read") if lane == "ssd_read" else (ssd.store, "write")
+        label = f"{verb} {store.plan.units[unit].name}"
         handles = []
         for name in self._streamed(unit):
             run, itemsize = store.run(unit, name), store.dtype(name).itemsize
@@ -325,7 +328,7 @@ class Updater:
             nbytes = -(-(stop - start) * itemsize // PAGE_ALIGN) * PAGE_ALIGN
             view = store.ring_view(slot, self._ring_offsets[name], nbytes)
             work = partial(move, run, start * itemsize, view)
-            handles.append(self._lanes[lane].submit(work, after, nbytes))
+            handles.append(self._lanes[lane].submit(work, after, nbytes, label))
         return handles
 
 

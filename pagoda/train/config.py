@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
 
-What a resumed run may change: `steps`, `out`, `checkpoint_every`, everything under `memory` (any split over
+What a resumed run may change: `steps`, `out`, `checkpoint_every`, `trace`, everything under `memory` (any split over
 tiers gives the same bits), and `data` if its bytes are the same (a moved file). Everything else decides the
 bits of the run and stays as the run was started; `check_resumes` names what differs. With the cosine
 schedule, other `steps` mean other learning rates from there on.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagoda.optim import AdamW
 
 _Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
-_FREE_ON_RESUME = frozenset({"steps", "out", "checkpoint_every", "data", "resume"})
+_FREE_ON_RESUME = frozenset({"steps", "out", "checkpoint_every", "data", "resume", "trace", "trace_step"})
 _T = TypeVar("_T")
 
 
@@ -134,9 +134,14 @@ class TrainConfig:
     """Continue the run in --out from its last checkpoint; settings not given are those of the run."""
     checkpoint_every: int = 0
     """Save a checkpoint every so many steps and at the end. 0: only when the run is interrupted."""
+    trace: Path | None = None
+    """Write what compute and every lane did in one step as JSON for Perfetto or chrome://tracing, in the form of
+    `pagoda plan --trace`."""
+    trace_step: int = 3
+    """Which step, counted from the first that this command runs; the third is the first in steady state."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "accumulation_steps"):
+        for name in ("steps", "batch_size", "seq_len", "accumulation_steps", "trace_step"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
@@ -212,7 +217,7 @@ def _decode(kind: type[_T], settings: Any) -> _T:
     for name, value in settings.items():
         if is_dataclass(hints[name]):
             values[name] = _decode(hints[name], value)
-        elif hints[name] is Path:
+        elif hints[name] is Path or (hints[name] == Path | None and value is not None):
             values[name] = Path(value)
         else:
             values[name] = tuple(value) if isinstance(value, list) else value

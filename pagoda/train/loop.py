@@ -1,5 +1,6 @@
 """The training loop: checks every input, then trains, writing nothing before a first step has succeeded."""
 
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pagoda.api import init, plan_of, wrap
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
+from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.train.config import TrainConfig
@@ -62,6 +64,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     console = console or Console()
     run_dir = RunDir(config.out)
     checkpoint = _checkpoint_to_resume(config, run_dir)
+    _check_trace(config, checkpoint.step if checkpoint else 0)
     memory = config.memory.build()
     text = ByteText.open(config.data)
     batches = Batches(
@@ -139,6 +142,9 @@ class _Loop:
         try:
             with StopSignal() as stop, Progress(self.console, config.steps, done) as progress:
                 while True:
+                    traced = config.trace is not None and step == done + config.trace_step - 1
+                    if traced:
+                        self.optimizer.trace_next_step()
                     metrics = self._step(step)
                     step += 1
                     losses.append(metrics.loss)
@@ -147,6 +153,8 @@ class _Loop:
                         self.run_dir.create(config)
                         metrics_file = MetricsFile(self.run_dir.metrics, after_step=done)
                     metrics_file.write(metrics)
+                    if traced:
+                        self._write_trace(step)
                     progress.show(metrics)
                     if config.checkpoint_every and (step % config.checkpoint_every == 0 or step == config.steps):
                         self._save(step, metrics_file)
@@ -202,6 +210,15 @@ class _Loop:
             faults=stats.faults,
         )
 
+    def _write_trace(self, step: int) -> None:
+        timeline = self.optimizer.timeline
+        assert timeline is not None, "a step that was traced has ended"
+        assert self.config.trace is not None
+        try:
+            write_trace(timeline, f"{self.config.model}, step {step}, measured", self.config.trace)
+        except ConfigError as error:
+            self.console.print(f"{error}; the run goes on", soft_wrap=True, highlight=False)
+
     def _save(self, step: int, metrics_file: MetricsFile) -> None:
         """Saves the state after `step` steps, once; the metrics up to it are on disk before it is."""
         if self.saved is not None and self.saved.step == step:
@@ -222,6 +239,8 @@ class _Loop:
             f"Steps {result.first_step} to {result.last_step}: loss {result.first_loss:.4f} ->"
             f" {result.final_loss:.4f}, {result.tokens_per_s:,.0f} tokens/s. Metrics: {self.run_dir.metrics}"
         ]
+        if self.config.trace is not None and result.last_step >= result.first_step + self.config.trace_step - 1:
+            lines.append(f"Trace: {self.config.trace}")
         if result.checkpoint is not None:
             lines.append(f"Checkpoint: {result.checkpoint}")
         elif result.stopped_by is None:
@@ -245,6 +264,19 @@ def _checkpoint_to_resume(config: TrainConfig, run_dir: RunDir) -> Checkpoint | 
             " give a larger --steps to continue it"
         )
     return checkpoint
+
+
+def _check_trace(config: TrainConfig, done: int) -> None:
+    if config.trace is None:
+        return
+    if config.steps - done < config.trace_step:
+        raise ConfigError(
+            f"--trace-step is {config.trace_step}, but this command runs {config.steps - done} steps:"
+            " give more --steps, or a smaller --trace-step"
+        )
+    parent = config.trace.absolute().parent
+    if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == config.out.absolute()):
+        raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that is there")
 
 
 def _built_model(config: TrainConfig) -> nn.Module:

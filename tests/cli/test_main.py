@@ -35,7 +35,8 @@ def test_every_documented_flag_reaches_the_configuration() -> None:
         "--data corpus --memory.host 64MiB --memory.ssd dir:1GiB --memory.device cpu:512MiB"
         " --memory.page-size 1MiB --memory.unit-limit 8MiB --optim.lr 1e-3 --optim.betas 0.8 0.9"
         " --optim.schedule constant --optim.warmup-steps 5 --clip-grad-norm 0.5 --accumulation-steps 2"
-        " --precision fp32 --no-gradient-checkpointing --seed 7 --checkpoint-every 10 --out run"
+        " --precision fp32 --no-gradient-checkpointing --seed 7 --checkpoint-every 10 --out run --trace t.json"
+        " --trace-step 5"
     )
     assert parsed(*REQUIRED, *flags.split()) == TrainConfig(
         model="llama-15m",
@@ -52,6 +53,8 @@ def test_every_documented_flag_reaches_the_configuration() -> None:
         seed=7,
         checkpoint_every=10,
         out=Path("run"),
+        trace=Path("t.json"),
+        trace_step=5,
     )
 
 

@@ -255,3 +255,30 @@ def test_resuming_names_what_does_not_belong_to_the_run(work: Workspace, capsys:
     assert main(work.args("unsaved", "--resume", steps=4)) == 2
     assert "no complete checkpoint" in capsys.readouterr().err
     assert len(work.metrics("run")) == len(work.metrics("unsaved")) == 2
+
+
+def test_a_traced_step_is_written_as_a_plans_is(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = work.root / "traced" / "trace.json"
+    plain = work.train("plain")
+    assert curve(work.train("traced", trace=trace)) == curve(plain), "recording changes nothing"
+    assert str(trace) in capsys.readouterr().out.replace("\n", "")
+    written = json.loads(trace.read_text())
+    spans = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    assert (
+        {"compute", "d2h", "ssd_read", "ssd_write", "update"} <= {span["cat"] for span in spans} <= LANES | {"compute"}
+    )
+    step_us = written["otherData"]["step_s"] * 1e6
+    assert all(0 <= s["ts"] <= s["ts"] + s["dur"] <= step_us * (1 + 1e-9) for s in spans)
+    assert written["otherData"]["step_s"] == pytest.approx(work.metrics("traced")[2]["step_s"], rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [({"trace": "t.json", "trace_step": STEPS + 1}, "--trace-step is 7"), ({"trace": "no/such/t.json"}, "--trace no")],
+)
+def test_a_trace_that_cannot_be_made_is_refused_before_anything_is_written(
+    work: Workspace, changes: dict[str, object], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(work.args("run", **changes)) == 2
+    assert complaint in capsys.readouterr().err
+    assert not (work.root / "run").exists()
