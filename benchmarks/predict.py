@@ -1,8 +1,8 @@
 """Predicted against measured: step time and peak bytes of many configurations, calibrated in the same run.
 
-For each model and number of tokens, the compute of its modules is profiled right before its configurations run; for
-each configuration, the plan that `wrap` will make is simulated on the calibrated hardware, then trained for a few steps
-on real text. Errors are (predicted - measured) / measured. Memory is predicted per tier from the simulated ledger.
+For each configuration the machine is calibrated and the model's modules are profiled (a shared machine's disk and cores
+drift within minutes), the plan that `wrap` will make is simulated on that, and then trained for a few steps on real
+text. Errors are (predicted - measured) / measured. Memory is predicted per tier from the simulated ledger.
 
     python benchmarks/predict.py --ssd DIR [--models llama-15m llama-110m llama-215m] [--steps 5] [--out FILE]
 """
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pagoda
-from pagoda.calibrate import calibrate, profile_compute
+from pagoda.calibrate import Effort, calibrate, profile_compute
 from pagoda.errors import BudgetError
 from pagoda.models import build_model
 from pagoda.plan.compute import Compute
@@ -40,6 +40,8 @@ PLACEMENTS = (RAM, SSD_STATE, ALL_ON_SSD, ARENA)
 SEQ_LEN = 512
 LARGE = 1 << 40
 SSD_ROOM = 20 << 30
+EFFORT = Effort(figure_s=0.4, file_bytes=2 << 30)
+PROFILE_S = 8.0
 WARM_UP = 3
 """Steps before those that count: the first is traced, the second planned, the third finds its updates under way."""
 
@@ -153,20 +155,23 @@ def measure(case: Case, limits: Budgets, ssd: Path, steps: int) -> tuple[list[fl
 def main(
     ssd: Path,
     models: tuple[str, ...] = ("llama-15m", "llama-110m", "llama-215m"),
+    placements: tuple[str, ...] = PLACEMENTS,
     steps: int = 5,
     out: Path | None = None,
 ) -> None:
     """Calibrate, then predict and measure every configuration."""
     console = Console()
-    hardware = calibrate(ssd, torch.device("cpu"))
     results: list[Result] = []
+    machines: list[Hardware] = []
     for name, batch_size in itertools.product(models, (1, 4)):
-        profile = profile_compute(name, batch_size=batch_size, seq_len=SEQ_LEN)
         with pagoda.init():
             root = describe(build_model(name, seq_len=SEQ_LEN, gradient_checkpointing=True))
-        compute = Compute.from_profile(profile, root)
-        for case in cases(name, batch_size):
+        for case in (case for case in cases(name, batch_size) if case.placement in placements):
             limits = budgets(root, case)
+            hardware = calibrate(ssd if limits.ssd else None, torch.device("cpu"), effort=EFFORT)
+            profile = profile_compute(name, batch_size=batch_size, seq_len=SEQ_LEN, budget_s=PROFILE_S)
+            compute = Compute.from_profile(profile, root)
+            machines.append(hardware)
             timeline = predict(root, case, limits, hardware, compute)
             seconds, stalls, peak = measure(case, limits, ssd, steps)
             result = Result(
@@ -199,7 +204,10 @@ def main(
     )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        data = {"hardware": json.loads(hardware.to_json()), "results": [asdict(r) for r in results]}
+        data = [
+            {**asdict(result), "hardware": json.loads(hardware.to_json())["hardware"]}
+            for result, hardware in zip(results, machines, strict=True)
+        ]
         out.write_text(json.dumps(data, indent=1) + "\n")
 
 

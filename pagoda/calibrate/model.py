@@ -1,4 +1,4 @@
-"""How long a model's own compute takes, measured on one and on three of its layers."""
+"""How long a model's own compute takes, measured on one and on several of its layers."""
 
 import statistics
 import time
@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from pagoda.api import init
-from pagoda.models import build_model
+from pagoda.models import build_model, layer_count
 from pagoda.optim import Precision, check_precision
 from pagoda.optim.adamw import gradient_dtype
 from pagoda.plan.profile import ComputeProfile
 
-_FEW, _MORE = 1, 3
+_FEW, _LEAST_MORE = 1, 3
+_CACHED_BYTES = 64 << 20
+"""Weights of the larger model, at least, if the model has as many: a step finds none of them in the CPU's caches."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
-_BUDGET_S = 15.0
-"""Of rounds that count; those that warm up come on top."""
 _PATTERN = 1 << 20
 
 
@@ -38,13 +38,14 @@ def profile_compute(
     precision: Precision = "bf16",
     gradient_checkpointing: bool = True,
     device: torch.device | None = None,
+    budget_s: float = 15.0,
 ) -> ComputeProfile:
     """Seconds that plain PyTorch takes for this model's modules on one batch, here.
 
-    Models of one and of three layers, with weights as Pagoda has them for compute (random, in `precision`), take
-    turns: the difference is two layers, the rest is the head and the embedding, which is also measured alone. The
-    model itself is never built. Gradients are dropped as they arrive, as Pagoda takes them away. Takes about 20 s
-    for 2048 tokens of a small model on two cores, and three rounds where that is longer.
+    Models of one and of several layers, with weights as Pagoda has them for compute (random, in `precision`), take
+    turns: the difference is layers, the rest is the head and the embedding, which is also measured alone. The
+    model itself is never built. Gradients are dropped as they arrive, as Pagoda takes them away. Takes `budget_s`
+    seconds of rounds that count, and three rounds where that is longer; building and warming up come on top.
 
     Torch's state (random generators, threads, gradient mode) is as before when it returns.
 
@@ -54,8 +55,9 @@ def profile_compute(
     check_precision(precision)
     device = device or torch.device("cpu")
     with _torch_kept(device):
-        more = _built(name_or_dir, seq_len, gradient_checkpointing, _MORE)
         few = _built(name_or_dir, seq_len, gradient_checkpointing, _FEW)
+        layers = _layers_wanted(name_or_dir, few)
+        more = _built(name_or_dir, seq_len, gradient_checkpointing, layers)
         _materialise(more, gradient_dtype(precision), device)
         _share(few, more)
         vocabulary = more.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -63,9 +65,16 @@ def profile_compute(
         rounds: list[tuple[_Pass, _Pass, _Pass]] = []
         _round(few, more, ids)
         start = time.perf_counter()
-        while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - start < _BUDGET_S):
+        while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - start < budget_s):
             rounds.append(_round(few, more, ids))
-    return _profile(rounds)
+    return _profile(rounds, layers)
+
+
+def _layers_wanted(name_or_dir: str, few: nn.Module) -> int:
+    """Layers of the larger model."""
+    table: int = few.get_input_embeddings().weight.numel()  # type: ignore[operator]
+    layer = (sum(p.numel() for p in few.parameters()) - table) // _FEW
+    return max(_LEAST_MORE, min(layer_count(name_or_dir), -(-_CACHED_BYTES // (2 * layer))))
 
 
 def _round(few: nn.Module, more: nn.Module, ids: torch.Tensor) -> tuple[_Pass, _Pass, _Pass]:
@@ -73,7 +82,7 @@ def _round(few: nn.Module, more: nn.Module, ids: torch.Tensor) -> tuple[_Pass, _
     return _timed(few, ids), _timed(more, ids), _timed_embedding(more, ids)
 
 
-def _profile(rounds: list[tuple[_Pass, _Pass, _Pass]]) -> ComputeProfile:
+def _profile(rounds: list[tuple[_Pass, _Pass, _Pass]], layers: int) -> ComputeProfile:
     """Medians over rounds; what is a difference is taken within a round, and is never below zero."""
 
     def median(seconds: list[float]) -> float:
@@ -81,7 +90,7 @@ def _profile(rounds: list[tuple[_Pass, _Pass, _Pass]]) -> ComputeProfile:
 
     def split(part: str) -> tuple[float, float, float]:
         few, more, embedding = ([getattr(each[i], part) for each in rounds] for i in range(3))
-        layer = median([(b - a) / (_MORE - _FEW) for a, b in zip(few, more, strict=True)])
+        layer = median([(b - a) / (layers - _FEW) for a, b in zip(few, more, strict=True)])
         alone = median(embedding)
         return layer, max(0.0, median(few) - _FEW * layer - alone), alone
 

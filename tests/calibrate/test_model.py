@@ -15,11 +15,6 @@ from pagoda.models import build_model, layer_count
 from pagoda.plan.profile import ComputeProfile
 
 
-@pytest.fixture(autouse=True)
-def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrated, "_BUDGET_S", 0.5)
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> str:
     """A model whose layers outweigh its head, so that their time stands out of noise."""
@@ -43,6 +38,7 @@ def profiled(model: str, precision: str = "bf16", gradient_checkpointing: bool =
         seq_len=128,
         precision=precision,  # type: ignore[arg-type]
         gradient_checkpointing=gradient_checkpointing,
+        budget_s=0.5,
     )
 
 
@@ -75,10 +71,10 @@ def test_differences_are_taken_within_a_round_and_never_below_zero() -> None:
         return tuple(calibrated._Pass(seconds, 2 * seconds) for seconds in (few, more, alone))
 
     noisy = [round_(3.0, 7.0, 0.5), round_(30.0, 34.0, 0.5), round_(3.0, 1.0, 0.5)]
-    profile = calibrated._profile(noisy)  # type: ignore[arg-type]
+    profile = calibrated._profile(noisy, layers=3)  # type: ignore[arg-type]
     assert (profile.layer_forward_s, profile.layer_backward_s) == (2.0, 4.0)
     assert (profile.head_forward_s, profile.embedding_backward_s) == (0.5, 1.0)
-    assert calibrated._profile([round_(3.0, 1.0, 9.0)]).head_forward_s == 0  # type: ignore[list-item]
+    assert calibrated._profile([round_(3.0, 1.0, 9.0)], layers=3).head_forward_s == 0  # type: ignore[list-item]
 
 
 def test_a_profile_has_no_negative_or_endless_seconds() -> None:
