@@ -81,6 +81,8 @@ def _changes(forecast: Forecast, setting: Setting) -> Iterator[_Change]:
     if hardware.link is not None:
         faster = replace(hardware, link=_faster_link(hardware.link))
         yield _Change("A link to the GPU twice as fast", replace(setting, hardware=faster))
+    if setting.ranks is not None:
+        yield _Change("Collectives twice as fast", replace(setting, hardware=_faster_network(hardware)))
     yield _Change("Updates twice as fast", replace(setting, hardware=_faster_update(hardware)))
     if (larger := _twice_the_batch(forecast, setting)) is not None:
         yield _Change(f"Twice the sequences per pass (--batch-size {2 * config.batch_size})", larger, tokens=2.0)
@@ -135,7 +137,7 @@ def _without_clipping(setting: Setting) -> Setting:
 
 def _planned(setting: Setting) -> Plan | None:
     try:
-        return make_plan(setting.subject.root, setting.states, setting.budgets, setting.options)
+        return make_plan(setting.subject.root, setting.states, setting.budgets, setting.options, setting.ranks)
     except BudgetError:
         return None
 
@@ -173,6 +175,15 @@ def _faster_link(link: Link) -> Link:
         h2d_bytes_per_s=_twice(link.h2d_bytes_per_s),
         d2h_bytes_per_s=_twice(link.d2h_bytes_per_s),
         both_bytes_per_s=_twice(link.both_bytes_per_s),
+    )
+
+
+def _faster_network(hardware: Hardware) -> Hardware:
+    inside, across = hardware.intra_node_bytes_per_s, hardware.inter_node_bytes_per_s
+    return replace(
+        hardware,
+        intra_node_bytes_per_s=inside and _twice(inside),
+        inter_node_bytes_per_s=across and _twice(across),
     )
 
 

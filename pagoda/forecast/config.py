@@ -24,9 +24,12 @@ class PlanConfig:
     """This machine as `pagoda calibrate` measured it (auto), a named machine (h100, a100-40g, rtx4090, ...), or a
     hardware file."""
     nodes: int = 1
-    """Equal nodes. More than one cannot be planned yet."""
-    gpus_per_node: int = 1
-    """GPUs of a node in use, each of which trains on a batch of its own and holds the whole model."""
+    """Equal nodes."""
+    gpus_per_node: int | None = None
+    """GPUs of a node in use, or processes where the CPU computes; by default all that the hardware has. Each computes
+    on a batch of its own, and all of them share out the state."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What several ranks share out: moments (1), gradients too (2), weights too (3)."""
     batch_size: int = 1
     """Sequences per forward pass on each GPU."""
     seq_len: int = 1024
@@ -50,7 +53,9 @@ class PlanConfig:
     """Write the predicted step as JSON for Perfetto or chrome://tracing."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "batch_size", "accumulation_steps"):
+        if self.gpus_per_node is not None:
+            require(self.gpus_per_node >= 1, "gpus_per_node", self.gpus_per_node, "must be at least 1")
+        for name in ("nodes", "batch_size", "accumulation_steps"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         if self.clip_grad_norm is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.ops import LANES
+from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.plan.timeline import COMPUTE, Timeline
 
 KINDS = {
@@ -17,6 +17,9 @@ KINDS = {
     "spill": "#b279a2",
     "read": "#eeca3b",
     "gradient": "#ff9da6",
+    "gather": "#2f6d4f",
+    "reduce": "#8c564b",
+    "tokens": "#17becf",
     "step": "#79706e",
     "update": "#e45756",
     "write": "#9d755d",
@@ -44,7 +47,7 @@ def draw(timeline: Timeline, budgets: Mapping[str, int], title: str, path: Path)
     from matplotlib.figure import Figure
 
     tiers = list(timeline.ledger)
-    lanes = [lane for lane in (COMPUTE, *LANES) if lane in {span.lane for span in timeline.spans}]
+    lanes = [lane for lane in (COMPUTE, *LANES, COLLECTIVE) if lane in {span.lane for span in timeline.spans}]
     heights = [0.5 + 0.4 * len(lanes), *(1.1 for _ in tiers)]
     figure = Figure(figsize=(12, 1.2 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -15,6 +15,7 @@ from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.search import Choice, search
 from pagoda.plan.timeline import Timeline
 
@@ -32,6 +33,7 @@ class Setting:
     budgets: Budgets
     options: Options
     states: tuple[StateSpec, ...]
+    ranks: Ranks | None = None
 
     def search(self) -> Choice:
         """The plan that `wrap` makes, and beside it all others that fit, fastest first.
@@ -39,7 +41,9 @@ class Setting:
         A forecast is of what the runtime will do, so another plan does not take its place: it becomes advice.
         Raises BudgetError when no plan fits.
         """
-        found = search(self.subject.root, self.states, self.budgets, self.options, self.hardware, self.compute)
+        found = search(
+            self.subject.root, self.states, self.budgets, self.options, self.hardware, self.compute, self.ranks
+        )
         plans = sorted((found.best, *found.others), key=lambda candidate: candidate.timeline.step_s)
         usual = next(candidate for candidate in plans if candidate.options == self.options)
         return Choice(usual, tuple(candidate for candidate in plans if candidate is not usual))
@@ -76,13 +80,9 @@ class Forecast:
         return self.choice.best.timeline
 
     @property
-    def ranks(self) -> int:
-        return self.machine.hardware.gpus_per_node
-
-    @property
     def tokens_per_step(self) -> int:
         """Of all GPUs."""
-        return self.ranks * self.config.tokens * self.config.accumulation_steps
+        return self.machine.rank_count * self.config.tokens * self.config.accumulation_steps
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,7 +103,7 @@ class Forecast:
     @property
     def ssd_bytes_written_per_step(self) -> int:
         """To the drives of a node."""
-        return self.ranks * sum(op.nbytes for op in self.plan.ops if op.lane == "ssd_write")
+        return self.machine.hardware.gpus_per_node * sum(op.nbytes for op in self.plan.ops if op.lane == "ssd_write")
 
     @property
     def steps_until_worn(self) -> float:
@@ -135,9 +135,9 @@ def forecast(config: PlanConfig, machine: Machine) -> Forecast:
         budgets, notes = budgets_for(machine, config.memory, activations)
     except BudgetError as refusal:
         return Forecast(config, machine, subject, activations, (), None, None, refusal)
-    setting = Setting(subject, machine.hardware, Compute({}, {}), budgets, options_of(config), states)
+    setting = Setting(subject, machine.hardware, Compute({}, {}), budgets, options_of(config), states, machine.ranks)
     try:
-        make_plan(subject.root, states, budgets, setting.options)
+        make_plan(subject.root, states, budgets, setting.options, machine.ranks)
     except BudgetError as refusal:
         return Forecast(config, machine, subject, activations, notes, setting, None, refusal)
     compute, how = compute_times(config, machine, subject)

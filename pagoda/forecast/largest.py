@@ -50,4 +50,4 @@ def _check(step: int, config: PlanConfig, machine: Machine) -> None:
     itemsize = states[0].dtype.itemsize
     activations = estimate_activations(subject, config.tokens, itemsize, config.gradient_checkpointing)
     budgets, _ = budgets_for(machine, config.memory, activations)
-    make_plan(subject.root, states, budgets, options_of(config))
+    make_plan(subject.root, states, budgets, options_of(config), machine.ranks)

@@ -12,6 +12,7 @@ from pagoda.plan.hardware import Hardware, hardware_file, read_hardware
 from pagoda.plan.machines import MACHINES, find_machine
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.placement import Budgets
+from pagoda.plan.ranks import Ranks
 from pagoda.train.config import MemoryConfig
 
 AUTO = "auto"
@@ -26,18 +27,28 @@ class Machine:
     hardware: Hardware
     here: bool
     """Whether it is the machine that this runs on."""
+    ranks: Ranks | None = None
+    """Who shares out the state; None for a single rank."""
+
+    @property
+    def rank_count(self) -> int:
+        return 1 if self.ranks is None else self.ranks.data_parallel
 
 
 def find_machine_for(config: PlanConfig) -> Machine:
-    """The hardware that a configuration names. This is where several ranks will come in.
+    """The hardware that a configuration names, and the ranks on it.
 
-    Raises ConfigError: unknown or unreadable hardware, more GPUs than it has, several nodes.
+    Raises ConfigError: unknown or unreadable hardware, more GPUs than it has, several nodes of what has no network.
     """
-    if config.nodes > 1:
-        raise ConfigError(
-            f"--nodes is {config.nodes}, but plans of several nodes are not there yet: leave it out to plan one node"
-        )
-    return Machine(_hardware(config.hardware).with_gpus(config.gpus_per_node), config.hardware == AUTO)
+    hardware = _hardware(config.hardware)
+    if config.gpus_per_node is not None:
+        hardware = hardware.with_gpus(config.gpus_per_node)
+    if config.nodes > 1 and hardware.inter_node_bytes_per_s is None:
+        raise ConfigError(f"--nodes is {config.nodes}, but hardware {hardware.name!r} says nothing of a network")
+    per_node = hardware.gpus_per_node
+    count = config.nodes * per_node
+    ranks = Ranks(count, per_node, config.zero_stage) if count > 1 else None
+    return Machine(hardware, config.hardware == AUTO, ranks)
 
 
 def _hardware(name: str) -> Hardware:
@@ -66,7 +77,17 @@ def budgets_for(machine: Machine, memory: MemoryConfig, activations: Activations
     on_cpu = hardware.device is None
     host, host_note = _host_budget(machine, memory, (activations.total if on_cpu else 0) + (device or 0) * on_cpu)
     ssd, ssd_note = _ssd_budget(machine, memory)
-    return Budgets(host, device, ssd), (*notes, host_note, ssd_note)
+    return Budgets(host, device, ssd), (*_ranks_note(machine), *notes, host_note, ssd_note)
+
+
+def _ranks_note(machine: Machine) -> tuple[str, ...]:
+    ranks = machine.ranks
+    if ranks is None:
+        return ()
+    return (
+        f"ranks: {ranks.data_parallel} share out the state as in ZeRO stage {ranks.stage}; bytes and budgets are one "
+        "rank's. `pagoda train` runs a single rank for now.",
+    )
 
 
 def _device_budget(

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pagoda.forecast.forecast import Forecast
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.ops import LANES
+from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.plan.timeline import COMPUTE
 from pagoda.train.plan_table import plan_table
 
@@ -51,7 +51,7 @@ def show(forecast: Forecast, advice: Sequence[str], console: Console) -> None:
 
 def _rendered(forecast: Forecast, advice: Sequence[str]) -> RenderableType:
     subject, config = forecast.subject, forecast.config
-    ranks = f", {forecast.ranks} ranks with a copy each" if forecast.ranks > 1 else ""
+    ranks = f", {forecast.machine.rank_count} ranks" if forecast.machine.ranks else ""
     head = (
         f"{subject.name}, {subject.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "
         f"{config.batch_size} x {config.seq_len} tokens"
@@ -117,7 +117,7 @@ def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
     timeline = forecast.timeline
     return {
         lane: {"busy_s": timeline.busy_s.get(lane, 0.0), "stall_s": timeline.stall_s.get(lane, 0.0)}
-        for lane in (COMPUTE, *LANES)
+        for lane in (COMPUTE, *LANES, COLLECTIVE)
         if lane == COMPUTE or timeline.busy_s.get(lane)
     }
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.plan.ops import LANES
+from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.plan.timeline import COMPUTE, Span, Timeline
 
 _US = 1e6
 _PID = 1
-_ORDER = (COMPUTE, *LANES)
+_ORDER = (COMPUTE, *LANES, COLLECTIVE)
 
 
 def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(machine: Path) -> No
         (("--model", "lama-8b", "--hardware", "h100"), "Did you mean 'llama-8b'?"),
         (("--hardware", "h100"), "--max-model"),
         (("--model", "gpt2", "--hardware", "h100", "--memory.host", "lots"), "memory.host"),
-        (("--model", "gpt2", "--hardware", "h100", "--nodes", "2"), "--nodes is 2"),
+        (("--model", "gpt2", "--hardware", "rtx4090", "--nodes", "2"), "--nodes is 2"),
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "0"), "--batch-size is 0"),
     ],
 )

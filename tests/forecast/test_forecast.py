@@ -20,6 +20,7 @@ from pagoda.optim import AdamW
 from pagoda.plan.describe import module_spec
 from pagoda.plan.machines import find_machine
 from pagoda.plan.planner import make_plan
+from pagoda.plan.ranks import Ranks
 from pagoda.train.config import MemoryConfig
 
 from .machines import GIB, MIB, SMALL, figure
@@ -125,7 +126,7 @@ def test_checkpointing_keeps_the_inputs_of_layers_only() -> None:
 def test_more_processes_share_ram_and_ssd() -> None:
     machine = replace(SMALL, intra_node_bytes_per_s=figure(1e9))
     config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2)
-    shared = Machine(machine.with_gpus(2), here=False)
+    shared = Machine(machine.with_gpus(2), False, Ranks(2, 2))
     subject = find_subject("gpt-2x192", batch_size=1, seq_len=16)
     none = estimate_activations(subject, 16, 2, True)
     one, _ = budgets_for(HERE_NOT, config.memory, none)
@@ -134,12 +135,33 @@ def test_more_processes_share_ram_and_ssd() -> None:
     assert made(shared, model="gpt-2x192", seq_len=16).tokens_per_step == 32
 
 
+def test_several_nodes_share_out_the_state_and_gather_it() -> None:
+    settings: dict[str, Any] = {"model": "gpt-13b", "hardware": "h100", "batch_size": 4}
+    one, two = (
+        forecast(config, find_machine_for(config))
+        for config in (PlanConfig(nodes=nodes, **settings) for nodes in (1, 2))
+    )
+    assert (one.machine.rank_count, two.machine.rank_count) == (8, 16)
+    assert two.tokens_per_step == 2 * one.tokens_per_step
+    moments = [forecast_.bytes["host"]["exp_avg"] for forecast_ in (one, two)]
+    assert moments[1] == pytest.approx(moments[0] / 2, rel=0.02)
+    assert as_json(two, ())["lanes"]["collective"]["busy_s"] > as_json(one, ())["lanes"]["collective"]["busy_s"]
+
+
+def test_a_stage_that_shares_less_out_holds_more() -> None:
+    held = []
+    for stage in (1, 2, 3):
+        config = PlanConfig(model="gpt-4b", hardware="a100-40g", zero_stage=stage)  # type: ignore[arg-type]
+        held.append(sum(forecast(config, find_machine_for(config)).plan.peak_bytes.values()))
+    assert held[0] > held[1] > held[2]
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         ({"hardware": "h10"}, "Did you mean 'h100'"),
         ({"hardware": "h100", "gpus_per_node": 9}, "1 to 8 GPUs"),
-        ({"hardware": "h100", "nodes": 2}, "--nodes is 2"),
+        ({"hardware": "rtx4090", "nodes": 2}, "nothing of a network"),
         ({"hardware": "no/such/file.json"}, "cannot be read"),
     ],
 )
