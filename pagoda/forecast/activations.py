@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pagoda.forecast.subject import Subject
 from pagoda.memory.sizes import format_bytes
 
-_LOGIT_BYTES = 16
-"""Of a logit around the loss: itself in 16 bits, in fp32, its log-softmax, that one's gradient, and that in 16 bits."""
+_LOGIT_BYTES = 12
+"""Of a logit at the worst moment of the loss: itself in 16 bits and in fp32, its gradient in both. docs/plan.md has
+what was measured."""
 _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 """Tensors of hidden and of MLP width that a layer keeps for backward, gradients in flight included. Megatron-LM's
 count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP four times as wide, which is

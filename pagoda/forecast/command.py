@@ -23,7 +23,8 @@ def run(config: PlanConfig, console: Console) -> Forecast:
     if config.plot is not None:
         check_plotting()
     machine = find_machine_for(config)
-    if config.max_model:
+    searched = config.max_model
+    if searched:
         config = replace(config, model=largest_model(config, machine), max_model=False)
     made = forecast(config, machine)
     advice = advise(made)
@@ -31,6 +32,8 @@ def run(config: PlanConfig, console: Console) -> Forecast:
         print(json.dumps(as_json(made, advice), indent=1))
     else:
         show(made, advice, console)
+        if searched and made.fits and made.machine.ranks is None:
+            console.print(f"Train it: {_train_command(made)}", soft_wrap=True, highlight=False)
     if made.fits:
         title = f"{made.subject.name} on {machine.hardware.name}, predicted"
         if config.trace is not None:
@@ -38,6 +41,29 @@ def run(config: PlanConfig, console: Console) -> Forecast:
         if config.plot is not None:
             draw(made.timeline, _limits(made), title, config.plot)
     return made
+
+
+def _train_command(made: Forecast) -> str:
+    """What trains the model within the budgets of the forecast."""
+    config, budgets = made.config, made.plan.budgets
+    flags = [f"--model {made.subject.name} --batch-size {config.batch_size} --seq-len {config.seq_len}"]
+    flags.append(f"--memory.host {budgets.host}")
+    if made.machine.hardware.device is not None:
+        flags.append(f"--memory.device {budgets.device}")
+    elif config.memory.device is not None:
+        flags.append(f"--memory.device {config.memory.device}")
+    if "ssd" in made.bytes:
+        ssd = config.memory.ssd or "DIR"
+        flags.append(f"--memory.ssd {f'DIR:{ssd}' if ssd[:1].isdigit() else ssd}")
+    if config.accumulation_steps > 1:
+        flags.append(f"--accumulation-steps {config.accumulation_steps}")
+    if config.clip_grad_norm != PlanConfig.clip_grad_norm:
+        flags.append(f"--clip-grad-norm {config.clip_grad_norm}")
+    if config.precision != PlanConfig.precision:
+        flags.append(f"--precision {config.precision}")
+    if not config.gradient_checkpointing:
+        flags.append("--no-gradient-checkpointing")
+    return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.subject.name}"
 
 
 def _limits(made: Forecast) -> dict[str, int]:

@@ -97,3 +97,14 @@ def test_the_largest_model_is_one_that_trains(machine: Path, tmp_path: Path) -> 
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["peak_bytes"]["host"] <= sum(answer["bytes"]["host"].values()) <= 90 << 20
     assert metrics["peak_bytes"].get("ssd", 0) <= sum(answer["bytes"].get("ssd", {}).values()) <= 120 << 20
+
+
+def test_a_search_for_the_largest_ends_with_the_command_that_trains_it(machine: Path) -> None:
+    done = plan(
+        "--max-model", "--hardware", machine, "--seq-len", 32, "--memory.host", "200MiB", "--memory.ssd", "1GiB"
+    )
+    assert done.returncode == 0
+    command = next(line for line in done.stdout.splitlines() if line.startswith("Train it: pagoda train"))
+    assert "--model gpt-" in command
+    assert f"--memory.host {200 << 20}" in command
+    assert "--memory.ssd DIR:1GiB" in command
