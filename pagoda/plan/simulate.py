@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pagoda.plan.hardware import Hardware
-from pagoda.plan.ops import COLLECTIVE, DEVICE, GRADIENTS_IN_FLIGHT_BYTES, LANES, SSD, Kind, Op
-from pagoda.plan.placement import GRAD, LEASES, WEIGHT
+from pagoda.plan.ops import COLLECTIVE, DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LANES, SSD, Kind, Op
+from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.rates import Rates
@@ -57,11 +57,10 @@ class _Simulation:
             self._in_flight_bytes = buffers // 2
         self._leased_pages = plan.leased_pages()
         self._leases: dict[int, Task] = {}
-        self._in_use = 0
-        """Pages of all leases."""
-        self._lease_bytes: list[tuple[float, int]] = []
+        self._moves: list[tuple[float, str, int]] = []
+        """(seconds, tier, pages taken there, or given back if below zero) of lines that come and go."""
         self._offloads: deque[tuple[Task, int]] = deque()
-        self._gradients = SimulatedGradients(plan)
+        self._gradients = SimulatedGradients(plan, lambda pages: self._note(HOST, pages))
         self._updater = SimulatedUpdater(plan, self._lanes, self._rates)
         self._last_offload: dict[int, Task] = {}
         self._final = _final_backward(plan)
@@ -113,7 +112,7 @@ class _Simulation:
                 self._drop_lease(op.unit)
             elif op.unit not in self._leases:
                 self._leases[op.unit] = self._fetch(op)
-                self._note_leases(self._leased_pages[op.unit])
+                self._note(self._plan.lease_tier, self._leased_pages[op.unit])
 
     def _fetch(self, op: Op) -> Task:
         """From a unit's home to its lease; what is whole is what every rank's slice makes."""
@@ -200,24 +199,26 @@ class _Simulation:
 
     def _drop_lease(self, unit: int) -> None:
         if self._leases.pop(unit, None) is not None:
-            self._note_leases(-self._leased_pages[unit])
+            self._note(self._plan.lease_tier, -self._leased_pages[unit])
 
-    def _note_leases(self, pages: int) -> None:
-        self._in_use += pages
-        self._lease_bytes.append((self._lanes.now, self._in_use * self._plan.page_bytes))
+    def _note(self, tier: str | None, pages: int) -> None:
+        assert tier is not None
+        self._moves.append((self._lanes.now, tier, pages))
 
     def _ledger(self, start: float) -> dict[str, tuple[tuple[float, int], ...]]:
-        """Every tier's account over the last step; all lines but the leases are taken for good."""
+        """Every tier's account over the last step. Leases and staging come and go, other lines are there for good."""
         ledger: dict[str, tuple[tuple[float, int], ...]] = {}
-        tier = self._plan.lease_tier
-        for name, peak in self._plan.peak_bytes.items():
-            if name != tier:
-                ledger[name] = ((0.0, peak),)
-                continue
-            fixed = peak - self._plan.bytes[name].get(LEASES, 0)
-            before = [fixed + n for t, n in self._lease_bytes if t <= start][-1:] or [fixed]
-            later = [(t - start, fixed + n) for t, n in self._lease_bytes if t > start]
-            ledger[name] = ((0.0, before[0]), *later)
+        for tier, lines in self._plan.bytes.items():
+            in_use = sum(nbytes for line, nbytes in lines.items() if line not in (LEASES, STAGING))
+            account = [(0.0, in_use)]
+            for seconds, where, pages in self._moves:
+                if where == tier:
+                    in_use += pages * self._plan.page_bytes
+                    if seconds > start:
+                        account.append((seconds - start, in_use))
+                    else:
+                        account[0] = (0.0, in_use)
+            ledger[tier] = tuple(account)
         return ledger
 
 

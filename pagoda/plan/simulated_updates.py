@@ -1,6 +1,7 @@
 """The simulated updater and gradient buffers, which follow the rules of the runtime's."""
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -203,8 +204,10 @@ class SimulatedUpdater:
 class SimulatedGradients:
     """Which gradients are in RAM: at home there, or in the staging region, which holds the latest ones."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, note: Callable[[int], None]) -> None:
         self._plan = plan
+        self._note = note
+        """Told of pages taken, or given back if below zero."""
         self._room = plan.placement.pages(HOST, STAGING)
         self._pages = [plan.layout.pages(unit, GRAD) for unit in plan.units]
         self._taken = 0
@@ -218,12 +221,12 @@ class SimulatedGradients:
         blockers = []
         while self._staged and self._pages[unit] + self._taken > self._room:
             oldest = next(iter(self._staged))
-            task = self._staged.pop(oldest)
-            self._taken -= self._pages[oldest]
+            task = self._drop(oldest)
             if task is not None:
                 blockers.append(task)
         self._staged[unit] = None
         self._taken += self._pages[unit]
+        self._note(self._pages[unit])
         return blockers
 
     def spilled(self, unit: int, write: Task) -> None:
@@ -235,6 +238,18 @@ class SimulatedGradients:
         """A unit's gradient is used up once `task` has ended."""
         if unit in self._staged:
             self._staged[unit] = task
+
+            def used() -> None:
+                if self._staged.get(unit) is task:
+                    self._drop(unit)
+
+            task.then.append(used)
+
+    def _drop(self, unit: int) -> Task | None:
+        """Give a buffer back; returns what the unit's gradient waits for."""
+        self._taken -= self._pages[unit]
+        self._note(-self._pages[unit])
+        return self._staged.pop(unit)
 
     def holds(self, unit: int) -> bool:
         """Whether a unit's gradient is in RAM."""
