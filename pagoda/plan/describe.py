@@ -36,8 +36,8 @@ def module_spec(shape: PaperShape, tiles: int = 1) -> ModuleSpec:
 
     Children of the root are `embedding`, `blocks.N` (of T5 `encoder.N` and `decoder.N`), the final norms and the
     head; a block has `attention`, in a decoder `cross`, and `mlp`; with experts, `mlp` has `router` and
-    `experts.N`. `tiles` cuts every matrix in that many modules by rows (memory-centric tiling of ZeRO-Infinity,
-    arXiv 2104.07857), and must divide the shape's widths, else ValueError.
+    `experts.N`. `tiles` cuts every matrix, the embedding too, in that many modules by rows (memory-centric tiling of
+    ZeRO-Infinity, arXiv 2104.07857), and must divide the shape's widths and vocabulary, else ValueError.
     """
     return _tree("", list(_layers(shape, tiles)))
 
@@ -67,8 +67,12 @@ def unit_flops(unit: UnitSpec, flops: Mapping[str, float]) -> float:
 def _layers(shape: PaperShape, tiles: int) -> Iterator[_Layer]:
     """Every layer in the order of the forward pass."""
     gpt = shape.family == "gpt"
-    embedding = ParamSpec(f"{EMBEDDING}.token.weight", (shape.vocab, shape.hidden))
-    yield _Layer(f"{EMBEDDING}.token", (embedding,))
+    if tiles < 1 or shape.vocab % tiles:
+        raise ValueError(f"{tiles} tiles do not divide the {shape.vocab} entries of the vocabulary")
+    parts = [f"{EMBEDDING}.token" if tiles == 1 else f"{EMBEDDING}.token.{index}" for index in range(tiles)]
+    embedding = [ParamSpec(f"{part}.weight", (shape.vocab // tiles, shape.hidden)) for part in parts]
+    for part, rows in zip(parts, embedding, strict=True):
+        yield _Layer(part, (rows,))
     if gpt:
         yield _Layer(
             f"{EMBEDDING}.position", (ParamSpec(f"{EMBEDDING}.position.weight", (shape.seq_len, shape.hidden)),)
@@ -83,7 +87,8 @@ def _layers(shape: PaperShape, tiles: int) -> Iterator[_Layer]:
             for index in range(blocks):
                 yield from _block(shape, f"{stack}.{index}", tiles, cross=stack == "decoder")
             yield _norm(shape, f"{stack}.norm")
-    yield _Layer(HEAD, multiplied=float(embedding.numel), tied=(embedding.name,))
+    multiplied = float(shape.vocab * shape.hidden)
+    yield _Layer(HEAD, multiplied=multiplied, tied=tuple(rows.name for rows in embedding))
 
 
 def _block(shape: PaperShape, name: str, tiles: int, cross: bool = False) -> Iterator[_Layer]:

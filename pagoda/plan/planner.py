@@ -66,7 +66,6 @@ class Plan:
     placement: Placement
     options: Options
     trace: Trace
-    ops: tuple[Op, ...]
     reasons: tuple[str, ...]
     exchanges: Mapping[str, int] = field(default_factory=dict)
     """Module whose children are experts -> bytes of tokens that this rank sends to it, and gets from it, in forward."""
@@ -93,6 +92,13 @@ class Plan:
     def peak_bytes(self) -> Mapping[str, int]:
         """tier -> bytes: the sum of its lines."""
         return {tier: sum(lines.values()) for tier, lines in self.bytes.items()}
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops of a step of `trace`. Written down when first asked for: whether a plan fits does not need them."""
+        slab = self.lease_slab if self.needs_leases else 0
+        step = StepOps(self.layout, self.placement, self.options.update_under_backward, self.exchanges)
+        return step.of(self.trace, self.leased_pages(), self.lease_tier, slab)
 
     @cached_property
     def ops_at(self) -> Mapping[int, tuple[Op, ...]]:
@@ -144,9 +150,7 @@ class Plan:
 
     def retraced(self, trace: Trace) -> "Plan":
         """The same placement, with ops for another trace."""
-        slab = self.lease_slab if self.needs_leases else 0
-        step = StepOps(self.layout, self.placement, self.options.update_under_backward, self.exchanges)
-        return replace(self, trace=trace, ops=step.of(trace, self.leased_pages(), self.lease_tier, slab))
+        return replace(self, trace=trace)
 
 
 def make_plan(
@@ -199,7 +203,7 @@ def make_plan(
     )
     uses = [use.unit for use in forward_uses(root, units)]
     trace = assumed_trace(uses, options.accumulation_steps or 1)
-    return Plan(layout, budgets, placement, options, trace, (), reasons, exchanges).retraced(trace)
+    return Plan(layout, budgets, placement, options, trace, reasons, exchanges)
 
 
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:
