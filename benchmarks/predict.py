@@ -40,8 +40,8 @@ PLACEMENTS = (RAM, SSD_STATE, ALL_ON_SSD, ARENA)
 SEQ_LEN = 512
 LARGE = 1 << 40
 SSD_ROOM = 20 << 30
-EFFORT = Effort(figure_s=0.4, file_bytes=2 << 30)
-PROFILE_S = 8.0
+EFFORT = Effort(figure_s=0.3, file_bytes=1 << 30)
+PROFILE_S = 6.0
 WARM_UP = 3
 """Steps before those that count: the first is traced, the second planned, the third finds its updates under way."""
 
@@ -195,6 +195,11 @@ def main(
                 f"{result.error:+.1%}, bytes {result.bytes_error:+.1%}",
                 highlight=False,
             )
+            if out is not None:  # after each: the last may be interrupted
+                data = [
+                    {**asdict(r), "hardware": asdict(machine)} for r, machine in zip(results, machines, strict=True)
+                ]
+                out.write_text(json.dumps(data, indent=1) + "\n")
     console.print(_table(results))
     errors = sorted(abs(r.error) for r in results)
     nbytes = max(abs(r.bytes_error) for r in results)
@@ -202,13 +207,6 @@ def main(
         f"step time: median error {statistics.median(errors):.1%} (target 5%), worst {errors[-1]:.1%} (target 15%); "
         f"peak bytes: worst {nbytes:.1%} (target 2%)"
     )
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        data = [
-            {**asdict(result), "hardware": json.loads(hardware.to_json())["hardware"]}
-            for result, hardware in zip(results, machines, strict=True)
-        ]
-        out.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def _table(results: list[Result]) -> Table:

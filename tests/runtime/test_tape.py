@@ -118,7 +118,7 @@ def test_measured_and_predicted_have_the_same_lanes_and_the_same_work(
     step = simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
     spans = [span for span in real.spans if span.name != span.lane]  # `settle` gives its work no label
     assert {span.lane for span in spans} | {COMPUTE} == {span.lane for span in step.spans}
-    streams = ("read", "write", "gradient", "spill")
+    streams = ("read", "write", "spill")  # how many gradients are still in their buffers depends on timing
     assert set(count(spans, *streams)) - set(count(step.spans, *streams)) == set()
     if not faults:
         assert count(spans, "fetch") == count(step.spans, "fetch")
