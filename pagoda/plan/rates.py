@@ -36,17 +36,19 @@ class Rates:
                 H2D: link.h2d_bytes_per_s.value / link.gpus,
                 D2H: link.d2h_bytes_per_s.value / link.gpus,
             }
-        together = {}
+        both = {}
         if link is not None:
-            together[H2D, D2H] = link.both_bytes_per_s.value / link.gpus / sum(self._bytes_per_s.values())
+            both[H2D, D2H] = link.both_bytes_per_s.value / link.gpus
         if ssd is not None:
             self._bytes_per_s[READ] = ssd.read_bytes_per_s.value / ranks
             self._bytes_per_s[WRITE] = ssd.write_bytes_per_s.value / ranks
-            both = ssd.read_bytes_per_s.value + ssd.write_bytes_per_s.value
-            together[READ, WRITE] = ssd.both_bytes_per_s.value / both
-        self._together = {pair: min(1.0, factor) for pair, factor in together.items()}
-        """Pairs of lanes that are two directions of one thing -> what is left of each one's rate while both work."""
+            both[READ, WRITE] = ssd.both_bytes_per_s.value / ranks
+        self._together = {pair: self._halves(pair, total) for pair, total in both.items()}
+        """Two lanes that are the directions of one thing -> what is left of each one's rate while both work."""
         self._demand = self._demands(hardware)
+        self._yielding = frozenset(self._demand) - (frozenset() if hardware.device else {READ, WRITE})
+        """Lanes that make do with what the others leave: threads that transfer sleep most of the time, so a CPU that
+        computes runs them first."""
         self._shares: dict[frozenset[str], dict[str, float]] = {}
 
     def seconds(self, lane: str, nbytes: int) -> float:
@@ -117,14 +119,21 @@ class Rates:
         """lane -> share of its own rate that it has while `lanes` are busy."""
         known = self._shares.get(lanes)
         if known is None:
-            asked = sum(self._demand.get(lane, 0.0) for lane in lanes)
-            known = {lane: 1.0 / max(1.0, asked) if lane in self._demand else 1.0 for lane in lanes}
-            for pair, factor in self._together.items():
+            asked = sum(self._demand[lane] for lane in lanes & self._yielding)
+            left = 1.0 - sum(self._demand.get(lane, 0.0) for lane in lanes - self._yielding)
+            known = {lane: min(1.0, left / asked) if lane in self._yielding else 1.0 for lane in lanes}
+            for pair, shares in self._together.items():
                 if lanes.issuperset(pair):
-                    for lane in pair:
-                        known[lane] *= factor
+                    for lane, share in zip(pair, shares, strict=True):
+                        known[lane] *= share
             self._shares[lanes] = known
         return known
+
+    def _halves(self, pair: tuple[str, str], total: float) -> tuple[float, float]:
+        """Shares of their own rates at which two lanes move `total` bytes a second: as much each, unless one cannot."""
+        one, other = (self._bytes_per_s[lane] for lane in pair)
+        slower = min(one, other, total / 2)
+        return min(one, total - min(slower, other)) / one, min(other, total - min(slower, one)) / other
 
     def _demands(self, hardware: Hardware) -> dict[str, float]:
         """lane -> share of what all of them need that it takes at its full rate: of the cores where the CPU computes,
