@@ -21,7 +21,7 @@ test: install
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
 test-all: install
-	$(BIN)/python -m pytest -m 'not gpu'
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'not gpu'
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,4 +1,8 @@
-"""What keeps tests strict and fast. Poison mode: freed frames hold NaN, so a lease used after its end shows."""
+"""What keeps tests strict and fast.
+
+Poison mode: freed frames hold NaN, so a lease used after its end shows. Hypothesis tries the same examples every time,
+so that a failure is the change's own; `make test-all` (HYPOTHESIS_PROFILE=random) looks for new ones.
+"""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +12,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("random")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @pytest.fixture(autouse=True)

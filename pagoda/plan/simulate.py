@@ -7,7 +7,7 @@ SSD's two directions, the link's, RAM, and the CPU where that is also what compu
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from pagoda.plan.hardware import Hardware
@@ -39,11 +39,15 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timelin
     """
     if len(tick_s) != len(plan.trace.accesses) - 1:
         raise ValueError(f"{len(tick_s)} times of compute for a trace of {len(plan.trace.accesses) - 1} accesses")
-    return _Simulation(plan, hardware, tick_s).run()
+    return Simulation(plan, hardware, tick_s).run()
 
 
-class _Simulation:
-    """The live step: compute walks along the trace, lanes and the updater follow."""
+class Simulation:
+    """The live run: in every step compute walks along the trace, lanes and the updater follow.
+
+    What a step has queued may end in the next one, and steps may differ for good, taking turns: only `drain` makes what
+    has ended what the plan's ops say, once for each step.
+    """
 
     def __init__(self, plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> None:
         self._plan = plan
@@ -66,13 +70,14 @@ class _Simulation:
         self._final = _final_backward(plan)
 
     def run(self) -> Timeline:
+        """The last of as many steps as it takes until two are equally long."""
         start = end = before = 0.0
         for steps in range(_MOST_STEPS):
             if steps >= _LEAST_STEPS and abs(end - start - before) <= _STEADY * before:
                 break
             start, before = end, end - start
             self._stall_s = dict.fromkeys(self._stalling, 0.0)
-            self._one_step()
+            self.step()
             end = self._lanes.now
         spans = tuple(
             Span(s.lane, s.name, s.start_s - start, min(s.end_s, end) - start, s.nbytes)
@@ -81,7 +86,8 @@ class _Simulation:
         )
         return Timeline(end - start, spans, self._stall_s, self._ledger(start))
 
-    def _one_step(self) -> None:
+    def step(self) -> None:
+        """One more step, until compute is through with it."""
         accesses = self._plan.trace.accesses
         last = len(accesses) - 1
         for tick, access in enumerate(accesses):
@@ -104,6 +110,14 @@ class _Simulation:
                 self._queue_update(unit)
         self._updater.pump()
         self._issue(last)
+
+    def drain(self) -> Mapping[str, int]:
+        """Let every lane end what it has; returns lane -> bytes of all that has ended since the first step."""
+        self._lanes.run_out()
+        moved: dict[str, int] = {}
+        for span in self._lanes.spans:
+            moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
+        return moved
 
     def _issue(self, tick: int) -> None:
         """Start the fetches that the plan has for a tick."""

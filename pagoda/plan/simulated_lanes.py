@@ -75,6 +75,11 @@ class SimulatedLanes:
         while not wanted.done:
             self._advance()
 
+    def run_out(self) -> None:
+        """Let time pass until no lane has anything to do."""
+        while self._active or any(self._ready.values()):
+            self._advance()
+
     def _let_go(self, task: Task) -> None:
         task.waiting -= 1
         if not task.waiting:

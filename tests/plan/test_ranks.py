@@ -15,7 +15,7 @@ from pagoda.plan.placement import COLLECTIVE_BUFFERS, GRAD, LEASES, WEIGHT, Budg
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks, ring_bytes
 from pagoda.plan.rates import Rates
-from pagoda.plan.simulate import simulate
+from pagoda.plan.simulate import Simulation, simulate
 from pagoda.plan.units import ModuleSpec
 
 from .strategies import STATES, Draw, figure, large_trees
@@ -149,9 +149,13 @@ def test_what_is_sent_is_zeros_volume(stage: int, volumes: int) -> None:
 def test_every_byte_of_the_plans_ops_is_moved_and_no_other(separate: bool, data: st.DataObject) -> None:
     plan = data.draw(plans(separate))
     ticks = [data.draw(st.floats(0.0, 1e-2)) / len(plan.trace.accesses)] * (len(plan.trace.accesses) - 1)
-    moved = simulate(plan, NODE if separate else CPUS, ticks).bytes_moved
+    simulation = Simulation(plan, NODE if separate else CPUS, ticks)
+    steps = data.draw(st.integers(1, 4))
+    for _ in range(steps):
+        simulation.step()
+    moved = simulation.drain()
     for lane in (COLLECTIVE, "h2d", "d2h", "update"):
-        assert moved.get(lane, 0) == sum(op.nbytes for op in plan.ops if op.lane == lane)
+        assert moved.get(lane, 0) == steps * sum(op.nbytes for op in plan.ops if op.lane == lane)
 
 
 @pytest.mark.parametrize("separate", [True, False])
