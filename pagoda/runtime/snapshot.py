@@ -1,24 +1,21 @@
 """Snapshots: every state of a live model, parameter by parameter, to and from a checkpoint."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.directory import MANIFEST, committed, read_manifest, write_manifest
+from pagoda.checkpoint.directory import MANIFEST, committed, write_manifest
+from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks, write_tensors
+from pagoda.checkpoint.tensors import TensorSpec, chunks, write_tensors
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.adamw import Hyper, StateSpec
 from pagoda.plan.placement import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
-
-_BUFFERS = "buffers"
-_MANIFEST_KINDS = {"states": list, "steps": dict, "param_groups": list, "rng": dict, "extra": object}
 
 
 class Snapshot:
@@ -62,7 +59,7 @@ class Snapshot:
             for state in self._states:
                 write_tensors(folder / f"{state.name}.safetensors", self._specs(state), self._pieces(state.name))
             pieces = (buffer.detach().cpu().reshape(-1) for buffer in buffers.values())
-            write_tensors(folder / f"{_BUFFERS}.safetensors", buffer_specs, pieces)
+            write_tensors(folder / f"{BUFFERS}.safetensors", buffer_specs, pieces)
             write_manifest(
                 folder,
                 {
@@ -77,26 +74,22 @@ class Snapshot:
     def load(self, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Restore a checkpoint; returns its param groups and extra. Nothing changes before all of it is checked."""
         self._engine.drain()
-        manifest = read_manifest(directory)
-        self._check_manifest(directory, manifest)
         buffers = self._buffers()
-        with ExitStack() as opened:
-            files = {
-                name: opened.enter_context(closing(TensorFile(directory / f"{name}.safetensors")))
-                for name in [*manifest["states"], _BUFFERS]
-            }
+        with Checkpoint(directory) as checkpoint:
+            self._check_fits(checkpoint)
             for state in self._states:
-                _check_tensors(directory, files[state.name], self._specs(state))
-            _check_tensors(directory, files[_BUFFERS], self._buffer_specs(buffers))
+                checkpoint.check(state.name, self._specs(state))
+            checkpoint.check(BUFFERS, self._buffer_specs(buffers))
             self._engine.zero_grad()
             for state in self._states:
                 for unit, slot in self._slots(state.name):
                     placed = unit.spec.slots[slot]
                     for start, count in chunks(placed.param.numel):
-                        values = files[state.name].read(unit.name(slot), start, count)
+                        values = checkpoint.read(state.name, unit.name(slot), start, count)
                         self._engine.store.write(unit.index, state.name, placed.offset + start, values)
             for name, buffer in buffers.items():
-                buffer.detach().copy_(files[_BUFFERS].read(name, 0, buffer.numel()).view(buffer.shape))
+                buffer.detach().copy_(checkpoint.read(BUFFERS, name, 0, buffer.numel()).view(buffer.shape))
+            manifest = checkpoint.manifest
         for unit in self._engine.units:
             for param in unit.params:
                 param.grad = None
@@ -150,26 +143,21 @@ class Snapshot:
                 )
         return [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
 
-    def _check_manifest(self, directory: Path, manifest: dict[str, Any]) -> None:
+    def _check_fits(self, checkpoint: Checkpoint) -> None:
         """Everything the manifest says can be restored into this model and optimizer."""
+        directory, manifest = checkpoint.directory, checkpoint.manifest
         path = directory / MANIFEST
-        for key, kind in _MANIFEST_KINDS.items():
-            if key not in manifest or not isinstance(manifest[key], kind):
-                raise CheckpointError(f"{path} is damaged: it has no {key!r}, or none that can be used")
         wanted = [state.name for state in self._states]
         if manifest["states"] != wanted:
             raise CheckpointError(
                 f"{directory} holds the states {manifest['states']}, this run keeps {wanted}: "
                 "wrap with the precision and optimizer of the run that saved it."
             )
-        steps = manifest["steps"]
-        differing = steps.keys() ^ {unit.name(slot) for unit, slot in self._trainable()}
+        differing = checkpoint.steps.keys() ^ {unit.name(slot) for unit, slot in self._trainable()}
         if differing:
             raise CheckpointError(
                 f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
             )
-        if any(type(count) is not int or count < 0 for count in steps.values()):
-            raise CheckpointError(f"{path} is damaged: 'steps' holds what is no count")
         self._check_groups(path, manifest["param_groups"])
         try:
             check_rng(manifest["rng"])
@@ -192,15 +180,3 @@ class Snapshot:
 def _plain(value: Any) -> Any:
     """A hyperparameter as JSON has it: torch allows tensors of one element."""
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _check_tensors(directory: Path, file: TensorFile, expected: list[TensorSpec]) -> None:
-    """A file holds the tensors expected, with their dtypes and shapes, and no others."""
-    wanted = {spec.name: spec for spec in expected}
-    for name in sorted(wanted.keys() | file.specs.keys()):
-        mine, other = wanted.get(name), file.specs.get(name)
-        if mine != other:
-            raise CheckpointError(
-                f"{directory} does not belong to this model: {name!r} in {file.path.name} is {other or 'absent'}, and "
-                f"{mine or 'absent'} in the model."
-            )

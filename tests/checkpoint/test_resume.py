@@ -366,7 +366,7 @@ def test_weights_of_another_dtype_are_refused(saved: Path, tmp_path: Path) -> No
     shutil.copytree(saved, copy)
     weights = safetensors.torch.load_file(copy / "weight.safetensors")
     safetensors.torch.save_file({name: w.float() for name, w in weights.items()}, copy / "weight.safetensors")
-    message = r"in weight\.safetensors is torch\.float32 of shape .*, and torch\.bfloat16 of shape .* in the model"
+    message = r"among its weight is torch\.float32 of shape .*, and torch\.bfloat16 of shape .* in the model"
     assert_refused_untouched(Run(LLAMA, RESIDENT), copy, message)
 
 
@@ -411,7 +411,7 @@ def test_a_checkpoint_with_another_buffer_is_refused(other: torch.Tensor, tmp_pa
     optimizer.close()
     model, optimizer = wrapped_table(other)
     try:
-        with pytest.raises(pagoda.CheckpointError, match=r"'table' in buffers\.safetensors is torch\.float32 of shape"):
+        with pytest.raises(pagoda.CheckpointError, match=r"'table' among its buffers is torch\.float32 of shape"):
             optimizer.load_checkpoint(tmp_path / "step")
         assert model.table.eq(0).all()
     finally:

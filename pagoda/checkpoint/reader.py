@@ -1,0 +1,109 @@
+"""Reading a checkpoint: its manifest and its tensors, wherever each of them is stored."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from pagoda.checkpoint.directory import MANIFEST, read_manifest
+from pagoda.checkpoint.tensors import TensorFile, TensorSpec
+from pagoda.errors import CheckpointError
+
+BUFFERS = "buffers"
+"""What a checkpoint has beside its states: the model's persistent buffers."""
+_MANIFEST_KINDS = {"states": list, "steps": dict, "param_groups": list, "rng": dict, "extra": object}
+
+
+class Source(Protocol):
+    """Where tensors of one state are stored."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """What it holds, by name."""
+
+    def read(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Elements [start, start + count) of a tensor, flat. Raises CheckpointError where they are damaged."""
+
+    def close(self) -> None: ...
+
+
+class Checkpoint:
+    """A checkpoint directory, open for reading; a context manager.
+
+    A state is one flat tensor a parameter, in the parameter's shape, under the parameter's name; `BUFFERS` can be
+    asked for as if it were one. Opening reads the manifest and finds every tensor, but reads none of them.
+
+    Raises CheckpointError where the directory is no checkpoint, or something in it is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self._check_manifest()
+        self._sources: dict[str, dict[str, Source]] = {}
+        with ExitStack() as opened:
+            for state in (*self.manifest["states"], BUFFERS):
+                file = TensorFile(directory / f"{state}.safetensors")
+                opened.enter_context(closing(file))
+                self._sources[state] = dict.fromkeys(file.specs, file)
+            self.states = {state: self._dtype(state) for state in self.manifest["states"]}
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Updates that each trained parameter has had, by name."""
+        steps: dict[str, int] = self.manifest["steps"]
+        return steps
+
+    def specs(self, state: str) -> dict[str, TensorSpec]:
+        """The tensors of a state, in the order of the model."""
+        return {name: source.specs[name] for name, source in self._sources[state].items()}
+
+    def read(self, state: str, name: str, start: int, count: int) -> torch.Tensor:
+        """Elements [start, start + count) of a tensor, as a flat copy. Raises CheckpointError where it is damaged."""
+        return self._sources[state][name].read(name, start, count)
+
+    def check(self, state: str, expected: list[TensorSpec]) -> None:
+        """A state has the tensors expected, with their dtypes and shapes, and no others. Else CheckpointError."""
+        wanted, found = {spec.name: spec for spec in expected}, self.specs(state)
+        for name in sorted(wanted.keys() | found.keys()):
+            mine, other = wanted.get(name), found.get(name)
+            if mine != other:
+                raise CheckpointError(
+                    f"{self.directory} does not belong to this model: {name!r} among its {state} is "
+                    f"{other or 'absent'}, and {mine or 'absent'} in the model."
+                )
+
+    def close(self) -> None:
+        """Close every file. Reading is over then."""
+        self._opened.close()
+
+    def _check_manifest(self) -> None:
+        """What any reader relies on; whether it fits a model is for whoever has the model."""
+        path = self.directory / MANIFEST
+        for key, kind in _MANIFEST_KINDS.items():
+            if key not in self.manifest or not isinstance(self.manifest[key], kind):
+                raise CheckpointError(f"{path} is damaged: it has no {key!r}, or none that can be used")
+        states = self.manifest["states"]
+        if not all(isinstance(state, str) and state.isidentifier() for state in states) or BUFFERS in states:
+            raise CheckpointError(f"{path} is damaged: 'states' is {states}")
+        if any(type(count) is not int or count < 0 for count in self.steps.values()):
+            raise CheckpointError(f"{path} is damaged: 'steps' holds what is no count")
+
+    def _dtype(self, state: str) -> torch.dtype:
+        """What every tensor of a state has."""
+        found = {source.specs[name].dtype for name, source in self._sources[state].items()}
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{self.directory} is damaged: its {state} is {sorted(map(str, found))}, where it should have one dtype"
+            )
+        return found.pop()

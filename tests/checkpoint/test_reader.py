@@ -1,0 +1,61 @@
+"""A checkpoint is read by state and name; what is missing or damaged is found when it is opened."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.checkpoint.directory import write_manifest
+from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.checkpoint.tensors import TensorSpec, write_tensors
+from pagoda.errors import CheckpointError
+
+WEIGHT = {"a": torch.arange(6.0).bfloat16().view(2, 3), "b": torch.ones(4).bfloat16()}
+LOW = {"a": torch.arange(6, dtype=torch.int16).view(2, 3)}
+TABLE = {"table": torch.tensor([True, False])}
+
+
+def write(directory: Path, states: list[str] | None = None, low: dict[str, torch.Tensor] = LOW) -> Path:
+    """A small checkpoint, with `states` and the tensors of weight_low as given."""
+    directory.mkdir()
+    for state, tensors in (("weight", WEIGHT), ("weight_low", low), (BUFFERS, TABLE)):
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        write_tensors(directory / f"{state}.safetensors", specs, (t.reshape(-1) for t in tensors.values()))
+    states = ["weight", "weight_low"] if states is None else states
+    write_manifest(directory, {"states": states, "steps": {"a": 3}, "param_groups": [], "rng": {}, "extra": {}})
+    return directory
+
+
+def test_states_and_buffers_are_read_in_pieces(tmp_path: Path) -> None:
+    with Checkpoint(write(tmp_path / "step")) as checkpoint:
+        assert checkpoint.states == {"weight": torch.bfloat16, "weight_low": torch.int16}
+        assert checkpoint.steps == {"a": 3}
+        assert list(checkpoint.specs("weight")) == ["a", "b"]
+        assert checkpoint.specs(BUFFERS) == {"table": TensorSpec("table", torch.bool, (2,))}
+        assert checkpoint.read("weight", "a", 1, 3).tolist() == [1, 2, 3]
+        assert checkpoint.read("weight_low", "a", 4, 2).tolist() == [4, 5]
+        assert checkpoint.read(BUFFERS, "table", 0, 2).tolist() == [True, False]
+
+
+def test_tensors_that_differ_from_those_expected_are_named(tmp_path: Path) -> None:
+    with Checkpoint(write(tmp_path / "step")) as checkpoint:
+        a = TensorSpec("a", torch.int16, (2, 3))
+        checkpoint.check("weight_low", [a])
+        with pytest.raises(CheckpointError, match=r"'a' among its weight_low is .*\[2, 3\], and .*\[3, 2\] in the"):
+            checkpoint.check("weight_low", [TensorSpec("a", torch.int16, (3, 2))])
+        with pytest.raises(CheckpointError, match=r"'b' among its weight_low is absent"):
+            checkpoint.check("weight_low", [a, TensorSpec("b", torch.int16, (1,))])
+
+
+@pytest.mark.parametrize("states", [["../weight"], [1], [BUFFERS], ["weight", ""]])
+def test_a_manifest_cannot_name_other_files(states: list[str], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'states' is"):
+        Checkpoint(write(tmp_path / "step", states))
+
+
+def test_a_state_of_several_dtypes_is_refused_and_no_file_stays_open(tmp_path: Path) -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError, match=r"its weight_low is \['torch\.bfloat16', 'torch\.int16'\]"):
+        Checkpoint(write(tmp_path / "step", low={**LOW, "b": WEIGHT["b"]}))
+    assert len(os.listdir("/proc/self/fd")) == opened
