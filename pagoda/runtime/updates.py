@@ -1,21 +1,24 @@
-"""Updates: the optimizer's math, unit by unit, in the order the next forward needs them."""
+"""Updates: the optimizer's math, unit by unit: in which order, and block by block."""
 
+import ctypes
 import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.optim.adamw import Scalars
 from pagoda.optim.kernels import Kernels
 from pagoda.plan.ops import SSD
-from pagoda.plan.placement import WEIGHT
+from pagoda.plan.placement import GRAD, WEIGHT
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
 from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,24 @@ class Segment:
     start: int
     stop: int
     scalars: Scalars
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One step's gradient of a unit, and what of the unit it updates."""
+
+    record: UnitGradient
+    segments: Sequence[Segment]
+
+
+class WeightPath(NamedTuple):
+    """The extents that an update reads a unit's weights from and writes them to."""
+
+    read: str
+    write: str
+
+
+IN_PLACE = WeightPath(WEIGHT, WEIGHT)
 
 
 @dataclass(order=True)
@@ -57,13 +78,10 @@ class Updater:
     Under backward that order is last in, first out, because backward ends with the units that forward starts
     with: what is due first is updated first, and what was left behind has the whole forward to catch up.
 
-    A unit whose states are in RAM is cut into blocks for the update lane's threads. States on SSD stream through
-    the ring: a block is read, updated and written back while others are read and written; the ring's size bounds
-    what is in flight. The next unit's gradient is read while this one is being fed. When nothing is queued, free
-    slots read ahead the unit that followed this one last time, so that the first update of a step, which the next
-    forward waits for, finds its state in RAM.
+    The next unit's gradient is read while this one is being fed. When nothing is queued, the stream reads ahead, so
+    that the first update of a step, which the next forward waits for, finds its state in RAM.
 
-    `_lock` guards the queue, the free slots and what was read ahead.
+    `_lock` guards the queue; it is the stream's.
     """
 
     def __init__(
@@ -76,31 +94,14 @@ class Updater:
     ) -> None:
         self._store = store
         self._gradients = gradients
-        self._kernels = kernels
-        self._lanes = lanes
-        self._finished = finished
-        self._block = store.plan.layout.block_elements
         self._states = store.plan.layout.states
-        self._lock = threading.Condition()
+        self._stream = BlockStream(store, kernels, lanes, finished)
+        self._lock = self._stream.lock
         self._queue: list[Update] = []
         self._sequence = itertools.count()
         self._closed = False
         self._latest: dict[int, Handle] = {}
         """unit -> `written` of its latest update."""
-        self._written: dict[int, Handle] = {}
-        """unit -> `written` of the latest update that was fed; the updater's own."""
-        self._successor: dict[int, int] = {}
-        """unit -> the unit that was fed after it last time."""
-        self._fed = -1
-        """The unit fed last."""
-        self._free_slots = list(range(len(store.ring)))
-        self._ahead = _ReadAhead(-1)
-        self._may_read_ahead = False
-        self._ring_offsets: dict[str, int] = {}
-        offset = 0
-        for state in self._states[1:] + self._states[:1]:
-            self._ring_offsets[state.name] = offset
-            offset += store.plan.layout.block_pages(state.name) * store.plan.page_bytes
         self._thread = threading.Thread(target=self._run, name="pagoda-updater", daemon=True)
         self._thread.start()
 
@@ -111,7 +112,7 @@ class Updater:
         lane = "ssd_write" if WEIGHT in on_ssd else "ssd_read" if on_ssd else "update"
         update = Update(urgency, next(self._sequence), record, tuple(segments), Handle(lane), Handle("ssd_write"))
         with self._lock:
-            self._may_read_ahead = True
+            self._stream.may_read_ahead = True
             self._latest[unit.index] = update.written
             heapq.heappush(self._queue, update)
             self._lock.notify_all()
@@ -123,8 +124,8 @@ class Updater:
             latest, self._latest = self._latest, {}
         wait_all(latest.values())
         with self._lock:
-            self._may_read_ahead = False
-            reads = self._drop_ahead()
+            self._stream.may_read_ahead = False
+            reads = self._stream.drop_ahead()
         wait_all(reads)
 
     def close(self) -> None:
@@ -151,11 +152,8 @@ class Updater:
                 name = current.record.non_finite()
                 if name is not None:
                     raise NonFiniteGradientError(non_finite_message(name))
-                index = current.record.unit.index
-                if index in self._written:
-                    self._written[index].wait()
-                self._written[index] = current.written
-                self._feed(current)
+                part = Part(current.record, current.segments)
+                self._stream.feed(current.record.unit, [part], current.published, current.written)
             except BaseException as error:
                 self._gradients.release(current.record)
                 current.written.finish(error)
@@ -170,55 +168,11 @@ class Updater:
         with self._lock:
             while not self._queue:
                 if self._closed:
-                    self._drop_ahead()
+                    self._stream.drop_ahead()
                     return None
-                if not self._read_ahead():
+                if not self._stream.read_ahead():
                     self._lock.wait()
             return heapq.heappop(self._queue)
-
-    def _read_ahead(self) -> bool:
-        """Read one more block of the unit that is likely to be next; False when there is no slot or no block."""
-        index = self._successor.get(self._fed, -1)
-        if not self._may_read_ahead or index < 0 or not self._free_slots:
-            return False
-        if self._ahead.unit != index:
-            if not self._written[index].succeeded:
-                return False
-            self._drop_ahead()
-            self._ahead = _ReadAhead(index)
-        unit = self._store.plan.units[index]
-        start = self._ahead.next_start
-        if start >= unit.trainable_numel or not self._streamed(index):
-            return False
-        slot = self._free_slots.pop()
-        reads = self._transfers("ssd_read", index, slot, start, min(start + self._block, unit.trainable_numel))
-        self._ahead.blocks[start] = (slot, reads)
-        self._ahead.next_start = start + self._block
-        return True
-
-    def _drop_ahead(self) -> list[Handle]:
-        """Give the slots of what was read ahead back, each once its reads have ended; returns the reads."""
-        dropped, self._ahead = self._ahead.blocks, _ReadAhead(-1)
-        for slot, reads in dropped.values():
-            Latch("ssd_read", reads).then(lambda _, slot=slot: self._release_slot(slot))  # type: ignore[misc]
-        return [read for _, reads in dropped.values() for read in reads]
-
-    def _take_slot(self, unit: int, start: int, stop: int) -> tuple[int, list[Handle]]:
-        """A ring slot with a block of the unit in it or on its way, read ahead or from now on."""
-        with self._lock:
-            if start in self._ahead.blocks:
-                return self._ahead.blocks.pop(start)
-            while not self._free_slots:
-                self._drop_ahead()  # what is left of it lies behind this block: parameters without a gradient
-                if not self._free_slots:
-                    self._lock.wait()
-            slot = self._free_slots.pop()
-        return slot, self._transfers("ssd_read", unit, slot, start, stop)
-
-    def _release_slot(self, slot: int) -> None:
-        with self._lock:
-            self._free_slots.append(slot)
-            self._lock.notify_all()
 
     def _loaded(self, update: Update) -> Update:
         """`update` with its gradient in RAM; or, while other gradients leave no room for it, one of theirs."""
@@ -238,74 +192,169 @@ class Updater:
         with self._lock:
             heapq.heappush(self._queue, update)
 
-    def _feed(self, update: Update) -> None:
-        """Submit every block of one unit to the lanes."""
-        record = update.record
-        index = record.unit.index
-        with self._lock:
+
+class BlockStream:
+    """Runs the updates of units, one after another, block by block.
+
+    A unit whose states are in RAM is cut into blocks for the update lane's threads. States on SSD stream through
+    the ring: a block is read, updated and written back while others are read and written; the ring's size bounds
+    what is in flight. While there is nothing to feed, free slots can read ahead the unit that followed this one last
+    time.
+
+    `lock` guards the free slots and what was read ahead.
+    """
+
+    def __init__(
+        self, store: Store, kernels: Kernels, lanes: dict[str, Lane], finished: Callable[[UnitGradient], None]
+    ) -> None:
+        self._store = store
+        self._kernels = kernels
+        self._lanes = lanes
+        self._finished = finished
+        self._block = store.plan.layout.block_elements
+        self._states = store.plan.layout.states
+        self.lock = threading.Condition()
+        self._written: dict[int, Handle] = {}
+        """unit -> `written` of the latest update that was fed."""
+        self._successor: dict[int, int] = {}
+        """unit -> the unit that was fed after it last time."""
+        self._fed = -1
+        """The unit fed last."""
+        self._free_slots = list(range(len(store.ring)))
+        self._ahead = _ReadAhead(-1)
+        self.may_read_ahead = False
+        """False from a drain until something is queued: then nobody meets a busy ring."""
+        self._ring_offsets: dict[str, int] = {}
+        offset = 0
+        for state in self._states[1:] + self._states[:1]:
+            self._ring_offsets[state.name] = offset
+            offset += store.plan.layout.block_pages(state.name) * store.plan.page_bytes
+
+    def read_ahead(self) -> bool:
+        """Read one more block of the unit that is likely to be next; False when there is no slot or no block."""
+        index = self._successor.get(self._fed, -1)
+        if not self.may_read_ahead or index < 0 or not self._free_slots:
+            return False
+        if self._ahead.unit != index:
+            if not self._written[index].succeeded:
+                return False
+            self.drop_ahead()
+            self._ahead = _ReadAhead(index)
+        unit = self._store.plan.units[index]
+        start = self._ahead.next_start
+        if start >= unit.trainable_numel or not self._streamed(index):
+            return False
+        slot = self._free_slots.pop()
+        stop = min(start + self._block, unit.trainable_numel)
+        reads = self._transfers("ssd_read", index, slot, start, stop, WEIGHT)
+        self._ahead.blocks[start] = (slot, reads)
+        self._ahead.next_start = start + self._block
+        return True
+
+    def drop_ahead(self) -> list[Handle]:
+        """Give the slots of what was read ahead back, each once its reads have ended; returns the reads."""
+        dropped, self._ahead = self._ahead.blocks, _ReadAhead(-1)
+        for slot, reads in dropped.values():
+            Latch("ssd_read", reads).then(lambda _, slot=slot: self._release_slot(slot))  # type: ignore[misc]
+        return [read for _, reads in dropped.values() for read in reads]
+
+    def _take_slot(self, unit: int, start: int, stop: int, weights: str) -> tuple[int, list[Handle]]:
+        """A ring slot with a block of the unit in it or on its way, read ahead or from now on."""
+        with self.lock:
+            if start in self._ahead.blocks:
+                return self._ahead.blocks.pop(start)
+            while not self._free_slots:
+                self.drop_ahead()  # what is left of it lies behind this block: parameters without a gradient
+                if not self._free_slots:
+                    self.lock.wait()
+            slot = self._free_slots.pop()
+        return slot, self._transfers("ssd_read", unit, slot, start, stop, weights)
+
+    def _release_slot(self, slot: int) -> None:
+        with self.lock:
+            self._free_slots.append(slot)
+            self.lock.notify_all()
+
+    def feed(
+        self, unit: LiveUnit, parts: Sequence[Part], published: Handle, written: Handle, weights: WeightPath = IN_PLACE
+    ) -> None:
+        """Submit every block of one unit's update to the lanes, once its previous one is written.
+
+        The gradients of `parts` are applied one after another. `published` ends when the new weights are in their
+        home, `written` when every state is.
+        """
+        index = unit.index
+        if index in self._written:
+            self._written[index].wait()
+        self._written[index] = written
+        with self.lock:
             self._successor[self._fed] = index
             self._fed = index
             if self._ahead.unit != index:
-                self._drop_ahead()
+                self.drop_ahead()
         streamed = self._streamed(index)
-        total = record.unit.spec.trainable_numel
+        total = unit.spec.trainable_numel
         computed: list[Handle] = []
-        written: list[Handle] = []
+        writes: list[Handle] = []
         for start in range(0, total, self._block):
             stop = min(start + self._block, total)
             pieces = [
-                Segment(max(start, s.start), min(stop, s.stop), s.scalars)
-                for s in update.segments
+                (part.record, Segment(max(start, s.start), min(stop, s.stop), s.scalars))
+                for part in parts
+                for s in part.segments
                 if s.start < stop and s.stop > start
             ]
-            if pieces:
-                self._feed_block(record, start, stop, pieces, streamed, computed, written)
-        with self._lock:
-            self._drop_ahead()  # blocks without a gradient
-        all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *written])
-        all_computed.then(lambda _: self._finished(record))
+            if pieces or weights != IN_PLACE:
+                self._feed_block(unit, start, stop, pieces, streamed, weights, computed, writes)
+        with self.lock:
+            self.drop_ahead()  # blocks without a gradient
+        all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *writes])
+        for part in parts:
+            all_computed.then(lambda _, record=part.record: self._finished(record))  # type: ignore[misc]
         ready = all_written if WEIGHT in streamed else all_computed
-        ready.then(update.published.finish)
-        all_written.then(update.written.finish)
+        ready.then(published.finish)
+        all_written.then(written.finish)
 
     def _feed_block(
         self,
-        record: UnitGradient,
+        unit: LiveUnit,
         start: int,
         stop: int,
-        pieces: list[Segment],
+        pieces: list[tuple[UnitGradient, Segment]],
         streamed: list[str],
+        weights: WeightPath,
         computed: list[Handle],
         written: list[Handle],
     ) -> None:
-        unit = record.unit.index
+        index = unit.index
         store = self._store
-        slot, reads = self._take_slot(unit, start, stop) if streamed else (-1, [])
+        slot, reads = self._take_slot(index, start, stop, weights.read) if streamed else (-1, [])
         addresses: list[int] = []
         for state in self._states:
-            home = store.tensor(unit, state.name)
+            home = store.tensor(index, weights.write if state.name == WEIGHT else state.name)
             if home is not None:
                 addresses.append(home.data_ptr() + start * state.dtype.itemsize)
             else:
                 addresses.append(store.ring_address(slot) + self._ring_offsets[state.name])
         itemsizes = [state.dtype.itemsize for state in self._states]
-        assert record.buffer is not None
-        gradient, gradient_itemsize = record.buffer.data_ptr(), record.buffer.element_size()
+        itemsize = itemsizes[0]
+        old = store.tensor(index, weights.read) if weights.read != weights.write else None
 
         def compute() -> None:
-            for piece in pieces:
+            if old is not None:
+                ctypes.memmove(addresses[0], old.data_ptr() + start * itemsize, (stop - start) * itemsize)
+            for record, piece in pieces:
                 ahead = piece.start - start
                 states = [a + ahead * size for a, size in zip(addresses, itemsizes, strict=True)]
-                at = gradient + piece.start * gradient_itemsize
+                assert record.buffer is not None
+                at = record.buffer.data_ptr() + piece.start * record.buffer.element_size()
                 self._kernels.adamw(*states, at, piece.stop - piece.start, *piece.scalars)
 
-        touched = 2 * sum(itemsizes) + gradient_itemsize
-        handle = self._lanes["update"].submit(
-            compute, reads, (stop - start) * touched, f"update {record.unit.spec.name}"
-        )
+        touched = 2 * sum(itemsizes) + store.dtype(GRAD).itemsize
+        handle = self._lanes["update"].submit(compute, reads, (stop - start) * touched, f"update {unit.spec.name}")
         computed.append(handle)
         if streamed:
-            writes = self._transfers("ssd_write", unit, slot, start, stop, after=(handle,))
+            writes = self._transfers("ssd_write", index, slot, start, stop, weights.write, after=(handle,))
             written.extend(writes)
             Latch("ssd_write", writes).then(lambda _: self._release_slot(slot))
 
@@ -314,16 +363,16 @@ class Updater:
         return [s.name for s in self._states if self._store.tensor(unit, s.name) is None]
 
     def _transfers(
-        self, lane: str, unit: int, slot: int, start: int, stop: int, after: tuple[Handle, ...] = ()
+        self, lane: str, unit: int, slot: int, start: int, stop: int, weights: str, after: tuple[Handle, ...] = ()
     ) -> list[Handle]:
-        """Move a block of every streamed state between its SSD extent and the ring."""
+        """Move a block of every streamed state between its SSD extent and the ring; `weights` names the weights'."""
         store, ssd = self._store, self._store.ssd
         assert ssd is not None
         move, verb = (ssd.load, "read") if lane == "ssd_read" else (ssd.store, "write")
         label = f"{verb} {store.plan.units[unit].name}"
         handles = []
         for name in self._streamed(unit):
-            run, itemsize = store.run(unit, name), store.dtype(name).itemsize
+            run, itemsize = store.run(unit, weights if name == WEIGHT else name), store.dtype(name).itemsize
             assert run is not None
             nbytes = -(-(stop - start) * itemsize // PAGE_ALIGN) * PAGE_ALIGN
             view = store.ring_view(slot, self._ring_offsets[name], nbytes)

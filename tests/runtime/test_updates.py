@@ -337,9 +337,9 @@ def test_blocks_read_ahead_for_nothing_give_way_to_those_that_are_updated(tmp_pa
             for index in (0, 1):
                 running.submit(index, step).wait()
         deadline = time.monotonic() + SOON_S
-        while running.updater._free_slots and time.monotonic() < deadline:
+        while running.updater._stream._free_slots and time.monotonic() < deadline:
             time.sleep(0.01)  # the updater reads ahead the first blocks of unit 0, which came after unit 1
-        assert not running.updater._free_slots
+        assert not running.updater._stream._free_slots
         handle = running.submit(0, 3, slots=[1])
         ended = threading.Event()
         handle.then(lambda _: ended.set())
