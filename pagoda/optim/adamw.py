@@ -53,10 +53,22 @@ def gradient_dtype(precision: Precision) -> torch.dtype:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One flat state of a parameter: one element of ``dtype`` for each element of the parameter."""
+    """One flat state of a parameter: one element of ``dtype`` for every ``per`` elements of the parameter.
+
+    The last element stands for what is left where ``per`` does not divide the parameter.
+    """
 
     name: str
     dtype: torch.dtype
+    per: int = 1
+
+    def elements(self, numel: int) -> int:
+        """Elements of the state for ``numel`` of the parameter; also the first one's place, if ``per`` divides it."""
+        return -(-numel // self.per)
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the state for ``numel`` elements of the parameter."""
+        return self.elements(numel) * self.dtype.itemsize
 
 
 _SPLIT_STATES = (

@@ -10,7 +10,7 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.units import UnitSpec, enclosing
+from pagoda.plan.units import UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
@@ -57,8 +57,14 @@ class Layout:
 
     @property
     def moments(self) -> tuple[StateSpec, ...]:
-        """Every state beside the weight: low half of the master, first and second moment."""
-        return self.states[1:]
+        """States beside the weight that RAM or SSD is home to: low half of the master, first and second moment."""
+        return tuple(state for state in self.states[1:] if state.per == 1)
+
+    @property
+    def scales(self) -> tuple[StateSpec, ...]:
+        """States with one element for many parameters. RAM is always home to them: a streamed block's share of one
+        would be a few KiB, far below a page."""
+        return tuple(state for state in self.states if state.per > 1)
 
     def itemsize(self, state: str) -> int:
         """Bytes of an element; a gradient is stored in the weight's dtype."""
@@ -74,15 +80,25 @@ class Layout:
 
     def elements(self, unit: UnitSpec, state: str) -> int:
         """Elements of one extent on this rank: all, or a slice as large as every rank's."""
+        per = next((s.per for s in self.states if s.name == state), 1)
+        return -(-self._covered(unit, state) // per)
+
+    def _covered(self, unit: UnitSpec, state: str) -> int:
+        """Parameters that one extent on this rank is for."""
         numel = unit.numel if state == WEIGHT else unit.trainable_numel
         if self.ranks is None:
             return numel
         whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
-        return numel if whole.get(state) else -(-numel // self.group(unit))
+        return numel if whole.get(state) else align(-(-numel // self.group(unit)))
 
     def updated_elements(self, unit: UnitSpec) -> int:
-        """Parameters of a unit that this rank updates."""
-        return -(-unit.trainable_numel // self.group(unit))
+        """Parameters of a unit that this rank updates: whole quantization blocks."""
+        return align(-(-unit.trainable_numel // self.group(unit)))
+
+    @property
+    def bytes_per_update(self) -> float:
+        """Bytes of RAM that the update of one parameter reads and writes: every state twice, the gradient once."""
+        return 2 * sum(s.dtype.itemsize / s.per for s in self.states) + self.itemsize(GRAD)
 
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
@@ -108,8 +124,8 @@ class Layout:
 
     @property
     def block_elements(self) -> int:
-        """Elements per streamed block, such that every state's share of it is whole pages."""
-        per_page = self.page_bytes // min(s.dtype.itemsize for s in self.states)
+        """Elements per streamed block, such that every streamed state's share of it is whole pages."""
+        per_page = self.page_bytes // min(s.dtype.itemsize for s in (self.weight, *self.moments))
         quarter = (
             max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
         )  # so that the ring holds one unit at most
@@ -280,10 +296,11 @@ class _Filler:
         return least, left - least - sum(self.grad[u] for u in kept), kept
 
     def _fixed_buffers(self) -> dict[str, int]:
-        """Lines of host RAM that do not depend on where states live."""
+        """Lines of host RAM that do not depend on where the other states live."""
+        lines = {state.name: self.layout.total_pages(state.name) for state in self.layout.scales}
         if self.separate:
-            return {BOUNCE: 2 * self._bounce_pages()}
-        lines = {COLLECTIVE_BUFFERS: self.layout.collective_pages}
+            return lines | {BOUNCE: 2 * self._bounce_pages()}
+        lines[COLLECTIVE_BUFFERS] = self.layout.collective_pages
         if self.layout.ranks is not None and self.layout.ranks.shards_weights:
             lines[LEASES] = self.layout.lease_pages(ahead=1)
         return {line: pages for line, pages in lines.items() if pages}
@@ -304,7 +321,8 @@ class _Filler:
         return frozenset(chosen)
 
     def _slot_pages(self, weights_on_ssd: bool) -> int:
-        states = self.layout.states if weights_on_ssd else self.layout.moments
+        weight = (self.layout.weight,) if weights_on_ssd else ()
+        states = (*weight, *self.layout.moments)
         return sum(self.layout.block_pages(s.name) for s in states)
 
     def _ring_pages(self, weights_on_ssd: bool) -> int:
@@ -356,6 +374,7 @@ class _Filler:
                 put(unit, GRAD, unit.index in grads_in)
             else:  # transient buffers only: nowhere to spill to
                 homes[unit.index, GRAD] = HOST
+            homes.update({(unit.index, state.name): HOST for state in layout.scales})
         everything = len(layout.units)
         ring_slots = 0
         if grads_in != frozenset(u.index for u in layout.units):

@@ -44,7 +44,7 @@ class SimulatedUpdater:
         self._lanes = lanes
         self._rates = rates
         layout, placement = plan.layout, plan.placement
-        self._touched_per_element = 2 * sum(s.dtype.itemsize for s in layout.states) + layout.itemsize(GRAD)
+        self._touched_per_element = layout.bytes_per_update
         self._streamed = [self._streamed_bytes(unit) for unit in plan.units]
         self._elements = [layout.updated_elements(unit) for unit in plan.units]
         """Parameters of each unit that this rank updates."""
@@ -133,7 +133,7 @@ class SimulatedUpdater:
                 return False
             reads = [ahead or self._read(unit, nbytes)]
         name = f"update {self._name(unit)}"
-        touched = (stop - start) * self._touched_per_element
+        touched = int((stop - start) * self._touched_per_element)
         task = self._lanes.submit("update", name, touched, self._rates.update_seconds(stop - start), reads)
         self._computed.append(task)
         if streamed:
@@ -195,7 +195,7 @@ class SimulatedUpdater:
         """Bytes of the states of a unit that an update brings from SSD, and takes back."""
         homes, states = self._plan.placement, self._plan.layout.states
         numel = self._plan.layout.updated_elements(unit)
-        return numel * sum(s.dtype.itemsize for s in states if homes.home(unit.index, s.name) == SSD)
+        return sum(s.nbytes(numel) for s in states if homes.home(unit.index, s.name) == SSD)
 
     def _name(self, unit: int) -> str:
         return self._plan.units[unit].name

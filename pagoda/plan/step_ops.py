@@ -77,7 +77,7 @@ class StepOps:
         elements = layout.updated_elements(unit)
         read = write = touched = 0
         for state in layout.states:
-            nbytes = elements * state.dtype.itemsize
+            nbytes = state.nbytes(elements)
             touched += 2 * nbytes
             if placement.home(unit.index, state.name) == SSD:
                 read += nbytes

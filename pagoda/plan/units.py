@@ -6,9 +6,9 @@ from math import prod
 
 from pagoda.errors import BudgetError
 
-ALIGN_ELEMENTS = 128
-"""Every parameter starts on this many elements inside its extent: 256 bytes in bf16, because BLAS
-results may depend on alignment and CUDA wants 256."""
+ALIGN_ELEMENTS = 256
+"""Every parameter starts on a multiple of this many elements inside its extent: BLAS results may depend on alignment,
+CUDA wants 256 bytes, and a block that is quantized together (`optim.codecs`) must not depend on the layout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ class BlockStream:
         """False from a drain until something is queued: then nobody meets a busy ring."""
         self._ring_offsets: dict[str, int] = {}
         offset = 0
-        for state in self._states[1:] + self._states[:1]:
+        for state in (*store.plan.layout.moments, store.plan.layout.weight):
             self._ring_offsets[state.name] = offset
             offset += store.plan.layout.block_pages(state.name) * store.plan.page_bytes
 
@@ -333,11 +333,10 @@ class BlockStream:
         for state in self._states:
             home = store.tensor(index, weights.write if state.name == WEIGHT else state.name)
             if home is not None:
-                addresses.append(home.data_ptr() + start * state.dtype.itemsize)
+                addresses.append(home.data_ptr() + state.nbytes(start))
             else:
                 addresses.append(store.ring_address(slot) + self._ring_offsets[state.name])
-        itemsizes = [state.dtype.itemsize for state in self._states]
-        itemsize = itemsizes[0]
+        itemsize = self._states[0].dtype.itemsize
         old = store.tensor(index, weights.read) if weights.read != weights.write else None
 
         def compute() -> None:
@@ -345,13 +344,14 @@ class BlockStream:
                 ctypes.memmove(addresses[0], old.data_ptr() + start * itemsize, (stop - start) * itemsize)
             for record, piece in pieces:
                 ahead = piece.start - start
-                states = [a + ahead * size for a, size in zip(addresses, itemsizes, strict=True)]
+                states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]
                 assert record.buffer is not None
                 at = record.buffer.data_ptr() + piece.start * record.buffer.element_size()
                 self._kernels.adamw(*states, at, piece.stop - piece.start, *piece.scalars)
 
-        touched = 2 * sum(itemsizes) + store.dtype(GRAD).itemsize
-        handle = self._lanes["update"].submit(compute, reads, (stop - start) * touched, f"update {unit.spec.name}")
+        touched = 2 * sum(state.nbytes(stop - start) for state in self._states)
+        touched += (stop - start) * store.dtype(GRAD).itemsize
+        handle = self._lanes["update"].submit(compute, reads, touched, f"update {unit.spec.name}")
         computed.append(handle)
         if streamed:
             writes = self._transfers("ssd_write", index, slot, start, stop, weights.write, after=(handle,))

@@ -16,7 +16,7 @@ from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks, ring_bytes
 from pagoda.plan.rates import Rates
 from pagoda.plan.simulate import Simulation, simulate
-from pagoda.plan.units import ModuleSpec
+from pagoda.plan.units import ModuleSpec, align
 
 from .strategies import STATES, Draw, figure, large_trees
 from .test_planner import tower
@@ -100,7 +100,7 @@ def test_slices_are_whole_pages_and_together_hold_every_element(plan: Plan) -> N
             whole = unit.numel if state == WEIGHT else unit.trainable_numel
             sliced = state not in (WEIGHT, GRAD) or state in STATES_OF_STAGE[ranks.stage]
             elements = layout.elements(unit, state)
-            assert elements == (-(-whole // ranks.data_parallel) if sliced else whole)
+            assert elements == (align(-(-whole // ranks.data_parallel)) if sliced else whole)
             assert layout.pages(unit, state) * plan.page_bytes >= elements * layout.itemsize(state)
 
 
