@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from pagoda.errors import CheckpointError, StorageError
 
-FORMAT, VERSION = "pagoda-checkpoint", 1
+FORMAT, VERSION = "pagoda-checkpoint", 2
 MANIFEST = "manifest.json"
 
 
@@ -21,8 +23,7 @@ def committed(directory: Path) -> Iterator[Path]:
     Files in it must have been synced by whoever wrote them. Raises CheckpointError when `directory` exists already,
     StorageError when the disk is full or cannot be written. Pagoda's own errors pass as they are.
     """
-    if directory.exists():
-        raise CheckpointError(f"{directory} exists already; checkpoints are never overwritten. Name another one.")
+    check_absent(directory)
     temporary = directory.with_name(f".{directory.name}.partial")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -42,10 +43,17 @@ def committed(directory: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_absent(directory: Path) -> None:
+    """Raises CheckpointError when `directory` exists already."""
+    if directory.exists():
+        raise CheckpointError(f"{directory} exists already; checkpoints are never overwritten. Name another one.")
+
+
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
-    """Write and sync the manifest."""
+    """Write and sync the manifest, with a hash of what it says."""
+    content = json.loads(json.dumps(content))  # as it will be read
     with (directory / MANIFEST).open("w") as file:
-        json.dump({"format": FORMAT, "version": VERSION, **content}, file)
+        json.dump({"format": FORMAT, "version": VERSION, "hash": _hash(content), **content}, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -65,7 +73,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a Pagoda manifest")
     if content.get("version") != VERSION:
         raise CheckpointError(f"{path} has version {content.get('version')}; this Pagoda reads version {VERSION}")
-    return content
+    said = {key: value for key, value in content.items() if key not in ("format", "version", "hash")}
+    if content.get("hash") != _hash(said):
+        raise CheckpointError(f"{path} is damaged: what it says does not have the hash it was written with")
+    return said
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def _sync(directory: Path) -> None:

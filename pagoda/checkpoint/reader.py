@@ -14,7 +14,7 @@ from pagoda.errors import CheckpointError
 
 BUFFERS = "buffers"
 """What a checkpoint has beside its states: the model's persistent buffers."""
-_MANIFEST_KINDS = {"states": list, "steps": dict, "param_groups": list, "rng": dict, "extra": object}
+_MANIFEST_KINDS = {"states": list, "hashes": dict, "steps": dict, "param_groups": list, "rng": dict, "extra": object}
 
 
 class Source(Protocol):
@@ -46,7 +46,7 @@ class Checkpoint:
         self._sources: dict[str, dict[str, Source]] = {}
         with ExitStack() as opened:
             for state in (*self.manifest["states"], BUFFERS):
-                file = TensorFile(directory / f"{state}.safetensors")
+                file = TensorFile(directory / f"{state}.safetensors", self.manifest["hashes"].get(state, {}))
                 opened.enter_context(closing(file))
                 self._sources[state] = dict.fromkeys(file.specs, file)
             self.states = {state: self._dtype(state) for state in self.manifest["states"]}

@@ -1,20 +1,24 @@
 """safetensors files written and read in pieces, so that RAM does not grow with the tensors.
 
+A piece is a million elements of one tensor, the last one what is left; a checkpoint keeps a hash of each.
+
 The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length (little endian), a JSON
 header (name -> dtype, shape, data_offsets), then the data. The library's own writer wants every tensor in RAM.
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from pagoda.errors import CheckpointError
+from pagoda.plan.placement import PIECE_ELEMENTS
 
 _NAMES = {
     torch.complex64: "C64",
@@ -40,7 +44,8 @@ _NAMES = {
 """The format's names, as the library has them; F4, which packs two elements into a byte, is not supported."""
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER_BYTES = 100 << 20
-_CHUNK_ELEMENTS = 1 << 20
+_UNSYNCED_BYTES = 64 << 20
+"""Most bytes of a file that the kernel has and the disk has not, while it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +73,73 @@ class TensorSpec:
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
     """(start, count) of pieces that cover `numel` elements."""
-    for start in range(0, numel, _CHUNK_ELEMENTS):
-        yield start, min(_CHUNK_ELEMENTS, numel - start)
+    for start in range(0, numel, PIECE_ELEMENTS):
+        yield start, min(PIECE_ELEMENTS, numel - start)
+
+
+class TensorWriter:
+    """A safetensors file that is filled in any order, and hashed as it is.
+
+    Its space is reserved when it is opened, so a disk without room refuses it at once. Data goes to the disk as it is
+    written and leaves the page cache, so that one large file cannot fill RAM with what waits to be written.
+    """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        """Raises OSError where the file cannot be made or the disk has no room for it."""
+        self.path = path
+        header, data = _header(specs)
+        self._itemsize = {spec.name: spec.dtype.itemsize for spec in specs}
+        self._start: dict[str, int] = {}
+        end = len(header)
+        for spec in specs:
+            self._start[spec.name] = end
+            end += spec.nbytes
+        assert end == len(header) + data
+        self.hashes: dict[str, list[str]] = {spec.name: [""] * len(list(chunks(prod(spec.shape)))) for spec in specs}
+        """Name -> hash of each piece, in order; empty until it is written."""
+        self._unsynced = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            os.posix_fallocate(self._fd, 0, end)
+            self._pwrite(memoryview(header), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, piece: int, data: memoryview) -> None:
+        """Write one whole piece of a tensor, as bytes. Raises OSError as the disk does."""
+        self.hashes[name][piece] = piece_hash(data)
+        self._pwrite(data, self._start[name] + piece * PIECE_ELEMENTS * self._itemsize[name])
+        self._unsynced += data.nbytes
+        if self._unsynced >= _UNSYNCED_BYTES:
+            os.fdatasync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._unsynced = 0
+
+    def finish(self) -> None:
+        """Sync and close the file. Raises ValueError when a piece was never written."""
+        missing = next((name for name, hashes in self.hashes.items() if "" in hashes), None)
+        if missing is not None:
+            raise ValueError(f"{self.path} lacks data of {missing!r}")
+        os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file as it is. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        data = data.cast("B")
+        while data:
+            written = os.pwrite(self._fd, data, offset)
+            data, offset = data[written:], offset + written
+
+
+def piece_hash(data: memoryview) -> str:
+    """The 64-bit xxh3 of a piece's bytes, in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def write_tensors(path: Path, specs: Sequence[TensorSpec], data: Iterable[torch.Tensor]) -> None:
@@ -77,6 +147,26 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], data: Iterable[torch.
 
     Raises ValueError when the data is not as long as the specs say.
     """
+    header, end = _header(specs)
+    with path.open("wb") as file:
+        file.write(header)
+        written = 0
+        for piece in data:
+            written += file.write(tensor_bytes(piece))
+        if written != end:
+            raise ValueError(f"{path} got {written} bytes of data; its header says {end}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in its own layout's order of elements."""
+    flat: memoryview = tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
+    """What a file starts with, and the bytes of data that follow it."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
@@ -88,22 +178,18 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], data: Iterable[torch.
         end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        written = 0
-        for piece in data:
-            written += file.write(piece.resolve_conj().contiguous().view(torch.uint8).numpy().data)
-        if written != end:
-            raise ValueError(f"{path} got {written} bytes of data; its header says {end}")
-        file.flush()
-        os.fsync(file.fileno())
+    return len(text).to_bytes(8, "little") + text, end
 
 
 class TensorFile:
-    """A safetensors file, read piece by piece. Raises CheckpointError when it is missing, truncated or not one."""
+    """A safetensors file, read piece by piece. Raises CheckpointError when it is missing, truncated or not one.
 
-    def __init__(self, path: Path) -> None:
+    With `hashes` (name -> hash of each piece) whatever is read is checked against them.
+    """
+
+    def __init__(self, path: Path, hashes: Mapping[str, Sequence[str]] | None = None) -> None:
         self.path = path
+        self._hashes = hashes
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -118,7 +204,28 @@ class TensorFile:
             raise
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of a tensor, flat."""
+        """Elements [start, start + count) of a tensor, flat. Raises CheckpointError where they are damaged."""
+        if self._hashes is None or count == 0:
+            return self._read(name, start, count)
+        first, last = start // PIECE_ELEMENTS, -(-(start + count) // PIECE_ELEMENTS)
+        pieces = [self._checked(name, piece) for piece in range(first, last)]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return whole[start - first * PIECE_ELEMENTS :][:count]
+
+    def _checked(self, name: str, piece: int) -> torch.Tensor:
+        """A whole piece whose bytes have their hash."""
+        assert self._hashes is not None
+        start = piece * PIECE_ELEMENTS
+        values = self._read(name, start, min(PIECE_ELEMENTS, prod(self.specs[name].shape) - start))
+        known = self._hashes.get(name, ())
+        if piece >= len(known) or piece_hash(tensor_bytes(values)) != known[piece]:
+            raise CheckpointError(
+                f"{self.path} is damaged: elements {start} to {start + values.numel()} of {name!r} do not have the "
+                "hash they were written with. Use an earlier checkpoint."
+            )
+        return values
+
+    def _read(self, name: str, start: int, count: int) -> torch.Tensor:
         spec = self.specs[name]
         out = torch.empty(count, dtype=spec.dtype)
         self._file.seek(self._start[name] + start * spec.dtype.itemsize)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from pagoda.errors import BudgetError
-from pagoda.memory.page import pages_for
+from pagoda.memory.page import PAGE_ALIGN, pages_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
 from pagoda.plan.ops import DEVICE, HOST, SSD
@@ -15,6 +15,7 @@ from pagoda.plan.units import UnitSpec, align, enclosing
 WEIGHT, GRAD = "weight", "grad"
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS = "collective"
+CHECKPOINT = "checkpoint"
 
 RING_SLOTS = 4
 """Blocks in flight on SSD at once, at least: one being read, one updated, one written, one to spare."""
@@ -23,6 +24,10 @@ FETCH_SLOTS = 4
 FETCH_PIECE_BYTES = 4 << 20
 BOUNCE_ELEMENTS = 1 << 20
 """Elements of a gradient that leave a separate device at a time; two pieces are on their way at once."""
+PIECE_ELEMENTS = 1 << 20
+"""Elements of a state that a checkpoint writes, and hashes, at a time."""
+COPIED_SHARE = 4
+"""A checkpoint may hold copies of one in so many bytes of RAM's states: most is written before its next update."""
 BLOCK_ELEMENTS = 1 << 20
 """Elements the update kernel takes at a time: its streams then stay a few MiB, and two threads share a unit."""
 
@@ -140,6 +145,12 @@ class Layout:
         widest = max(self.pages(unit, WEIGHT) for unit in self.units)
         return min(widest, pages_for(FETCH_PIECE_BYTES, self.page_bytes))
 
+    @property
+    def piece_pages(self) -> int:
+        """Pages that hold a piece of a checkpoint, and what direct I/O reads around it."""
+        widest = min(PIECE_ELEMENTS, max(unit.numel for unit in self.units))
+        return pages_for(widest * max(s.dtype.itemsize for s in self.states) + 2 * PAGE_ALIGN, self.page_bytes)
+
     def lease_pages(self, ahead: int) -> int:
         """Frames with which a unit, those around it and `ahead` more can be leased at once, wherever they lie.
 
@@ -160,7 +171,8 @@ class Placement:
     Lines named after states are homes; LEASES hold weights while they are used, STAGING holds gradients on their
     way to the update or to SSD, RING blocks of weights and moments that stream through RAM, FETCH_RING pieces of
     weights on their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
-    COLLECTIVE_BUFFERS hold whole gradients that several ranks add up.
+    COLLECTIVE_BUFFERS hold whole gradients that several ranks add up; CHECKPOINT holds states that a checkpoint has not
+    written yet when their next update comes.
     """
 
     homes: Mapping[tuple[int, str], str]
@@ -299,8 +311,8 @@ class _Filler:
         """Lines of host RAM that do not depend on where the other states live."""
         lines = {state.name: self.layout.total_pages(state.name) for state in self.layout.scales}
         if self.separate:
-            return lines | {BOUNCE: 2 * self._bounce_pages()}
-        lines[COLLECTIVE_BUFFERS] = self.layout.collective_pages
+            return lines | {BOUNCE: 2 * self._bounce_pages(), CHECKPOINT: self.layout.piece_pages}
+        lines |= {COLLECTIVE_BUFFERS: self.layout.collective_pages, CHECKPOINT: self.layout.piece_pages}
         if self.layout.ranks is not None and self.layout.ranks.shards_weights:
             lines[LEASES] = self.layout.lease_pages(ahead=1)
         return {line: pages for line, pages in lines.items() if pages}
@@ -396,7 +408,10 @@ class _Filler:
             )
         else:
             self.reasons.append("Every state fits in host RAM; SSD is not used.")
+        copied = sum(host.get(state.name, 0) for state in layout.states) // COPIED_SHARE
+        copied = min(copied, self.host - sum(host.values()))
         host.update(self.buffers)
+        host[CHECKPOINT] += max(0, copied)
         needed = sum(ssd.values()) * layout.page_bytes
         if self.budgets.ssd is not None and needed > self.budgets.ssd:
             self._refuse(SSD, sum(ssd.values()), self.budgets.ssd // layout.page_bytes, "memory.ssd='DIR:SIZE'")
@@ -418,7 +433,7 @@ class _Filler:
 
 def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
     """tier -> line -> bytes, in the order a table shows them."""
-    buffers = (LEASES, STAGING, RING, FETCH_RING, BOUNCE, COLLECTIVE_BUFFERS)
+    buffers = (LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS)
     order: Sequence[str] = (*(s.name for s in layout.states), GRAD, *buffers)
     return {
         tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}

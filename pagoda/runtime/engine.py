@@ -4,7 +4,7 @@ import atexit
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.trace import Phase
 from pagoda.runtime.brackets import Brackets
+from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients, UnitGradient
@@ -29,6 +30,7 @@ from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.packing import Packing, outside_use
 from pagoda.runtime.pilot import Pilot
+from pagoda.runtime.saver import Saver
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
@@ -104,6 +106,7 @@ class Engine:
         self._updater = Updater(
             self.store, self.gradients, kernels, self._lanes, lambda record: self.gradients.release(record)
         )
+        self.saver = Saver()
         self._pilot = Pilot(plan, units, self.leases, self._meter, self._wait)
         self._due: list[LiveUnit] = []
         """Units whose update under backward waits for a graph to let go of their weights."""
@@ -243,20 +246,42 @@ class Engine:
         self.brackets.drop_interrupted()
         self._updater.drain()
 
+    def settle(self) -> None:
+        """Drain, and let a checkpoint that is being written finish: before states change other than by updates."""
+        self.drain()
+        self.saver.settle()
+
+    def capture(self, pieces: Callable[[int], Iterable[Piece]]) -> Capture:
+        """Start capturing every state as the last `step()` leaves it. `pieces` gives those of a unit."""
+        expected = sorted(self.units, key=self._pilot.urgency, reverse=self.plan.options.update_under_backward)
+        capture = Capture(
+            self.store, (piece for unit in expected for piece in pieces(unit.index)), self._updater.pending()
+        )
+        self._updater.tell(capture)
+        return capture
+
+    def end_capture(self, capture: Capture) -> None:
+        """No more of it is needed: updates need not wait."""
+        self._updater.tell(None)
+        capture.end()
+
     def close(self) -> None:
-        """Drain, join every thread, give memory and SSD space back. The model keeps placeholders."""
+        """Drain, finish a checkpoint, join every thread, give memory and SSD space back. The model keeps placeholders.
+
+        Raises the first error of an update or a checkpoint that nobody has seen, with everything closed.
+        """
         if self._closed:
             return
         self._closed = True
         _OPEN.discard(self)
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.store.close)
+            stack.callback(self.leases.close)
+            for name in ("ssd_write", "update", "d2h", "h2d", "ssd_read"):  # from the last: each feeds those before it
+                stack.callback(self._lanes[name].close)
+            stack.callback(self._updater.close)
+            stack.callback(self.saver.close)
             self.drain()
-        finally:
-            self._updater.close()
-            for name in ("ssd_read", "h2d", "d2h", "update", "ssd_write"):  # each feeds only those after it
-                self._lanes[name].close()
-            self.leases.close()
-            self.store.close()
 
     # --- a recording ----------------------------------------------------------------------------------------
 

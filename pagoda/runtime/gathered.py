@@ -70,6 +70,7 @@ def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) ->
 
     Elements whose compute-dtype value does not change keep their low half when `value` has no more precision.
     """
+    engine.settle()
     store = engine.store
     placed = unit.spec.slots[slot]
     if tuple(value.shape) != placed.param.shape:

@@ -40,6 +40,10 @@ class Handle:
         if self._error is not None:
             raise self._error
 
+    def wait_until_done(self) -> None:
+        """Block until the work has ended, however it did."""
+        self._done.wait()
+
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the work as ended. Called by whoever does it, once."""
         with self._lock:

@@ -69,6 +69,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._engine.saver.check()
         self._engine.step()
         return loss
 
@@ -110,7 +111,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or the state of a `torch.optim.AdamW` over the same parameters in order."""
-        self._engine.drain()
+        self._engine.settle()
         states = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
         index = 0
@@ -124,13 +125,28 @@ class PagedOptimizer(torch.optim.Optimizer):
                     self._snapshot.write(unit, slot, name, torch.zeros(param.shape) if value is None else value)
                 index += 1
 
-    def save_checkpoint(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
+    def save_checkpoint(self, directory: str | Path, extra: dict[str, Any] | None = None, *, wait: bool = True) -> None:
         """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
 
         Atomic: `directory` appears complete or not at all. RAM used does not depend on the model's size. `extra`
         must be JSON-able; `load_checkpoint` returns it.
+
+        With `wait` False it returns at once, training goes on while the state of now is written, and an error of that
+        is raised by the next `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()`. One checkpoint is
+        written at a time: the next waits for it.
         """
         self._snapshot.save(Path(directory), super().state_dict()["param_groups"], extra or {})
+        if wait:
+            self.wait_for_checkpoint()
+
+    @property
+    def checkpoint_pending(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._engine.saver.pending
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is on disk; raises its error."""
+        self._engine.saver.wait()
 
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote, into whatever tiers this optimizer was wrapped with.
@@ -146,7 +162,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.drain()
 
     def close(self) -> None:
-        """Drain, join the threads, give memory and SSD space back. The model can no longer be used."""
+        """Drain, finish a checkpoint, join the threads, give memory and SSD space back. The model is no longer usable.
+
+        Raises the error of a checkpoint in the background that failed, with everything closed.
+        """
         self._hooks.remove()
         self._weights.remove()
         self._engine.close()

@@ -1,19 +1,22 @@
 """Snapshots: every state of a live model, parameter by parameter, to and from a checkpoint."""
 
+import json
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.directory import MANIFEST, committed, write_manifest
+from pagoda.checkpoint.directory import MANIFEST, check_absent, committed, write_manifest
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.tensors import TensorSpec, chunks, write_tensors
+from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.adamw import Hyper, StateSpec
 from pagoda.plan.placement import WEIGHT
+from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
 
@@ -43,37 +46,60 @@ class Snapshot:
         self._engine.store.write(unit.index, state, unit.spec.slots[slot].offset, flat)
 
     def save(self, directory: Path, groups: list[dict[str, Any]], extra: dict[str, Any]) -> None:
-        """Write a checkpoint of the state after the last `step()`.
+        """Start writing a checkpoint of the state after the last `step()`; the saver's thread finishes it.
 
-        Raises UsageError where updates under backward have left that state behind already.
+        One at a time: waits for the one before, and raises its error. Raises UsageError where updates under backward
+        have left the state after `step()` behind already.
         """
         if any(unit.updated for unit in self._engine.units):
             raise UsageError(
                 "save_checkpoint() between backward and step(): with accumulation_steps announced, some units have had "
                 "this step's update already and others have not. Call optimizer.step() first."
             )
-        self._engine.drain()
+        saver = self._engine.saver
+        saver.wait()
+        check_absent(directory)
         buffers = self._buffers()
-        buffer_specs = self._buffer_specs(buffers)
-        with committed(directory) as folder:
-            for state in self._states:
-                write_tensors(folder / f"{state.name}.safetensors", self._specs(state), self._pieces(state.name))
-            pieces = (buffer.detach().cpu().reshape(-1) for buffer in buffers.values())
-            write_tensors(folder / f"{BUFFERS}.safetensors", buffer_specs, pieces)
-            write_manifest(
-                folder,
-                {
-                    "states": [state.name for state in self._states],
-                    "steps": {unit.name(slot): unit.steps[slot] for unit, slot in self._trainable()},
-                    "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
-                    "rng": rng_state(),
-                    "extra": extra,
-                },
-            )
+        self._buffer_specs(buffers)
+        content = {
+            "states": [state.name for state in self._states],
+            "steps": {unit.name(slot): unit.steps[slot] for unit, slot in self._trainable()},
+            "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
+            "rng": rng_state(),
+            "extra": extra,
+        }
+        content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
+        copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+        capture = self._engine.capture(self._pieces)
+        saver.start(lambda: self._write(directory, capture, copies, content))
+
+    def _write(
+        self, directory: Path, capture: Capture, buffers: dict[str, torch.Tensor], content: dict[str, Any]
+    ) -> None:
+        """On the saver's thread: fill the directory and commit it."""
+        try:
+            with committed(directory) as folder, ExitStack() as opened:
+
+                def create(name: str, specs: list[TensorSpec]) -> TensorWriter:
+                    return opened.enter_context(closing(TensorWriter(folder / f"{name}.safetensors", specs)))
+
+                files = {state.name: create(state.name, self._specs(state)) for state in self._states}
+                files[BUFFERS] = create(BUFFERS, self._buffer_specs(buffers))
+                for piece, data in capture.pieces():
+                    files[piece.state].write(piece.name, piece.index, data)
+                for name, buffer in buffers.items():
+                    for index, (start, count) in enumerate(chunks(buffer.numel())):
+                        piece_of_it = buffer.reshape(-1)[start : start + count]
+                        files[BUFFERS].write(name, index, tensor_bytes(piece_of_it))
+                for file in files.values():
+                    file.finish()
+                write_manifest(folder, {**content, "hashes": {name: file.hashes for name, file in files.items()}})
+        finally:
+            self._engine.end_capture(capture)
 
     def load(self, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Restore a checkpoint; returns its param groups and extra. Nothing changes before all of it is checked."""
-        self._engine.drain()
+        self._engine.settle()
         buffers = self._buffers()
         with Checkpoint(directory) as checkpoint:
             self._check_fits(checkpoint)
@@ -118,11 +144,14 @@ class Snapshot:
             for unit, slot in self._slots(state.name)
         ]
 
-    def _pieces(self, state: str) -> Iterator[torch.Tensor]:
-        for unit, slot in self._slots(state):
-            placed = unit.spec.slots[slot]
-            for start, count in chunks(placed.param.numel):
-                yield self._engine.store.read(unit.index, state, placed.offset + start, count)
+    def _pieces(self, index: int) -> Iterator[Piece]:
+        """Every piece of every state of a unit."""
+        unit = self._engine.units[index]
+        for state in self._states:
+            for slot in range(len(unit.params) if state.name == WEIGHT else unit.trainable):
+                placed = unit.spec.slots[slot]
+                for number, (start, count) in enumerate(chunks(placed.param.numel)):
+                    yield Piece(index, state.name, unit.name(slot), number, placed.offset + start, count)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers, by name, and parameters that are not floating-point: no unit holds those."""

@@ -10,7 +10,7 @@ from pagoda.memory.ssd import PageFile
 from pagoda.memory.tier import MemoryTier, SSDTier
 from pagoda.optim.flat import split
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import BLOCK_ELEMENTS, GRAD, LEASES, RING, STAGING, WEIGHT
+from pagoda.plan.placement import BLOCK_ELEMENTS, CHECKPOINT, GRAD, LEASES, RING, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
@@ -57,6 +57,8 @@ class Store:
         self.ring = [self.host.alloc(pages_per_slot) for _ in range(slots)]
         self.ring_bytes = pages_per_slot * page
         """Bytes of one slot of the ring."""
+        self.spare = self.host.alloc(placement.pages(HOST, CHECKPOINT))
+        """Frames for what a checkpoint has not written yet when its update comes."""
         self._bounce = threading.Lock()
         self.host_bytes = page * sum(n for line, n in lines[HOST].items() if line not in (LEASES, STAGING))
         """Bytes of homes and rings; leases and staging come on top, as they are used."""
@@ -97,6 +99,17 @@ class Store:
                 self._load(unit, state, offset, window)
                 out[first - start : last - start] = self._elements(state, window, offset, first, last)
         return out
+
+    def read_into(self, window: memoryview, unit: int, state: str, start: int, count: int) -> memoryview:
+        """The bytes of elements [start, start + count) of an SSD extent, read into `window`, which is page-aligned.
+
+        Updates may be in flight, of other elements.
+        """
+        itemsize = self.dtype(state).itemsize
+        first, end = start * itemsize, (start + count) * itemsize
+        offset = first // PAGE_ALIGN * PAGE_ALIGN
+        self._load(unit, state, offset, window[: -(-(end - offset) // PAGE_ALIGN) * PAGE_ALIGN])
+        return window[first - offset : end - offset]
 
     def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements from `start` on with `values`, shape [count], of the state's dtype."""

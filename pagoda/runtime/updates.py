@@ -15,6 +15,7 @@ from pagoda.optim.adamw import Scalars
 from pagoda.optim.kernels import Kernels
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import GRAD, WEIGHT
+from pagoda.runtime.capture import Capture
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
 from pagoda.runtime.store import Store
@@ -118,6 +119,15 @@ class Updater:
             self._lock.notify_all()
         return update.published
 
+    def pending(self) -> dict[int, Handle]:
+        """unit -> what ends when its latest update has been written home, for updates that have not been."""
+        with self._lock:
+            return {unit: written for unit, written in self._latest.items() if not written.succeeded}
+
+    def tell(self, capture: Capture | None) -> None:
+        """Tell `capture`, and no other, of every block before it changes."""
+        self._stream.capture = capture
+
     def drain(self) -> None:
         """Wait until every queued update has been written home and the ring is idle; raises the first error, once."""
         with self._lock:
@@ -214,6 +224,8 @@ class BlockStream:
         self._block = store.plan.layout.block_elements
         self._states = store.plan.layout.states
         self.lock = threading.Condition()
+        self.capture: Capture | None = None
+        """The checkpoint that is being written, if any."""
         self._written: dict[int, Handle] = {}
         """unit -> `written` of the latest update that was fed."""
         self._successor: dict[int, int] = {}
@@ -305,6 +317,8 @@ class BlockStream:
                 if s.start < stop and s.stop > start
             ]
             if pieces or weights != IN_PLACE:
+                if (capture := self.capture) is not None:
+                    capture.before_update(index, written, start, stop)
                 self._feed_block(unit, start, stop, pieces, streamed, weights, computed, writes)
         with self.lock:
             self.drop_ahead()  # blocks without a gradient

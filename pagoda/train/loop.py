@@ -162,6 +162,7 @@ class _Loop:
                         self._save(step, metrics_file)
                     if stop.received is not None or step == config.steps:
                         break
+            self.optimizer.wait_for_checkpoint()
         finally:
             if metrics_file is not None:
                 metrics_file.close()
@@ -231,7 +232,7 @@ class _Loop:
             "scheduler": self.scheduler.state_dict(),
             "text": self.batches.text.fingerprint,
         }
-        self.optimizer.save_checkpoint(path, extra)
+        self.optimizer.save_checkpoint(path, extra, wait=False)
         self.saved = Checkpoint(step, path)
 
     def _show_end(self, result: TrainResult) -> None:

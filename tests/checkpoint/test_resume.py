@@ -17,7 +17,7 @@ from torch import nn
 from zoo import PAGE, RESIDENT, UNIT_LIMIT, VOCABULARY, Batch, Recipe, batch, loss_of
 
 import pagoda
-from pagoda.checkpoint.directory import MANIFEST
+from pagoda.checkpoint.directory import MANIFEST, write_manifest
 from pagoda.runtime.optimizer import PagedOptimizer
 
 HALF = 2
@@ -323,7 +323,7 @@ def damaged(saved: Path, copy: Path, **changes: object) -> Path:
         del content[key]
         if value is not None:
             content[key] = value
-    (copy / MANIFEST).write_text(json.dumps(content))
+    write_manifest(copy, {key: value for key, value in content.items() if key not in ("format", "version", "hash")})
     return copy
 
 

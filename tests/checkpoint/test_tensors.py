@@ -108,11 +108,11 @@ def test_tensor_data_starts_at_a_multiple_of_eight_bytes(tmp_path: Path) -> None
 
 @given(st.integers(0, 5), st.integers(0, 3))
 def test_chunks_cover_every_element_once(whole: int, rest: int) -> None:
-    numel = whole * tensors._CHUNK_ELEMENTS + rest
+    numel = whole * tensors.PIECE_ELEMENTS + rest
     position = 0
     for start, count in chunks(numel):
         assert start == position
-        assert 0 < count <= tensors._CHUNK_ELEMENTS
+        assert 0 < count <= tensors.PIECE_ELEMENTS
         position += count
     assert position == numel
 

@@ -1,0 +1,172 @@
+"""Capturing a checkpoint's states while training goes on: copy-on-write between the updater and the writer."""
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from pagoda.checkpoint.tensors import tensor_bytes
+from pagoda.memory.page import Run
+from pagoda.memory.pool import PagePool
+from pagoda.runtime.lanes import Handle
+from pagoda.runtime.store import Store
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A piece of one parameter's state: elements [first, first + count) of its unit's extent."""
+
+    unit: int
+    state: str
+    name: str
+    """The parameter's."""
+    index: int
+    """Number among the parameter's pieces."""
+    first: int
+    count: int
+    copy: Run | None = None
+    """Frames with the captured values, where an update has come before the writer."""
+    written: bool = False
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        return self.first < stop and start < self.first + self.count
+
+
+class Capture:
+    """The states of every unit after the last update that was queued when the capture was made.
+
+    A unit's turn comes when that update has been written home; until its next one, its pieces can be read where they
+    live. The writer takes them in the order in which their next updates are expected. The updater calls
+    `before_update` before it touches a block: pieces not written by then are copied to spare frames, as far as these
+    go, and the update waits while the writer writes the others before anything else. Pieces on SSD are never copied.
+
+    `_lock` guards all of it. Every piece is in one place: with the originals, among the urgent ones, among the copies,
+    or in the hands of the updater (being copied) or the writer.
+    """
+
+    def __init__(self, store: Store, pieces: Iterable[Piece], pending: Mapping[int, Handle]) -> None:
+        """`pieces` in the order of their next updates. `pending`: the handles of updates that belong to the capture."""
+        self._store = store
+        self._pending = pending
+        self._lock = threading.Condition()
+        self._originals: dict[int, deque[Piece]] = {}
+        for piece in pieces:
+            self._originals.setdefault(piece.unit, deque()).append(piece)
+        self._urgent: deque[Piece] = deque()
+        self._copies: deque[Piece] = deque()
+        self._writing: Piece | None = None
+        self._left = sum(map(len, self._originals.values()))
+        self._ready = self._originals.keys() - pending.keys()
+        """Units whose states are those to capture."""
+        self._error: BaseException | None = None
+        self._over = False
+        frames = store.spare
+        self._spare = PagePool(frames.count, frames.start)
+        on_ssd = any(self._on_ssd(piece) for unit in self._originals.values() for piece in unit)
+        self._bounce = self._spare.alloc(store.plan.layout.piece_pages) if on_ssd else None
+        for unit, handle in pending.items():
+            handle.then(lambda error, unit=unit: self._updated(unit, error))  # type: ignore[misc]
+
+    def before_update(self, unit: int, update: Handle, start: int, stop: int) -> None:
+        """Elements [start, stop) of a unit are about to change: capture them first. Called by the updater."""
+        if self._over or self._pending.get(unit) is update or unit not in self._originals:
+            return
+        with self._lock:
+            self._ready.add(unit)
+            touched = [piece for piece in self._originals[unit] if piece.overlaps(start, stop)]
+            if touched:
+                self._originals[unit] = deque(p for p in self._originals[unit] if not p.overlaps(start, stop))
+            for piece in touched:
+                piece.copy = None if self._on_ssd(piece) else self._spare.alloc(self._pages(piece))
+            copied = [piece for piece in touched if piece.copy is not None]
+            awaited = [piece for piece in touched if piece.copy is None]
+            self._urgent.extend(awaited)
+            self._lock.notify_all()
+        for piece in copied:
+            self._copy(piece)
+        with self._lock:
+            self._copies.extend(copied)
+            self._lock.notify_all()
+            writing = self._writing
+            if writing is not None and writing.copy is None and writing.unit == unit and writing.overlaps(start, stop):
+                awaited.append(writing)
+            self._lock.wait_for(lambda: self._over or all(piece.written for piece in awaited))
+
+    def pieces(self) -> Iterator[tuple[Piece, memoryview]]:
+        """Every piece once, with its bytes, which stay as they are until the next one is asked for.
+
+        Raises the error of an update whose result belongs to the capture.
+        """
+        while (piece := self._take()) is not None:
+            yield piece, self._bytes(piece)
+            with self._lock:
+                if piece.copy is not None:
+                    self._spare.free(piece.copy)
+                piece.written = True
+                self._writing = None
+                self._left -= 1
+                self._lock.notify_all()
+
+    def end(self) -> None:
+        """Nothing more is captured; no update waits."""
+        with self._lock:
+            self._over = True
+            self._lock.notify_all()
+
+    def _updated(self, unit: int, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._ready.add(unit)
+            self._lock.notify_all()
+
+    def _take(self) -> Piece | None:
+        """The next piece to write, once there is one; None after the last."""
+        with self._lock:
+            while self._left:
+                if self._error is not None:
+                    raise self._error
+                self._writing = self._next()
+                if self._writing is not None:
+                    break
+                self._lock.wait()
+            return self._writing
+
+    def _next(self) -> Piece | None:
+        if self._urgent:
+            return self._urgent.popleft()
+        for unit, pieces in self._originals.items():
+            if pieces and unit in self._ready:
+                return pieces.popleft()
+        return self._copies.popleft() if self._copies else None
+
+    def _bytes(self, piece: Piece) -> memoryview:
+        store = self._store
+        if piece.copy is not None:
+            return store.host.arena.view(piece.copy.start * store.plan.page_bytes, self._nbytes(piece))
+        home = store.tensor(piece.unit, piece.state)
+        if home is not None:
+            return tensor_bytes(home[piece.first : piece.first + piece.count])
+        assert self._bounce is not None, "there are pieces on SSD"
+        window = store.host.arena.view(
+            self._bounce.start * store.plan.page_bytes, self._bounce.count * store.plan.page_bytes
+        )
+        return store.read_into(window, piece.unit, piece.state, piece.first, piece.count)
+
+    def _copy(self, piece: Piece) -> None:
+        """One plain memcpy, without the GIL."""
+        store = self._store
+        home = store.tensor(piece.unit, piece.state)
+        assert home is not None
+        assert piece.copy is not None
+        source = home.data_ptr() + piece.first * home.element_size()
+        ctypes.memmove(store.host.arena.address + piece.copy.start * store.plan.page_bytes, source, self._nbytes(piece))
+
+    def _on_ssd(self, piece: Piece) -> bool:
+        return self._store.tensor(piece.unit, piece.state) is None
+
+    def _nbytes(self, piece: Piece) -> int:
+        return piece.count * self._store.dtype(piece.state).itemsize
+
+    def _pages(self, piece: Piece) -> int:
+        return -(-self._nbytes(piece) // self._store.plan.page_bytes)

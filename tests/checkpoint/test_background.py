@@ -1,0 +1,181 @@
+"""A checkpoint that is written while training goes on is the state at the call, and changes nothing of the run."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from zoo import RESIDENT, Recipe, loss_of
+
+import pagoda
+from pagoda.checkpoint.tensors import TensorWriter
+from pagoda.runtime.capture import Capture
+from pagoda.runtime.optimizer import PagedOptimizer
+
+from .test_resume import HALF, LLAMA, PLACES, Result, Run, assert_same, data, on_ssd, uninterrupted
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: Patch) -> None:
+    """Every piece takes so long to write that updates overtake the writer."""
+    write = TensorWriter.write
+
+    def slowly(self: TensorWriter, name: str, piece: int, data: memoryview) -> None:
+        time.sleep(0.002)
+        write(self, name, piece, data)
+
+    monkeypatch.setattr(TensorWriter, "write", slowly)
+
+
+@pytest.fixture
+def broken_disk(monkeypatch: Patch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorWriter, "write", full)
+
+
+def counted(monkeypatch: Patch, name: str) -> list[int]:
+    """Grows by one entry at every call of a method of Capture."""
+    calls: list[int] = []
+    method: Callable[..., object] = getattr(Capture, name)
+
+    def seen(self: Capture, *args: object) -> object:
+        calls.append(1)
+        return method(self, *args)
+
+    monkeypatch.setattr(Capture, name, seen)
+    return calls
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_on_while_a_checkpoint_is_written(place: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    copies = counted(monkeypatch, "_copy")
+    run = Run(LLAMA, PLACES[place](LLAMA, tmp_path)).train(0, HALF)
+    run.optimizer.save_checkpoint(tmp_path / "step", {"schedule": run.schedule.state_dict()}, wait=False)
+    assert run.optimizer.checkpoint_pending
+    assert not (tmp_path / "step").exists()
+    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+    if place in ("resident", "one_unit"):
+        assert copies, "updates overtook the writer"
+    resumed = Run(LLAMA, RESIDENT, seed=1).load(tmp_path / "step")
+    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_an_update_waits_for_the_writer_where_no_room_for_copies_is_left(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("pagoda.plan.placement.COPIED_SHARE", 1 << 40)
+    run = Run(LLAMA, pagoda.Memory(host="64MiB", unit_limit="16KiB", page_size=4096)).train(0, HALF)
+    run.optimizer.save_checkpoint(tmp_path / "step", {"schedule": run.schedule.state_dict()}, wait=False)
+    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+    resumed = Run(LLAMA, RESIDENT, seed=1).load(tmp_path / "step")
+    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+def under_backward(memory: pagoda.Memory) -> tuple[torch.nn.Module, PagedOptimizer]:
+    torch.manual_seed(0)
+    return pagoda.wrap(LLAMA.build(), pagoda.AdamW(lr=1e-2), memory=memory, accumulation_steps=1)
+
+
+def steps(model: torch.nn.Module, optimizer: PagedOptimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        loss_of(model(**data(LLAMA, step))).backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("place", PLACES)
+def test_updates_under_backward_are_held_off_what_is_not_written_yet(place: str, tmp_path: Path) -> None:
+    memory = PLACES[place](LLAMA, tmp_path)
+    if place == "on_ssd":  # what clipping needs is more than enough
+        memory = pagoda.Memory(host="256KiB", ssd=str(tmp_path), unit_limit="16KiB", page_size=4096)
+    model, optimizer = under_backward(memory)
+    steps(model, optimizer, 0, 2)
+    optimizer.drain()
+    expected = model.state_dict(), optimizer.state_dict()
+    optimizer.save_checkpoint(tmp_path / "step", wait=False)
+    steps(model, optimizer, 2, 4)
+    optimizer.close()
+    model, optimizer = under_backward(RESIDENT)
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert_same(model.state_dict(), expected[0])
+    assert_same(optimizer.state_dict()["state"], expected[1]["state"])
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_what_the_caller_changes_after_the_call_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    recipe = Recipe("batch_norm", clip=None, precision="fp32")
+    run = Run(recipe, RESIDENT).train(0, HALF)
+    buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers() if name != "scratch"}
+    extra = {"seen": [1]}
+    rng = torch.get_rng_state()
+    run.optimizer.save_checkpoint(tmp_path / "step", extra, wait=False)
+    extra["seen"].append(2)
+    run.optimizer.param_groups[0]["lr"] = 5.0
+    run.model.calls += 7
+    torch.manual_seed(99)
+    with pagoda.gathered(run.model, modify=True), torch.no_grad():
+        run.model.head.weight.zero_()
+    run.optimizer.wait_for_checkpoint()
+    assert run.optimizer.load_checkpoint(tmp_path / "step") == {"seen": [1]}
+    assert run.optimizer.param_groups[0]["lr"] != 5.0
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(buffer, buffers[n]) for n, buffer in run.model.named_buffers() if n != "scratch")
+    assert run.model.state_dict()["head.weight"].any()
+    run.optimizer.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_one_checkpoint_is_written_at_a_time_and_close_finishes_the_last(tmp_path: Path) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, 1)
+    run.optimizer.save_checkpoint(tmp_path / "first", wait=False)
+    run.train(1, HALF)
+    run.optimizer.save_checkpoint(tmp_path / "second", {"schedule": run.schedule.state_dict()}, wait=False)
+    assert (tmp_path / "first").exists()
+    run.optimizer.close()
+    resumed = Run(LLAMA, RESIDENT, seed=1).load(tmp_path / "second")
+    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+@pytest.mark.usefixtures("broken_disk")
+@pytest.mark.parametrize("asks", ["step", "save", "wait", "close"])
+def test_an_error_in_the_background_is_raised_once_by_the_next_call(asks: str, tmp_path: Path) -> None:
+    run = Run(LLAMA, RESIDENT).train(0, 1)
+    run.optimizer.save_checkpoint(tmp_path / "step", wait=False)
+    deadline = time.monotonic() + 30
+    while run.optimizer.checkpoint_pending and time.monotonic() < deadline:
+        time.sleep(0.01)
+    calls = {
+        "step": run.optimizer.step,
+        "save": lambda: run.optimizer.save_checkpoint(tmp_path / "next"),
+        "wait": run.optimizer.wait_for_checkpoint,
+        "close": run.optimizer.close,
+    }
+    with pytest.raises(pagoda.StorageError, match=r"step could not be written.*No space left"):
+        calls[asks]()
+    assert list(tmp_path.iterdir()) == []
+    run.optimizer.wait_for_checkpoint()
+    run.optimizer.close()
+
+
+@pytest.mark.usefixtures("broken_disk")
+def test_a_run_whose_checkpoint_failed_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    run = Run(LLAMA, RESIDENT).train(0, HALF)
+    with pytest.raises(pagoda.StorageError):
+        run.save(tmp_path / "step")
+    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+def test_no_thread_is_left_after_close(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    run = Run(LLAMA, RESIDENT).train(0, 1)
+    run.optimizer.save_checkpoint(tmp_path / "step", wait=False)
+    result: Result = run.finish()
+    assert set(threading.enumerate()) == before
+    assert result.losses
