@@ -8,7 +8,7 @@ import torch
 
 from pagoda.checkpoint.directory import write_manifest
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
-from pagoda.checkpoint.tensors import TensorSpec, write_tensors
+from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, tensor_bytes
 from pagoda.errors import CheckpointError
 
 WEIGHT = {"a": torch.arange(6.0).bfloat16().view(2, 3), "b": torch.ones(4).bfloat16()}
@@ -19,11 +19,17 @@ TABLE = {"table": torch.tensor([True, False])}
 def write(directory: Path, states: list[str] | None = None, low: dict[str, torch.Tensor] = LOW) -> Path:
     """A small checkpoint, with `states` and the tensors of weight_low as given."""
     directory.mkdir()
+    hashes = {}
     for state, tensors in (("weight", WEIGHT), ("weight_low", low), (BUFFERS, TABLE)):
         specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        write_tensors(directory / f"{state}.safetensors", specs, (t.reshape(-1) for t in tensors.values()))
+        file = TensorWriter(directory / f"{state}.safetensors", specs)
+        for name, tensor in tensors.items():
+            file.write(name, 0, tensor_bytes(tensor))
+        file.finish()
+        hashes[state] = file.hashes
     states = ["weight", "weight_low"] if states is None else states
-    write_manifest(directory, {"states": states, "steps": {"a": 3}, "param_groups": [], "rng": {}, "extra": {}})
+    content = {"states": states, "hashes": hashes, "steps": {"a": 3}, "param_groups": [], "rng": {}, "extra": {}}
+    write_manifest(directory, content)
     return directory
 
 

@@ -13,7 +13,7 @@ from pagoda.memory.slabs import SlabRegion
 from pagoda.optim import AdamW, Precision
 from pagoda.optim.kernels import Kernels, kernels_for, warm_up
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import BLOCK_ELEMENTS, GRAD, RING, RING_SLOTS, Budgets, Placement
+from pagoda.plan.placement import BLOCK_ELEMENTS, CHECKPOINT, GRAD, RING, RING_SLOTS, Budgets, Placement
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.runtime.construct import describe, live_units
 from pagoda.runtime.device import Device
@@ -94,6 +94,7 @@ def plan_for(model: nn.Module, placement: str, precision: Precision, options: Op
     host = {name: pages[name] for name in names if name not in on_ssd}
     if on_ssd:
         host[RING] = RING_SLOTS * sum(plan.layout.block_pages(name) for name in on_ssd if name != GRAD)
+    host[CHECKPOINT] = plan.layout.piece_pages
     lines = {HOST: host, SSD: {name: pages[name] for name in on_ssd}}
     slots = RING_SLOTS if on_ssd else 0
     placed = Placement(homes, {tier: of_tier for tier, of_tier in lines.items() if of_tier}, ring_slots=slots)
