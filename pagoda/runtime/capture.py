@@ -15,7 +15,7 @@ from pagoda.runtime.store import Store
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A piece of one parameter's state: elements [first, first + count) of its unit's extent."""
+    """A piece of one parameter's state: elements [first, first + count) of its unit's extent of that state."""
 
     unit: int
     state: str
@@ -25,12 +25,15 @@ class Piece:
     """Number among the parameter's pieces."""
     first: int
     count: int
+    per: int
+    """Elements of the parameter that one of the state stands for."""
     copy: Run | None = None
     """Frames with the captured values, where an update has come before the writer."""
     written: bool = False
 
     def overlaps(self, start: int, stop: int) -> bool:
-        return self.first < stop and start < self.first + self.count
+        """Whether it belongs to some of the unit's parameters [start, stop)."""
+        return self.first * self.per < stop and start < (self.first + self.count) * self.per
 
 
 class Capture:

@@ -110,9 +110,10 @@ class Snapshot:
             for state in self._states:
                 for unit, slot in self._slots(state.name):
                     placed = unit.spec.slots[slot]
-                    for start, count in chunks(placed.param.numel):
+                    for start, count in chunks(state.elements(placed.param.numel)):
                         values = checkpoint.read(state.name, unit.name(slot), start, count)
-                        self._engine.store.write(unit.index, state.name, placed.offset + start, values)
+                        first = state.elements(placed.offset) + start
+                        self._engine.store.write(unit.index, state.name, first, values)
             for name, buffer in buffers.items():
                 buffer.detach().copy_(checkpoint.read(BUFFERS, name, 0, buffer.numel()).view(buffer.shape))
             manifest = checkpoint.manifest
@@ -150,8 +151,9 @@ class Snapshot:
         for state in self._states:
             for slot in range(len(unit.params) if state.name == WEIGHT else unit.trainable):
                 placed = unit.spec.slots[slot]
-                for number, (start, count) in enumerate(chunks(placed.param.numel)):
-                    yield Piece(index, state.name, unit.name(slot), number, placed.offset + start, count)
+                for number, (start, count) in enumerate(chunks(state.elements(placed.param.numel))):
+                    first = state.elements(placed.offset) + start
+                    yield Piece(index, state.name, unit.name(slot), number, first, count, state.per)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers, by name, and parameters that are not floating-point: no unit holds those."""
