@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagoda.api import AdamW, Memory, gathered, init, plan_of, wrap
+    from pagoda.api import AdamW, Memory, Split, gathered, init, plan_of, wrap
     from pagoda.errors import (
         BudgetError,
         CheckpointError,
@@ -28,6 +28,7 @@ __all__ = [
     "Memory",
     "NonFiniteGradientError",
     "PagodaError",
+    "Split",
     "StorageError",
     "UsageError",
     "gathered",

@@ -1,4 +1,4 @@
-"""What the user touches: `wrap`, `Memory`, `init`, `gathered`, `plan_of`."""
+"""What the user touches: `wrap`, `Memory`, `Split`, `init`, `gathered`, `plan_of`."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from pagoda.errors import ConfigError, StorageError, UsageError
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW, Precision, check_precision
-from pagoda.plan.placement import Budgets
+from pagoda.plan.placement import Budgets, Split
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.runtime.construct import Builder, check_batch_norms, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
@@ -21,7 +21,7 @@ from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import gathered, is_paged, mark_homes
 from pagoda.runtime.optimizer import PagedOptimizer
 
-__all__ = ["AdamW", "Memory", "gathered", "init", "plan_of", "wrap"]
+__all__ = ["AdamW", "Memory", "Split", "gathered", "init", "plan_of", "wrap"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -50,6 +50,8 @@ class Memory:
     """Unit of allocation and movement, a multiple of 4096; None chooses the largest that wastes little, up to 4 MiB."""
     unit_limit: str | int | None = None
     """Most bytes of weights fetched together; None chooses."""
+    split: Split | None = None
+    """How host RAM is divided where not everything fits it; None chooses."""
 
     def __post_init__(self) -> None:
         self.budgets()
@@ -148,7 +150,9 @@ def wrap(
     states = optimizer.states(precision)
     if device.torch_device.type == "cpu":
         check_batch_norms(model, states[0].dtype)
-    options = Options(memory.page_bytes, memory.unit_bytes, accumulation_steps, clip_grad_norm is not None)
+    options = Options(
+        memory.page_bytes, memory.unit_bytes, accumulation_steps, clip_grad_norm is not None, memory.split
+    )
     plan = make_plan(describe(model), states, memory.budgets(), options)
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")

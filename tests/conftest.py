@@ -1,13 +1,15 @@
-"""What keeps tests strict and fast.
+"""What keeps tests strict, fast and independent of the machine's own hardware file.
 
 Poison mode: freed frames hold NaN, so a lease used after its end shows. Hypothesis tries the same examples every time,
 so that a failure is the change's own; `make test-all` (HYPOTHESIS_PROFILE=random) looks for new ones.
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 os.environ["PAGODA_POISON"] = "1"
+os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"pagoda-tests-cache-{os.getuid()}")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest

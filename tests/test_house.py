@@ -16,8 +16,9 @@ ROOT = Path(pagoda.__file__).parent
 HOUSE = (
     "cli",
     "integrations",
-    "forecast",
     "train",
+    "forecast",
+    "settings",
     "calibrate",
     "api",
     "runtime",

@@ -13,7 +13,6 @@ from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Drive, Figure, Hardware, Link
 from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.simulate import simulate
 
 _MOST_LINES = 3
 _WORTH = 0.02
@@ -32,39 +31,38 @@ class _Change:
 
 
 def advise(forecast: Forecast) -> tuple[str, ...]:
-    """At most three lines, the best first."""
+    """At most three lines: a plan that costs nothing, then the best first."""
     if forecast.setting is None:
         return ()
     if not forecast.fits:
         return tuple(_what_would_fit(forecast, forecast.setting))[:_MOST_LINES]
     now = forecast.timeline.step_s
+    free: list[str] = []
     gains: list[tuple[float, str]] = []
     for change in _changes(forecast, forecast.setting):
         gain = change.tokens * now / _step_s(change.setting) - 1
         if gain > _WORTH:
             tokens_per_s = forecast.tokens_per_s * (1 + gain)
             gains.append((gain, f"{change.name}: {gain:+.0%}, {tokens_per_s:,.0f} tokens/s."))
-    if forecast.choice is not None and forecast.choice.others:
+    if forecast.config.plan == "usual" and forecast.choice is not None and forecast.choice.others:
         fastest = forecast.choice.others[0]
         gain = now / fastest.timeline.step_s - 1
         if gain > _WORTH:
-            limit = fastest.options.unit_limit
-            how = f"--memory.unit-limit {limit}" if limit else "no setting for it yet"
-            gains.append((gain, f"Another plan, {fastest.name} ({how}): {gain:+.0%}."))
-    if not gains:
+            free = [f"Another plan, {fastest.name} (--plan search): {gain:+.0%}."]
+    if not (free or gains):
         return (
             f"Compute binds: neither more memory, nor faster copies or drives, nor more tokens per step give "
             f"{_WORTH:.0%}.",
         )
-    return tuple(line for _, line in sorted(gains, reverse=True)[:_MOST_LINES])
+    return (*free, *(line for _, line in sorted(gains, reverse=True)))[:_MOST_LINES]
 
 
 def _step_s(setting: Setting) -> float:
     """Seconds of a step; infinite where nothing fits."""
-    plan = _planned(setting)
-    if plan is None:
+    try:
+        return setting.search().best.timeline.step_s
+    except BudgetError:
         return inf
-    return simulate(plan, setting.hardware, setting.compute.of_step(setting.subject.root, plan)).step_s
 
 
 def _changes(forecast: Forecast, setting: Setting) -> Iterator[_Change]:
@@ -108,7 +106,9 @@ def _twice_the_batch(forecast: Forecast, setting: Setting) -> Setting | None:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)
     except BudgetError:
         return None
-    return replace(setting, budgets=budgets, compute=_scaled(setting.compute, 2.0))
+    compute = _scaled(setting.compute, 2.0)
+    from_flops = compute if setting.from_flops is setting.compute else _scaled(setting.from_flops, 2.0)
+    return replace(setting, budgets=budgets, from_flops=from_flops, compute=compute)
 
 
 def _what_would_fit(forecast: Forecast, setting: Setting) -> Iterator[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.errors import ConfigError
-from pagoda.train.config import MemoryConfig, require
+from pagoda.settings import MemoryConfig, PlanMode, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,9 @@ class PlanConfig:
     """Largest global norm of the gradient, or None for no clipping."""
     gradient_checkpointing: bool = True
     """Recompute layers in backward instead of saving their activations."""
+    plan: PlanMode = "search"
+    """search: forecast the fastest of several plans, which is what `pagoda train` then takes on a measured machine.
+    usual: the planner's first choice."""
     json: bool = False
     """Print JSON only, with the keys that docs/plan.md describes: fits, params, bytes, step_s, tokens_per_s,
     tflops_per_gpu, binding_lane, lanes, ssd_bytes_written_per_step, advice, and some more."""

@@ -18,6 +18,7 @@ from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.search import Choice, search
 from pagoda.plan.timeline import Timeline
+from pagoda.settings import PlanMode
 
 _TRAINING_FACTOR = 3.0
 """FLOPs of forward and backward together, per FLOP of forward."""
@@ -29,24 +30,29 @@ class Setting:
 
     subject: Subject
     hardware: Hardware
+    from_flops: Compute
+    """Times that choose a plan: the same in a forecast and in a run, which has no time to measure any."""
     compute: Compute
+    """Times that a step is forecast with: measured ones where there are some."""
     budgets: Budgets
     options: Options
     states: tuple[StateSpec, ...]
     ranks: Ranks | None = None
+    mode: PlanMode = "search"
 
     def search(self) -> Choice:
-        """The plan that `wrap` makes, and beside it all others that fit, fastest first.
+        """The plan that a run takes, and beside it all others that fit, fastest first.
 
-        A forecast is of what the runtime will do, so another plan does not take its place: it becomes advice.
         Raises BudgetError when no plan fits.
         """
         found = search(
-            self.subject.root, self.states, self.budgets, self.options, self.hardware, self.compute, self.ranks
+            self.subject.root, self.states, self.budgets, self.options, self.hardware, self.from_flops, self.ranks
         )
-        plans = sorted((found.best, *found.others), key=lambda candidate: candidate.timeline.step_s)
-        usual = next(candidate for candidate in plans if candidate.options == self.options)
-        return Choice(usual, tuple(candidate for candidate in plans if candidate is not usual))
+        if self.mode == "usual":
+            found = found.usual()
+        if self.compute is self.from_flops:
+            return found
+        return found.with_times(self.subject.root, self.hardware, self.compute)
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,11 @@ class Forecast:
         return {tier: dict(lines) for tier, lines in self.plan.bytes.items() if lines}
 
 
-def forecast(config: PlanConfig, machine: Machine) -> Forecast:
+def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Forecast:
     """Plan `config.model` on `machine`. What does not fit is part of the answer, not an error.
+
+    With `measure`, the plan's step is timed with compute that is measured, where this machine's processors compute. The
+    plan is the same without.
 
     Raises ConfigError: unknown model, or a setting that cannot be used.
     """
@@ -135,14 +144,35 @@ def forecast(config: PlanConfig, machine: Machine) -> Forecast:
         budgets, notes = budgets_for(machine, config.memory, activations)
     except BudgetError as refusal:
         return Forecast(config, machine, subject, activations, (), None, None, refusal)
-    setting = Setting(subject, machine.hardware, Compute({}, {}), budgets, options_of(config), states, machine.ranks)
+    rate = machine.hardware.matmul(config.precision).reached_flop_per_s
+    times = Compute.from_flops(subject.forward_flops, rate.value, config.gradient_checkpointing)
+    options = options_of(config)
+    setting = Setting(
+        subject, machine.hardware, times, times, budgets, options, states, machine.ranks, mode=config.plan
+    )
     try:
-        make_plan(subject.root, states, budgets, setting.options, machine.ranks)
+        make_plan(subject.root, states, budgets, options, machine.ranks)
     except BudgetError as refusal:
         return Forecast(config, machine, subject, activations, notes, setting, None, refusal)
-    compute, how = compute_times(config, machine, subject)
-    setting = replace(setting, compute=compute)
+    how = f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})."
+    if measure and machine.here and machine.hardware.device is None and subject.buildable:
+        setting = replace(setting, compute=_measured(config, subject))
+        how = "compute: a layer and the head, measured here just now."
     return Forecast(config, machine, subject, activations, (*notes, how), setting, setting.search(), None)
+
+
+def _measured(config: PlanConfig, subject: Subject) -> Compute:
+    """Seconds of each module on this machine's processors."""
+    from pagoda.calibrate import profile_compute
+
+    profile = profile_compute(
+        subject.name,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        precision=config.precision,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    return Compute.from_profile(profile, subject.root)
 
 
 def options_of(config: PlanConfig) -> Options:
@@ -154,22 +184,3 @@ def options_of(config: PlanConfig) -> Options:
         config.accumulation_steps,
         config.clip_grad_norm is not None,
     )
-
-
-def compute_times(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[Compute, str]:
-    """Seconds of each module, and where they come from: measured where this machine's processors compute, else FLOPs
-    over the rate that the hardware reaches."""
-    if machine.here and machine.hardware.device is None and subject.buildable:
-        from pagoda.calibrate import profile_compute
-
-        profile = profile_compute(
-            subject.name,
-            batch_size=config.batch_size,
-            seq_len=config.seq_len,
-            precision=config.precision,
-            gradient_checkpointing=config.gradient_checkpointing,
-        )
-        return Compute.from_profile(profile, subject.root), "compute: a layer and the head, measured here just now."
-    rate = machine.hardware.matmul(config.precision).reached_flop_per_s
-    compute = Compute.from_flops(subject.forward_flops, rate.value, config.gradient_checkpointing)
-    return compute, f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})."

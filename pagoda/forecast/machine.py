@@ -13,7 +13,7 @@ from pagoda.plan.machines import MACHINES, find_machine
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import Ranks
-from pagoda.train.config import MemoryConfig
+from pagoda.settings import MemoryConfig
 
 AUTO = "auto"
 CONTEXT_BYTES = 1 << 30

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pagoda.forecast.forecast import Forecast
+from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.plan.timeline import COMPUTE
-from pagoda.train.plan_table import plan_table
 
 
 def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:

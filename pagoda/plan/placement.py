@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from pagoda.errors import BudgetError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_ALIGN, pages_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
@@ -190,9 +190,13 @@ class Placement:
         return self.lines.get(tier, {}).get(line, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How host RAM is divided where not everything fits: what a search tries. The defaults are a good guess."""
+    """How host RAM is divided where not everything fits it. The defaults are a good guess; `pagoda train --plan search`
+    tries others.
+
+    Raises ConfigError for a share or a number that cannot be.
+    """
 
     weight_share: float = 1.0
     """Most of the weights, in pages, that RAM is home to."""
@@ -200,6 +204,19 @@ class Split:
     """Most of the gradients."""
     leases_ahead: int = 2
     """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
+
+    def __post_init__(self) -> None:
+        for name, share in (("weight_share", self.weight_share), ("grad_share", self.grad_share)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"split.{name} is {share}; it must be from 0 to 1.")
+        if self.leases_ahead < 1:
+            raise ConfigError(f"split.leases_ahead is {self.leases_ahead}; it must be at least 1.")
+
+    def __str__(self) -> str:
+        return (
+            f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
+            f"at most {self.leases_ahead} leases are fetched ahead (as set)."
+        )
 
 
 USUAL_SPLIT = Split()

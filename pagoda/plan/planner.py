@@ -48,8 +48,8 @@ class Options:
     accumulation_steps: int | None = None
     """Micro-batches per step, if announced."""
     clipping: bool = False
-    split: Split = USUAL_SPLIT
-    """How host RAM is divided; see `search`."""
+    split: Split | None = None
+    """How host RAM is divided where not everything fits it."""
 
     @property
     def update_under_backward(self) -> bool:
@@ -193,11 +193,12 @@ def make_plan(
     largest = format_bytes(max(unit.numel for unit in units) * itemsize)
     reasons = (
         f"{len(units)} units, the largest of {largest}: modules of at most {format_bytes(limit)} of weights "
-        + ("(as asked)" if options.unit_limit else "(an eighth of the model, less where the budget is tight)")
+        + ("(as set)" if options.unit_limit else "(an eighth of the model, less where the budget is tight)")
         + ", and larger ones that have no parts.",
         f"Pages of {format_bytes(layout.page_bytes)}"
-        + (" (as asked)." if options.page_bytes else f": the largest that waste at most {_MAX_WASTE:.0%} in padding."),
+        + (" (as set)." if options.page_bytes else f": the largest that waste at most {_MAX_WASTE:.0%} in padding."),
         *placement.reasons,
+        *([str(options.split)] if options.split is not None and len(placement.lines) > 1 else []),
         _when(options),
         *([_shared(ranks)] if ranks is not None else []),
     )
@@ -212,7 +213,8 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     for block_limit, staging_buffers in _BUFFERS:
         candidate = replace(layout, block_limit=block_limit)
         try:
-            return candidate, place(candidate, budgets, options.update_under_backward, staging_buffers, options.split)
+            split = options.split or USUAL_SPLIT
+            return candidate, place(candidate, budgets, options.update_under_backward, staging_buffers, split)
         except BudgetError as refusal:
             refusals.append(refusal)
     raise _least(refusals)

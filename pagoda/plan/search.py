@@ -1,9 +1,10 @@
 """The search: several plans for one model and machine, each simulated, and the fastest one that fits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pagoda.errors import BudgetError
+from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
 from pagoda.plan.compute import Compute
@@ -15,16 +16,19 @@ from pagoda.plan.simulate import simulate
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.units import ModuleSpec
 
+USUAL = "the usual plan"
 _SPLITS = {
-    "weights first, then gradients, then moments": Split(),
     "gradients stay on SSD for moments": Split(grad_share=0.0),
     "half of the weights stay on SSD for moments": Split(weight_share=0.5),
     "all weights stay on SSD for moments": Split(weight_share=0.0),
-    "more leases, so that weights are fetched earlier": Split(leases_ahead=4),
+    "one lease ahead of what is in use": Split(leases_ahead=1),
+    "three leases ahead of what is in use": Split(leases_ahead=3),
+    "four leases ahead of what is in use": Split(leases_ahead=4),
 }
-_LIMIT_FACTORS = (0.5, 2.0)
-"""Unit limits that are tried beside the usual one."""
-_WORTH = 0.005
+"""What is tried beside the usual split."""
+_FACTORS = (0.5, 2)
+"""Unit limits and page sizes that are tried, as multiples of what they would be."""
+_WORTH = 0.01
 """A plan must be this much faster than the usual one to be taken instead: below that, it is the model's noise."""
 
 
@@ -48,6 +52,11 @@ class Choice:
 
     @property
     def reasons(self) -> tuple[str, ...]:
+        """The plan's own, then why it was chosen."""
+        return (*self.best.plan.reasons, *self.simulated)
+
+    @property
+    def simulated(self) -> tuple[str, ...]:
         """Why this plan: what binds it, and what the next best would cost."""
         best = self.best
         lane = best.timeline.binding_lane
@@ -60,7 +69,21 @@ class Choice:
             chosen.append(
                 f"Of {len(self.others) + 1} plans that fit: {best.name}. Next best, {more:+.1%}: {second.name}."
             )
-        return (*best.plan.reasons, *chosen)
+        return tuple(chosen)
+
+    def usual(self) -> "Choice":
+        """The same plans, with the one that the planner takes by itself as the best."""
+        plans = (self.best, *self.others)
+        taken = next(candidate for candidate in plans if candidate.name == USUAL)
+        return Choice(taken, _fastest_first(candidate for candidate in plans if candidate is not taken))
+
+    def with_times(self, root: ModuleSpec, hardware: Hardware, compute: Compute) -> "Choice":
+        """The same choice, simulated with other times of compute."""
+        best, *others = (
+            replace(c, timeline=simulate(c.plan, hardware, compute.of_step(root, c.plan)))
+            for c in (self.best, *self.others)
+        )
+        return Choice(best, _fastest_first(others))
 
 
 def search(
@@ -77,34 +100,57 @@ def search(
     `make_plan`.
 
     What `options` fixes stays fixed. The usual plan, which `make_plan` gives, is always among those that are tried, and
-    stays unless another is clearly faster. Raises BudgetError where the usual plan does.
+    stays unless another is clearly faster. What is open is tried one after another, each beside the fastest so far:
+    the unit limit, the split of RAM, the page size. Raises BudgetError where the usual plan does.
     """
 
     def candidate(name: str, tried: Options) -> Candidate:
         plan = make_plan(root, states, budgets, tried, ranks, exchanges)
-        return Candidate(name, tried, plan, simulate(plan, hardware, compute.of_step(root, plan)))
+        same = next((c for c in found if (c.plan.layout, c.plan.placement) == (plan.layout, plan.placement)), None)
+        return same or Candidate(name, tried, plan, simulate(plan, hardware, compute.of_step(root, plan)))
 
-    usual = candidate("the usual plan", options)
-    found = [usual]
-    for name, tried in _variations(usual.plan, options):
-        try:
-            found.append(candidate(name, tried))
-        except BudgetError:
-            continue
-    fastest = min(found, key=lambda candidate: candidate.timeline.step_s)
-    best = fastest if fastest.timeline.step_s < usual.timeline.step_s * (1 - _WORTH) else usual
-    others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.timeline.step_s)
-    return Choice(best, tuple(others))
+    found: list[Candidate] = []
+    usual = fastest = candidate(USUAL, options)
+    found.append(usual)
+    for variations in (_unit_limits, _splits, _page_sizes):
+        for name, tried in variations(options, fastest):
+            try:
+                made = candidate(name if fastest is usual else f"{fastest.name}, {name}", tried)
+            except BudgetError:
+                continue
+            if made not in found:
+                found.append(made)
+        fastest = min(found, key=_step_s)
+    best = fastest if _step_s(fastest) < _step_s(usual) * (1 - _WORTH) else usual
+    return Choice(best, _fastest_first(c for c in found if c is not best))
 
 
-def _variations(usual: Plan, options: Options) -> Iterator[tuple[str, Options]]:
-    """Other unit limits, and other ways to divide RAM where not everything fits it."""
-    if options.unit_limit is None:
-        largest = max(unit.numel for unit in usual.units) * usual.layout.weight.dtype.itemsize
-        for factor in _LIMIT_FACTORS:
+def _unit_limits(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    if fixed.unit_limit is None:
+        largest = max(unit.numel for unit in fastest.plan.units) * fastest.plan.layout.weight.dtype.itemsize
+        for factor in _FACTORS:
             limit = int(largest * factor)
-            yield f"units of at most {format_bytes(limit)}", replace(options, unit_limit=limit)
-    if len(usual.placement.lines) > 1:
+            yield f"units of at most {format_bytes(limit)}", replace(fastest.options, unit_limit=limit)
+
+
+def _splits(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    """Other ways to divide RAM, where not everything fits it."""
+    if fixed.split is None and len(fastest.plan.placement.lines) > 1:
         for name, split in _SPLITS.items():
-            if split != options.split:
-                yield name, replace(options, split=split)
+            yield name, replace(fastest.options, split=split)
+
+
+def _page_sizes(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    if fixed.page_bytes is None:
+        for factor in _FACTORS:
+            page = int(fastest.plan.page_bytes * factor)
+            if PAGE_ALIGN <= page <= PAGE_BYTES:
+                yield f"pages of {format_bytes(page)}", replace(fastest.options, page_bytes=page)
+
+
+def _step_s(candidate: Candidate) -> float:
+    return candidate.timeline.step_s
+
+
+def _fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=_step_s))

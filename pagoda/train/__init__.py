@@ -1,6 +1,7 @@
 """The ready-made training loop on top of `pagoda.wrap`: configuration, text, metrics, progress, resuming."""
 
-from pagoda.train.config import MemoryConfig, OptimConfig, TrainConfig
+from pagoda.settings import MemoryConfig
+from pagoda.train.config import OptimConfig, TrainConfig
 
 __all__ = ["MemoryConfig", "OptimConfig", "TrainConfig", "TrainResult", "run"]
 

@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
 
-What a resumed run may change: `steps`, `out`, `checkpoint_every`, `trace`, everything under `memory` (any split over
-tiers gives the same bits), and `data` if its bytes are the same (a moved file). Everything else decides the
+What a resumed run may change: `steps`, `out`, `checkpoint_every`, `trace`, `plan` and everything under `memory` (any
+split over tiers gives the same bits), and `data` if its bytes are the same (a moved file). Everything else decides the
 bits of the run and stays as the run was started; `check_resumes` names what differs. With the cosine
 schedule, other `steps` mean other learning rates from there on.
 """
@@ -11,51 +11,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pagoda.errors import ConfigError
+from pagoda.settings import MemoryConfig, PlanMode, flag, require
 
 if TYPE_CHECKING:
-    from pagoda.api import Memory
     from pagoda.optim import AdamW
 
-_Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
-_FREE_ON_RESUME = frozenset({"steps", "out", "checkpoint_every", "data", "resume", "trace", "trace_step"})
+_FREE_ON_RESUME = frozenset({"steps", "out", "checkpoint_every", "data", "resume", "plan", "trace", "trace_step"})
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
-    """Where training state may live and how much of it. Sizes read like 20GiB (1024s) or 20GB (1000s)."""
-
-    device: _Size = None
-    """Memory for weights in use: a size on the GPU, or cpu:SIZE for a CPU arena that stands in for one."""
-    host: _Size = None
-    """RAM for training state. By default chosen from what is free."""
-    ssd: Annotated[str | None, tyro.conf.arg(metavar="DIR[:SIZE]")] = None
-    """Existing directory for the state that does not fit RAM, with an optional limit."""
-    page_size: _Size = None
-    """Bytes per page. By default chosen by the planner."""
-    unit_limit: _Size = None
-    """Largest weights fetched together. By default chosen by the planner."""
-
-    def build(self) -> "Memory":
-        """The library's memory description.
-
-        Raises:
-            ConfigError: a size or directory that cannot be used.
-        """
-        from pagoda.api import Memory
-
-        return Memory(
-            device=self.device,
-            host=self.host,
-            ssd=self.ssd,
-            page_size=self.page_size,
-            unit_limit=self.unit_limit,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +99,10 @@ class TrainConfig:
     """Continue the run in --out from its last checkpoint; settings not given are those of the run."""
     checkpoint_every: int = 0
     """Save a checkpoint every so many steps and at the end. 0: only when the run is interrupted."""
+    plan: PlanMode | None = None
+    """usual: the planner's first choice. search: the fastest of several plans, by simulation on this machine as
+    `pagoda calibrate` measured it; any plan gives the same bits. By default search where the machine has been
+    measured, else usual."""
     trace: Path | None = None
     """Write what compute and every lane did in one step as JSON for Perfetto or chrome://tracing, in the form of
     `pagoda plan --trace`."""
@@ -174,7 +143,7 @@ class TrainConfig:
         """
         mine, theirs = dict(_flat(asdict(self))), dict(_flat(asdict(started)))
         differing = [
-            f"{_flag(name)} {value} (the run has {theirs[name]})"
+            f"{flag(name)} {value} (the run has {theirs[name]})"
             for name, value in mine.items()
             if value != theirs[name] and name not in _FREE_ON_RESUME and not name.startswith("memory.")
         ]
@@ -183,16 +152,6 @@ class TrainConfig:
                 f"cannot resume {started.out} with other settings: {', '.join(differing)}. Leave them out"
                 " to keep the run's own, or start a new run with another --out"
             )
-
-
-def require(holds: bool, name: str, value: object, rule: str) -> None:
-    """Raises ConfigError, naming the setting's flag, unless `holds`."""
-    if not holds:
-        raise ConfigError(f"{_flag(name)} is {value}: it {rule}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,15 +14,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.api import init, plan_of, wrap
 from pagoda.errors import CheckpointError, ConfigError
+from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
 from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.train.choice import choose_plan
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import VOCABULARY, Batches, ByteText
 from pagoda.train.metrics import MetricsFile, StepMetrics
-from pagoda.train.plan_table import plan_table
 from pagoda.train.progress import Progress
 from pagoda.train.run_dir import Checkpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
@@ -75,6 +76,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         seed=config.seed,
     )
     _show_text(console, batches)
+    memory = choose_plan(config, memory, console)
     _seed(config.seed)
     model, optimizer = wrap(
         _built_model(config),

@@ -18,10 +18,11 @@ from pagoda.forecast.subject import find_subject
 from pagoda.models.papers import gpt_of_step
 from pagoda.optim import AdamW
 from pagoda.plan.describe import module_spec
+from pagoda.plan.hardware import MatmulRate
 from pagoda.plan.machines import find_machine
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.train.config import MemoryConfig
+from pagoda.settings import MemoryConfig
 
 from .machines import GIB, MIB, SMALL, figure
 
@@ -72,11 +73,27 @@ def test_json_has_the_documented_keys_whether_it_fits_or_not() -> None:
     assert unknown["step_s"] is None
 
 
-def test_it_is_the_plan_that_wrap_makes() -> None:
-    one = made(host="150MiB")
+def test_the_usual_plan_is_the_one_that_the_planner_makes() -> None:
+    one = made(host="150MiB", plan="usual")
     assert one.setting is not None
     made_by_wrap = make_plan(one.subject.root, one.setting.states, one.setting.budgets, one.setting.options)
     assert one.plan == made_by_wrap
+
+
+def test_the_searched_plan_is_clearly_faster_than_the_usual_one() -> None:
+    usual, searched = (made(host="150MiB", plan=mode) for mode in ("usual", "search"))
+    assert searched.timeline.step_s < 0.99 * usual.timeline.step_s
+    assert any("--plan search" in line for line in advise(usual))
+    assert not any("--plan search" in line for line in advise(searched))
+
+
+def test_a_plan_that_is_hardly_faster_does_not_take_the_usual_ones_place() -> None:
+    slow = MatmulRate(figure(2e9), figure(1e9))
+    busy = Machine(replace(SMALL, cpu=replace(SMALL.cpu, bf16=slow)), here=False)
+    one = made(busy)
+    assert one.choice is not None
+    assert one.choice.others[0].timeline.step_s > 0.99 * one.timeline.step_s
+    assert one.plan == made(busy, plan="usual").plan
 
 
 def test_advice_is_what_planning_with_it_gives() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pagoda.train.plan_table import plan_table
+from pagoda.forecast.plan_table import plan_table
 
 
 def test_the_table_shows_bytes_per_tier_and_state_the_budget_and_the_reasons() -> None:

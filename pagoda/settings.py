@@ -1,0 +1,57 @@
+"""Settings that several commands share."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from pagoda.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pagoda.api import Memory
+
+PlanMode = Literal["usual", "search"]
+"""Whether a run takes the planner's first choice, or the fastest of several plans by simulation."""
+_Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Where training state may live and how much of it. Sizes read like 20GiB (1024s) or 20GB (1000s)."""
+
+    device: _Size = None
+    """Memory for weights in use: a size on the GPU, or cpu:SIZE for a CPU arena that stands in for one."""
+    host: _Size = None
+    """RAM for training state. By default chosen from what is free."""
+    ssd: Annotated[str | None, tyro.conf.arg(metavar="DIR[:SIZE]")] = None
+    """Existing directory for the state that does not fit RAM, with an optional limit."""
+    page_size: _Size = None
+    """Bytes per page. By default chosen by the planner."""
+    unit_limit: _Size = None
+    """Largest weights fetched together. By default chosen by the planner."""
+
+    def build(self) -> "Memory":
+        """The library's memory description.
+
+        Raises:
+            ConfigError: a size or directory that cannot be used.
+        """
+        from pagoda.api import Memory
+
+        return Memory(
+            device=self.device,
+            host=self.host,
+            ssd=self.ssd,
+            page_size=self.page_size,
+            unit_limit=self.unit_limit,
+        )
+
+
+def require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Raises ConfigError, naming the setting's flag, unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{flag(name)} is {value}: it {rule}")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,75 @@
+"""The plan of a run: the planner's first choice, or the fastest that a search by simulation finds."""
+
+import time
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+
+from pagoda.api import Memory
+from pagoda.errors import ConfigError
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.forecast import forecast
+from pagoda.forecast.machine import Machine, find_machine_for
+from pagoda.plan.hardware import hardware_file
+from pagoda.train.config import TrainConfig
+
+
+def choose_plan(config: TrainConfig, memory: Memory, console: Console) -> Memory:
+    """`memory` with the choices that a search makes for the planner, if there is to be one; prints them and why.
+
+    Raises:
+        BudgetError: the search finds that nothing fits.
+        ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
+    """
+    mode = config.plan or ("search" if hardware_file().exists() else "usual")
+    if mode == "usual":
+        return memory
+    started = time.perf_counter()
+    try:
+        searched, reasons = _searched(config, memory)
+    except ConfigError as error:
+        if config.plan == "search":
+            raise
+        console.print(f"Plan: the usual one; no search, as {error}", soft_wrap=True, highlight=False)
+        return memory
+    took = time.perf_counter() - started
+    lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    return searched
+
+
+def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, ...]]:
+    """The memory with the choices of the plan that `pagoda plan` forecasts, and why they were made."""
+    asked = PlanConfig(
+        model=config.model,
+        gpus_per_node=1,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        accumulation_steps=config.accumulation_steps,
+        precision=config.precision,
+        memory=config.memory,
+        clip_grad_norm=config.clip_grad_norm,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    made = forecast(asked, _here(asked, memory), measure=False)
+    if made.choice is None:
+        assert made.refusal is not None
+        raise made.refusal
+    chosen = made.choice.best
+    searched = replace(
+        memory,
+        host=made.plan.budgets.host,
+        page_size=chosen.options.page_bytes,
+        unit_limit=chosen.options.unit_limit,
+        split=chosen.options.split,
+    )
+    return searched, made.choice.simulated
+
+
+def _here(asked: PlanConfig, memory: Memory) -> Machine:
+    """This machine as it was measured, less a GPU that the run does not use."""
+    machine = find_machine_for(asked)
+    if memory.torch_device == torch.device("cpu"):
+        machine = replace(machine, hardware=replace(machine.hardware, device=None, link=None))
+    return machine

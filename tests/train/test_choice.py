@@ -1,0 +1,104 @@
+"""Which plan a run takes: what `pagoda plan` forecasts, with the bits of any other."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.forecast import forecast
+from pagoda.forecast.machine import find_machine_for
+from pagoda.plan.hardware import hardware_file, write_hardware
+from pagoda.settings import MemoryConfig
+from pagoda.train import TrainConfig, TrainResult, run
+from pagoda.train.metrics import read_metrics
+from tests.forecast.machines import SMALL
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """A run of a machine that has not been measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "text").write_text("a text that is long enough for some sequences. " * 20)
+    return TrainConfig(
+        model=str(tmp_path),
+        data=str(tmp_path / "text"),
+        steps=2,
+        batch_size=1,
+        seq_len=16,
+        memory=MemoryConfig(host="1MiB", ssd=str(tmp_path)),
+        out=tmp_path / "run",
+    )
+
+
+def trained(config: TrainConfig) -> tuple[TrainResult, str]:
+    shown = io.StringIO()
+    return run(config, Console(file=shown, width=200)), shown.getvalue()
+
+
+def curve(config: TrainConfig) -> list[tuple[object, object]]:
+    return [(line["loss"], line["grad_norm"]) for line in read_metrics(config.out / "metrics.jsonl")]
+
+
+def test_a_measured_machine_runs_what_is_forecast_and_says_so(config: TrainConfig) -> None:
+    write_hardware(SMALL, hardware_file())
+    result, shown = trained(config)
+    asked = PlanConfig(model=config.model, seq_len=16, memory=config.memory)
+    predicted = forecast(asked, find_machine_for(asked), measure=False)
+    assert predicted.choice is not None
+    assert predicted.choice.best.options != predicted.choice.usual().best.options
+    assert (result.plan.layout, result.plan.placement) == (predicted.plan.layout, predicted.plan.placement)
+    assert "chosen by a search, which took" in shown
+    assert "Next best" in shown
+
+
+def test_a_run_may_be_resumed_with_another_plan_and_its_bits_stay(config: TrainConfig, tmp_path: Path) -> None:
+    usual, _ = trained(replace(config, steps=4, plan="usual", out=tmp_path / "usual"))
+    write_hardware(SMALL, hardware_file())
+    begun = replace(config, optim=replace(config.optim, schedule="constant"), checkpoint_every=2)
+    whole = replace(begun, steps=4, plan="usual", out=tmp_path / "whole")
+    trained(whole)
+    trained(replace(begun, plan="usual"))
+    resumed, _ = trained(replace(begun, steps=4, resume=True, plan="search"))
+    assert resumed.first_step == 3
+    assert resumed.plan.layout != usual.plan.layout
+    assert curve(begun) == curve(whole)
+
+
+def test_a_machine_that_has_not_been_measured_takes_the_usual_plan(config: TrainConfig) -> None:
+    result, shown = trained(config)
+    assert result.plan.options.unit_limit is None
+    assert "search" not in shown
+    with pytest.raises(ConfigError, match="pagoda calibrate"):
+        trained(replace(config, plan="search", out=config.out / "other"))
+
+
+def test_a_machine_measured_without_its_drive_takes_the_usual_plan_and_says_why(config: TrainConfig) -> None:
+    write_hardware(replace(SMALL, ssd=None), hardware_file())
+    result, shown = trained(config)
+    assert "no search" in shown
+    assert "calibrate with --ssd" in shown
+    assert result.plan.options.unit_limit is None
+
+
+def test_what_no_plan_can_hold_is_refused_before_anything_is_written(config: TrainConfig) -> None:
+    write_hardware(SMALL, hardware_file())
+    with pytest.raises(BudgetError, match="host needs"):
+        trained(replace(config, memory=replace(config.memory, host="100KiB")))
+    assert not config.out.exists()
