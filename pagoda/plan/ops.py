@@ -9,7 +9,8 @@ LANES = ("h2d", "d2h", "ssd_read", "ssd_write", "update")
 COLLECTIVE = "collective"
 """The lane that several ranks have beside those."""
 GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
-"""Gradients on their way to an extent at once: bounds what autograd's own copies add to peak memory."""
+"""Gradients on their way to an extent at once, unless a plan says more: bounds what autograd's own copies add to peak
+memory."""
 
 
 class Kind(StrEnum):

@@ -8,7 +8,7 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
-from pagoda.plan.ops import DEVICE, HOST, SSD, Kind, Op
+from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, SSD, Kind, Op
 from pagoda.plan.placement import (
     BLOCK_ELEMENTS,
     GRAD,
@@ -131,6 +131,21 @@ class Plan:
         if self.budgets.device is not None:
             return DEVICE
         return HOST if self.placement.pages(HOST, LEASES) else None
+
+    @property
+    def gradients_in_flight_bytes(self) -> int:
+        """Most bytes of gradients on their way to their extents at once.
+
+        From a device of its own, a gradient that is larger by itself need not be waited for: the estimate of
+        activations has room for two of the largest. Several ranks have their buffers.
+        """
+        if buffers := self.layout.collective_pages * self.page_bytes:
+            return buffers // 2
+        if self.budgets.device is None:
+            return GRADIENTS_IN_FLIGHT_BYTES
+        trainable = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
+        largest = max((param.numel for param in trainable), default=0)
+        return max(GRADIENTS_IN_FLIGHT_BYTES, largest * self.layout.itemsize(GRAD))
 
     def leased_pages(self) -> dict[int, int]:
         """unit -> frames of its lease, for units whose weights are not used where they live."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from pagoda.plan.hardware import Hardware
-from pagoda.plan.ops import COLLECTIVE, DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LANES, SSD, Kind, Op
+from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD, Kind, Op
 from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
@@ -56,9 +56,7 @@ class Simulation:
         self._tick_s = tick_s
         self._stalling = (*LANES, COLLECTIVE) if plan.ranks is not None else LANES
         self._stall_s = dict.fromkeys(self._stalling, 0.0)
-        self._in_flight_bytes = GRADIENTS_IN_FLIGHT_BYTES
-        if buffers := plan.layout.collective_pages * plan.page_bytes:
-            self._in_flight_bytes = buffers // 2
+        self._in_flight_bytes = plan.gradients_in_flight_bytes
         self._leased_pages = plan.leased_pages()
         self._leases: dict[int, Task] = {}
         self._moves: list[tuple[float, str, int]] = []

@@ -1,6 +1,7 @@
 """The ops of one step, from a placement and a trace."""
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from pagoda.plan.ops import COLLECTIVE, DEVICE, SSD, Kind, Op
 from pagoda.plan.placement import GRAD, LEASES, WEIGHT, Layout, Placement
@@ -28,10 +29,9 @@ class StepOps:
         ops = list(self._fetches(trace, leased, tier, slab)) if tier is not None else []
         last = len(trace.accesses) - 1
         final_backward: dict[int, int] = {}
-        for tick, access in enumerate(trace.accesses):
-            if access.phase is Phase.BACKWARD and access.unit in self._trainable:
-                final_backward[access.unit] = tick
-                ops += self._gradient(self._layout.units[access.unit], tick)
+        for tick, unit in self._gradients(trace):
+            final_backward[unit] = tick
+            ops += self._gradient(self._layout.units[unit], tick)
         if self._under_backward:
             order = sorted(final_backward.items(), key=lambda item: item[1])
         else:
@@ -41,6 +41,21 @@ class StepOps:
             ops += self._update(self._layout.units[unit], tick)
         ops += self._all_to_alls(trace)
         return tuple(sorted(ops, key=lambda op: op.tick))
+
+    def _gradients(self, trace: Trace) -> Iterator[tuple[int, int]]:
+        """(tick, trainable unit) of the gradients of a step: each backward access of the unit, or the end of the pass
+        if its backward reads none of the unit's weights, as an embedding's does not."""
+        unread: dict[int, None] = {}
+        for tick, (access, following) in enumerate(pairwise(trace.accesses)):
+            if access.unit in self._trainable:
+                if access.phase is Phase.FORWARD:
+                    unread[access.unit] = None
+                else:
+                    unread.pop(access.unit, None)
+                    yield tick, access.unit
+            if access.phase is Phase.BACKWARD and following.phase is not Phase.BACKWARD:
+                yield from ((tick, unit) for unit in unread)
+                unread = {}
 
     def _fetches(self, trace: Trace, leased: Mapping[int, int], tier: str | None, slab: int) -> Iterator[Op]:
         """FETCH and EVICT ops, each FETCH with the ALL_GATHER that makes a unit of every rank's slice."""

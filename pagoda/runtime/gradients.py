@@ -13,7 +13,7 @@ from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slabs import SlabRegion
 from pagoda.optim.kernels import Kernels
-from pagoda.plan.ops import GRADIENTS_IN_FLIGHT_BYTES, HOST
+from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, GRAD
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
@@ -96,6 +96,7 @@ class Gradients:
         """The first spill that failed: its buffer will never be clean, so nobody may wait for that."""
         self._in_flight: deque[tuple[Handle, int]] = deque()
         self._in_flight_bytes = 0
+        self._in_flight_limit = store.plan.gradients_in_flight_bytes
 
     @property
     def staging_peak_bytes(self) -> int:
@@ -314,7 +315,7 @@ class Gradients:
         self._in_flight_bytes += nbytes
         start = time.perf_counter()
         stalled = False
-        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > GRADIENTS_IN_FLIGHT_BYTES):
+        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > self._in_flight_limit):
             oldest, size = self._in_flight.popleft()
             stalled = stalled or not oldest.done
             oldest.wait()

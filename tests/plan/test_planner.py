@@ -314,6 +314,27 @@ def test_a_step_that_uses_one_unit_only_is_planned_for() -> None:
     assert {op.unit for op in retraced.ops if op.kind is Kind.FETCH} <= {0}
 
 
+@pytest.mark.parametrize("clipping", [True, False])
+def test_a_unit_that_backward_never_reads_has_its_gradient_at_the_end_of_the_pass(clipping: bool) -> None:
+    options = Options(page_bytes=4096, unit_limit=64 * 64 * 2, accumulation_steps=2, clipping=clipping)
+    plan = make_plan(tower(3, 64), STATES["bf16"], Budgets(1 << 30), options)
+    assert len(plan.units) >= 2
+    one_pass = (Access(0, Phase.FORWARD), Access(1, Phase.FORWARD), Access(1, Phase.BACKWARD))
+    ops = plan.retraced(Trace((*one_pass, *one_pass, STEP))).ops
+    assert [op.tick for op in ops if op.kind is Kind.OFFLOAD and op.unit == 0] == [2, 5]
+    updates = {op.unit: op.tick for op in ops if op.kind is Kind.UPDATE}
+    assert updates == ({0: 6, 1: 6} if clipping else {0: 5, 1: 5})
+
+
+@pytest.mark.parametrize(("device", "most"), [(None, 32 << 20), (LARGE, 40 << 20)])
+def test_the_largest_gradient_leaves_a_device_of_its_own_without_being_waited_for(
+    device: int | None, most: int
+) -> None:
+    root = ModuleSpec("", (ParamSpec("w", (20 << 20,)), ParamSpec("b", (1024,)), ParamSpec("f", (30 << 20,), False)))
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, device), Options())
+    assert plan.gradients_in_flight_bytes == most
+
+
 def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
     pages = {0: 5, **dict.fromkeys(range(1, 7), 2)}  # an embedding and six layers
     root = ModuleSpec(
