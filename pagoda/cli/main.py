@@ -33,10 +33,12 @@ class Command:
     """Returns the exit code."""
     defaults: Callable[[Sequence[str]], Any] | None = None
     """From the flags, the configuration that flags not given keep; None for the dataclass's defaults."""
+    interrupted: str = "interrupted; nothing was written"
+    """What Ctrl-C has to say."""
 
 
 COMMANDS = (
-    Command("train", TrainConfig, run_train, resumed_config),
+    Command("train", TrainConfig, run_train, resumed_config, "interrupted; nothing after the last checkpoint is kept"),
     Command("plan", PlanConfig, run_plan),
     Command("calibrate", CalibrateConfig, run_calibrate),
 )
@@ -50,14 +52,16 @@ def main(args: Sequence[str] | None = None) -> int:
         SystemExit: 0 after --help, 2 for flags that cannot be read.
     """
     args = sys.argv[1:] if args is None else list(args)
+    interrupted = "interrupted"
     try:
         command, config = parse(args)
+        interrupted = command.interrupted
         return command.run(config, Console())
     except PagodaError as error:
         print(f"pagoda: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
-        print("pagoda: interrupted; nothing after the last checkpoint is kept", file=sys.stderr)
+        print(f"pagoda: {interrupted}", file=sys.stderr)
         return _INTERRUPTED
 
 

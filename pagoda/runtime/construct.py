@@ -88,8 +88,14 @@ def live_units(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put every buffer where compute runs, each once: shared ones stay shared."""
+    """Put every buffer, and every parameter that is not in pages, where compute runs, each once: shared ones stay so.
+
+    In pages are floating-point parameters only.
+    """
     moved: dict[int, torch.Tensor] = {}
+    for param in model.parameters():
+        if not param.is_floating_point() and param.device != device:
+            param.data = param.data.to(device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
