@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from pagoda.errors import ConfigError, StorageError, UsageError
-from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.commits import bytes_of_stores
+from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW, Precision, check_precision
 from pagoda.plan.placement import Budgets, Split
@@ -45,7 +47,9 @@ class Memory:
     host: str | int | None = None
     """Host RAM for pages; None takes 80% of what is free now."""
     ssd: str | None = None
-    """"DIR" or "DIR:SIZE": a directory on an SSD, and how much of it to use (by default what is needed)."""
+    """"DIR" or "DIR:SIZE": a directory on an SSD, and how much of it to use (by default what is free). Several, with
+    commas between them, share the pages out over their drives: "DIR1:SIZE1,DIR2:SIZE2", or "DIR1,DIR2:SIZE" with the
+    size of all together. One optimizer at a time can use a directory."""
     page_size: str | int | None = None
     """Unit of allocation and movement, a multiple of 4096; None chooses the largest that wastes little, up to 4 MiB."""
     unit_limit: str | int | None = None
@@ -68,8 +72,26 @@ class Memory:
         return None if self.unit_limit is None else parse_bytes(self.unit_limit, "memory.unit_limit")
 
     @property
-    def ssd_directory(self) -> str | None:
-        return None if self.ssd is None else self._ssd_parts()[0]
+    def ssd_directories(self) -> Mapping[Path, int | None]:
+        """Directories of the SSD tier, with the most bytes of each, None for no limit; empty when there are none."""
+        if self.ssd is None:
+            return {}
+        parts = [_directory_and_size(part) for part in self.ssd.split(",")]
+        paths = [Path(directory) for directory, _ in parts]
+        sizes = [parse_bytes(size, "memory.ssd") if size else None for _, size in parts]
+        if not all(directory for directory, _ in parts) or len({path.resolve() for path in paths}) < len(paths):
+            raise ConfigError(f"memory.ssd is {self.ssd!r}: name each directory once, with commas between them.")
+        if len(parts) == 1:
+            return dict(zip(paths, sizes, strict=True))
+        if sizes[-1] is not None and not any(sizes[:-1]):
+            sizes = [sizes[-1] // len(parts)] * len(parts)
+        if any(sizes) and not all(sizes):
+            raise ConfigError(
+                f"memory.ssd is {self.ssd!r}: give every directory a size, or the last one the size of all, or none."
+            )
+        # Whole pages on every drive, so that what all hold is the sum of what each holds.
+        page = self.page_bytes or PAGE_BYTES
+        return {path: None if size is None else size // page * page for path, size in zip(paths, sizes, strict=True)}
 
     @property
     def torch_device(self) -> torch.device:
@@ -97,15 +119,8 @@ class Memory:
             device = parse_bytes(size, "memory.device")
         if self.ssd is None:
             return Budgets(host, device)
-        directory, size = self._ssd_parts()
-        return Budgets(host, device, parse_bytes(size, "memory.ssd") if size else _free_disk(directory))
-
-    def _ssd_parts(self) -> tuple[str, str]:
-        assert self.ssd is not None
-        directory, colon, size = self.ssd.rpartition(":")
-        if not colon or os.sep in size:
-            return self.ssd, ""
-        return directory, size
+        sizes = self.ssd_directories.items()
+        return Budgets(host, device, sum(_free_disk(path) if size is None else size for path, size in sizes))
 
 
 def wrap(
@@ -116,6 +131,7 @@ def wrap(
     precision: Precision = "bf16",
     clip_grad_norm: float | None = None,
     accumulation_steps: int | None = None,
+    keep_checkpoints: int | None = None,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
@@ -127,6 +143,10 @@ def wrap(
     announces how many backward passes precede each `step()`: then, without clipping, units are updated while
     backward still runs. Left out, any number of passes may precede a step.
 
+    `keep_checkpoints` says of how many checkpoints the pages on SSD are kept at once. A checkpoint keeps them where
+    they are instead of copying them, and training writes to others, so each takes as much of the SSD as the weights
+    and moments there. Left out, it is one where that fits, else none: then checkpoints copy what is on SSD.
+
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
     them, UsageError for a model wrapped already.
@@ -137,6 +157,8 @@ def wrap(
         raise ConfigError(f"clip_grad_norm is {clip_grad_norm}; it must be above 0, or None for no clipping.")
     if accumulation_steps is not None and accumulation_steps < 1:
         raise ConfigError(f"accumulation_steps is {accumulation_steps}; it must be at least 1.")
+    if keep_checkpoints is not None and keep_checkpoints < 0:
+        raise ConfigError(f"keep_checkpoints is {keep_checkpoints}; it must be 0 or more.")
     if any(is_paged(param) for param in model.parameters()):
         raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
     if not any(True for _ in model.parameters()):
@@ -150,13 +172,14 @@ def wrap(
     states = optimizer.states(precision)
     if device.torch_device.type == "cpu":
         check_batch_norms(model, states[0].dtype)
+    clipping = clip_grad_norm is not None
     options = Options(
-        memory.page_bytes, memory.unit_bytes, accumulation_steps, clip_grad_norm is not None, memory.split
+        memory.page_bytes, memory.unit_bytes, accumulation_steps, clipping, memory.split, keep_checkpoints
     )
     plan = make_plan(describe(model), states, memory.budgets(), options)
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
-    engine = Engine(plan, units, precision, memory.ssd_directory, clip_grad_norm, poison, device)
+    engine = Engine(plan, units, precision, memory.ssd_directories, clip_grad_norm, poison, device)
     try:
         Builder(model, engine.store).build(units)
         move_buffers(model, device.torch_device)
@@ -191,10 +214,19 @@ def free_ram() -> int:
     raise ConfigError("This system does not say how much RAM is free: set memory.host.")
 
 
-def _free_disk(directory: str) -> int:
+def _directory_and_size(text: str) -> tuple[str, str]:
+    """The parts of "DIR:SIZE"; the size is empty where there is none."""
+    directory, colon, size = text.rpartition(":")
+    if not colon or os.sep in size:
+        return text, ""
+    return directory, size
+
+
+def _free_disk(directory: Path) -> int:
+    """Bytes that page stores may take: what is free, and what those that are there have."""
     try:
-        return shutil.disk_usage(directory).free
+        return shutil.disk_usage(directory).free + bytes_of_stores(directory)
     except OSError as error:
         raise StorageError(
-            f"The SSD directory {directory!r} cannot be used: {error.strerror}. Create it, or change memory.ssd."
+            f"The SSD directory '{directory}' cannot be used: {error.strerror}. Create it, or change memory.ssd."
         ) from error

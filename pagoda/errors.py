@@ -25,6 +25,10 @@ class StorageError(PagodaError, OSError):
     """The SSD directory is missing, full, or failed to read or write."""
 
 
+class CorruptPageError(StorageError):
+    """A page on SSD does not have the bytes that were written; names file and offset."""
+
+
 class UsageError(PagodaError, RuntimeError):
     """The training loop did something that would silently give a wrong result."""
 

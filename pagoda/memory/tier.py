@@ -1,4 +1,4 @@
-"""A tier: a pool of pages over the bytes that hold them. RAM and SSD keep one contract."""
+"""A tier: a pool of pages over the bytes that hold them. RAM and SSD (`ssd_tier`) keep one contract."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -11,7 +11,6 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run
 from pagoda.memory.pool import PagePool
 from pagoda.memory.sizes import format_bytes
-from pagoda.memory.ssd import PageFile
 
 
 class Tier(ABC):
@@ -135,31 +134,6 @@ class MemoryTier(Tier):
     def store(self, run: Run, offset_bytes: int, data: memoryview) -> None:
         """A copy into the run, on this thread, without the GIL. Raises ValueError as the contract says."""
         _copy(self.view(run, offset_bytes, data.nbytes), data)
-
-
-class SSDTier(Tier):
-    """Pages in a page file. Slot i is page i of the file."""
-
-    def __init__(self, name: str, page_file: PageFile) -> None:
-        """All pages of `page_file`."""
-        super().__init__(name, page_file.page_bytes, page_file.pages)
-        self.page_file = page_file
-
-    def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
-        """Read from the disk into `into`; address, offset and length are multiples of 4096.
-
-        Raises ValueError as the contract and `PageFile.pread` say, StorageError when the disk fails.
-        """
-        self._check(run, offset_bytes, into.nbytes)
-        self.page_file.pread(run.start, into, offset_bytes)
-
-    def store(self, run: Run, offset_bytes: int, data: memoryview) -> None:
-        """Write `data` to the disk; address, offset and length are multiples of 4096.
-
-        Raises ValueError as the contract and `PageFile.pwrite` say, StorageError when the disk fails.
-        """
-        self._check(run, offset_bytes, data.nbytes)
-        self.page_file.pwrite(run.start, data, offset_bytes)
 
 
 def _copy(into: memoryview, data: memoryview) -> None:

@@ -16,6 +16,7 @@ WEIGHT, GRAD = "weight", "grad"
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS = "collective"
 CHECKPOINT = "checkpoint"
+SPARE = "spare"
 
 RING_SLOTS = 4
 """Blocks in flight on SSD at once, at least: one being read, one updated, one written, one to spare."""
@@ -172,7 +173,7 @@ class Placement:
     way to the update or to SSD, RING blocks of weights and moments that stream through RAM, FETCH_RING pieces of
     weights on their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
     COLLECTIVE_BUFFERS hold whole gradients that several ranks add up; CHECKPOINT holds states that a checkpoint has not
-    written yet when their next update comes.
+    written yet when their next update comes; SPARE pages on SSD are for what changes while checkpoints keep theirs.
     """
 
     homes: Mapping[tuple[int, str], str]
@@ -228,6 +229,7 @@ def place(
     transient_gradients: bool,
     staging_buffers: int = 2,
     split: Split = USUAL_SPLIT,  # frozen
+    keep_checkpoints: int | None = None,
 ) -> Placement:
     """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
 
@@ -238,16 +240,28 @@ def place(
     `staging_buffers` is how many gradients of the largest unit fit the staging region at least (with one, backward
     waits for each to be written).
 
+    `keep_checkpoints` is for how many of them the weights and moments on SSD have spare pages, since a checkpoint
+    keeps its pages as they are; None makes it one where that fits, else none.
+
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
-    return _Filler(layout, budgets, transient_gradients, staging_buffers, split).fill()
+    return _Filler(layout, budgets, transient_gradients, staging_buffers, split, keep_checkpoints).fill()
 
 
 class _Filler:
     """Works through the levels of `place`, from everything in RAM to everything on SSD."""
 
-    def __init__(self, layout: Layout, budgets: Budgets, transient: bool, staging_buffers: int, split: Split) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        budgets: Budgets,
+        transient: bool,
+        staging_buffers: int,
+        split: Split,
+        keep_checkpoints: int | None,
+    ) -> None:
         self.layout = layout
+        self.keep_checkpoints = keep_checkpoints
         self.budgets = budgets
         self.transient = transient
         self.staging_buffers = staging_buffers
@@ -429,11 +443,32 @@ class _Filler:
         copied = min(copied, self.host - sum(host.values()))
         host.update(self.buffers)
         host[CHECKPOINT] += max(0, copied)
-        needed = sum(ssd.values()) * layout.page_bytes
-        if self.budgets.ssd is not None and needed > self.budgets.ssd:
-            self._refuse(SSD, sum(ssd.values()), self.budgets.ssd // layout.page_bytes, "memory.ssd='DIR:SIZE'")
+        if self.budgets.ssd is not None:
+            self._add_checkpoints(ssd, self.budgets.ssd // layout.page_bytes)
         lines[DEVICE] = dict(device)
         return Placement(homes, {t: pages for t, pages in lines.items() if pages}, ring_slots, tuple(self.reasons))
+
+    def _add_checkpoints(self, ssd: dict[str, int], available: int) -> None:
+        """Add the spare pages of checkpoints to the lines of SSD, which has `available` pages."""
+        needed = sum(ssd.values())
+        if needed > available:
+            self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
+        state = needed - ssd.get(GRAD, 0)
+        if state == 0:
+            return
+        keep = self.keep_checkpoints
+        if keep is None:
+            keep = 1 if needed + state <= available else 0
+        if needed + keep * state > available:
+            self._refuse(SSD, needed + keep * state, available, "memory.ssd='DIR:SIZE', or lower keep_checkpoints")
+        if keep:
+            ssd[SPARE] = keep * state
+            self.reasons.append(
+                f"SSD has room to keep the pages of {keep} checkpoint{'s' * (keep > 1)} beside those in use, so that "
+                "state on SSD is saved without copying it."
+            )
+        else:
+            self.reasons.append("SSD has no room for the pages of a checkpoint: state on SSD is copied to save it.")
 
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes
@@ -451,7 +486,7 @@ class _Filler:
 def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
     """tier -> line -> bytes, in the order a table shows them."""
     buffers = (LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS)
-    order: Sequence[str] = (*(s.name for s in layout.states), GRAD, *buffers)
+    order: Sequence[str] = (*(s.name for s in layout.states), GRAD, SPARE, *buffers)
     return {
         tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}
         for tier in (DEVICE, HOST, SSD)

@@ -50,6 +50,8 @@ class Options:
     clipping: bool = False
     split: Split | None = None
     """How host RAM is divided where not everything fits it."""
+    keep_checkpoints: int | None = None
+    """Checkpoints whose pages on SSD are kept at once; None: one where there is room."""
 
     @property
     def update_under_backward(self) -> bool:
@@ -228,8 +230,14 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     for block_limit, staging_buffers in _BUFFERS:
         candidate = replace(layout, block_limit=block_limit)
         try:
-            split = options.split or USUAL_SPLIT
-            return candidate, place(candidate, budgets, options.update_under_backward, staging_buffers, split)
+            return candidate, place(
+                candidate,
+                budgets,
+                options.update_under_backward,
+                staging_buffers,
+                options.split or USUAL_SPLIT,
+                options.keep_checkpoints,
+            )
         except BudgetError as refusal:
             refusals.append(refusal)
     raise _least(refusals)

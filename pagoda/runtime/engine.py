@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Engine:
         plan: Plan,
         units: list[LiveUnit],
         precision: Precision,
-        directory: str | None,
+        directories: Mapping[Path, int | None],
         clip_grad_norm: float | None,
         poison: bool,
         device: Device,
@@ -80,12 +81,13 @@ class Engine:
         self._meter = Meter()
         self._step = 0
         self.device = device
-        self.store = Store(plan, directory, poison, device)
+        self.store = Store(plan, directories, poison, device)
+        ssd_threads = SSD_THREADS * max(1, len(directories))
         self._lanes = {
             "h2d": Lane("h2d"),
             "d2h": Lane("d2h"),
-            "ssd_read": Lane("ssd_read", SSD_THREADS),
-            "ssd_write": Lane("ssd_write", SSD_THREADS),
+            "ssd_read": Lane("ssd_read", ssd_threads),
+            "ssd_write": Lane("ssd_write", ssd_threads),
             "update": Lane("update", torch.get_num_threads()),
         }
         warm_up(precision)

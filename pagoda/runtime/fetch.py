@@ -4,7 +4,7 @@ import queue
 
 import torch
 
-from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.page import pages_for
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, WEIGHT
 from pagoda.runtime.device import Device, Event
@@ -13,7 +13,7 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
 _PIECE_BYTES = 8 << 20
-"""A fetch from SSD into host frames is cut into pieces of this size, for the lane's threads to share."""
+"""A fetch from SSD into host frames is cut into pieces of about this size, for the lane's threads to share."""
 
 
 class Fetcher:
@@ -30,7 +30,11 @@ class Fetcher:
         plan = store.plan
         self._separate = plan.budgets.device is not None
         pages = plan.placement.pages(HOST, FETCH_RING)
-        self._piece_bytes = pages // FETCH_SLOTS * plan.page_bytes if pages else _PIECE_BYTES
+        self._piece_bytes = (
+            pages // FETCH_SLOTS * plan.page_bytes
+            if pages
+            else pages_for(_PIECE_BYTES, plan.page_bytes) * plan.page_bytes
+        )
         self._ring = [store.host.alloc(pages // FETCH_SLOTS) for _ in range(FETCH_SLOTS)] if pages else []
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(len(self._ring)):
@@ -84,5 +88,4 @@ class Fetcher:
         run, ssd = self._store.run(unit.index, WEIGHT), self._store.ssd
         assert run is not None
         assert ssd is not None
-        assert into.nbytes % PAGE_ALIGN == 0
         ssd.load(run, at, into)

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 from pagoda.runtime.tape import Tape
 
 SSD_THREADS = 2
-"""Threads of `ssd_read`, and as many of `ssd_write`: one transfer is on the drive while the next is prepared."""
+"""Threads of `ssd_read` for each drive, and of `ssd_write`: one transfer is on it while the next is prepared."""
 
 
 class Handle:

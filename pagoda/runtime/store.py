@@ -1,16 +1,17 @@
 """The store: the home of every extent, and access to it element by element off the hot path."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
-from pagoda.memory.page import PAGE_ALIGN, Run
-from pagoda.memory.ssd import PageFile
-from pagoda.memory.tier import MemoryTier, SSDTier
+from pagoda.memory.page import Run, pages_for
+from pagoda.memory.ssd_tier import SSDTier
+from pagoda.memory.tier import MemoryTier
 from pagoda.optim.flat import split
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import BLOCK_ELEMENTS, CHECKPOINT, GRAD, LEASES, RING, STAGING, WEIGHT
+from pagoda.plan.placement import BLOCK_ELEMENTS, CHECKPOINT, GRAD, LEASES, RING, SPARE, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
@@ -21,23 +22,23 @@ LOW = "weight_low"
 class Store:
     """Allocates every extent where the plan puts it.
 
-    Host extents are tensors over the host arena; SSD extents are runs of slots in the page file. Element-wise
-    `read` and `write` serve construction, checkpoints and inspection; they run only while no update is in flight
-    (they borrow the ring to bounce SSD pages through).
+    Host extents are tensors over the host arena; SSD extents are runs of pages, of which gradients' are in no
+    checkpoint. Element-wise `read` and `write` serve construction, checkpoints and inspection; they run only while no
+    update is in flight (they borrow the ring to bounce SSD pages through).
     """
 
-    def __init__(self, plan: Plan, directory: str | None, poison: bool, device: Device) -> None:
+    def __init__(self, plan: Plan, directories: Mapping[Path, int | None], poison: bool, device: Device) -> None:
+        """`directories` of the SSD tier have most bytes of each, None for no limit. Raises as `SSDTier` does."""
         self.plan = plan
         layout, placement = plan.layout, plan.placement
         page = plan.page_bytes
         lines = placement.lines
         self.host = MemoryTier(HOST, device.host_arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
-        self.page_file: PageFile | None = None
         self.ssd: SSDTier | None = None
         if SSD in lines:
-            assert directory is not None, "a plan uses SSD only where there is a directory"
-            self.page_file = PageFile(directory, sum(lines[SSD].values()), page)
-            self.ssd = SSDTier(SSD, self.page_file)
+            assert directories, "a plan uses SSD only where there is a directory"
+            spare = placement.pages(SSD, SPARE)
+            self.ssd = SSDTier(SSD, directories, sum(lines[SSD].values()) - spare, page, spare)
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._runs: dict[tuple[int, str], Run] = {}
         for unit in plan.units:
@@ -46,7 +47,7 @@ class Store:
                 home = placement.home(unit.index, state)
                 if pages and home == SSD and state in lines[SSD]:
                     assert self.ssd is not None
-                    self._runs[unit.index, state] = self.ssd.alloc(pages)
+                    self._runs[unit.index, state] = self.ssd.alloc(pages, transient=state == GRAD)
                 elif pages and home == HOST and state in lines[HOST]:
                     run = self.host.alloc(pages)
                     numel = pages * page // layout.itemsize(state)
@@ -151,20 +152,20 @@ class Store:
                 self.write(unit.index, LOW, at, low)
 
     def close(self) -> None:
-        """Release the SSD file; host memory goes with the last tensor over it."""
+        """Release the SSD tier; host memory goes with the last tensor over it."""
         self._tensors.clear()
         self.host.arena.close()
-        if self.page_file is not None:
-            self.page_file.close()
+        if self.ssd is not None:
+            self.ssd.close()
 
     def _windows(self, unit: int, state: str, start: int, count: int) -> Iterator[tuple[int, int, memoryview, int]]:
-        """(first element, end element, bounce window, byte offset of the window) covering a range of elements."""
-        itemsize = self.dtype(state).itemsize
+        """(first element, end element, bounce window of whole pages, its byte offset) covering a range of elements."""
+        itemsize, page = self.dtype(state).itemsize, self.plan.page_bytes
         end = start + count
         first = start
         while first < end:
-            offset = first * itemsize // PAGE_ALIGN * PAGE_ALIGN
-            nbytes = min(self.ring_bytes, -(-(end * itemsize - offset) // PAGE_ALIGN) * PAGE_ALIGN)
+            offset = first * itemsize // page * page
+            nbytes = min(self.ring_bytes, pages_for(end * itemsize - offset, page) * page)
             last = min(end, (offset + nbytes) // itemsize)
             yield first, last, self.ring_view(0, 0, nbytes), offset
             first = last

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pagoda.errors import NonFiniteGradientError
-from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.page import pages_for
 from pagoda.optim.adamw import Scalars
 from pagoda.optim.kernels import Kernels
 from pagoda.plan.ops import SSD
@@ -384,11 +384,11 @@ class BlockStream:
         assert ssd is not None
         move, verb = (ssd.load, "read") if lane == "ssd_read" else (ssd.store, "write")
         label = f"{verb} {store.plan.units[unit].name}"
-        handles = []
+        handles, page = [], store.plan.page_bytes
         for name in self._streamed(unit):
             run, itemsize = store.run(unit, weights if name == WEIGHT else name), store.dtype(name).itemsize
             assert run is not None
-            nbytes = -(-(stop - start) * itemsize // PAGE_ALIGN) * PAGE_ALIGN
+            nbytes = pages_for((stop - start) * itemsize, page) * page
             view = store.ring_view(slot, self._ring_offsets[name], nbytes)
             work = partial(move, run, start * itemsize, view)
             handles.append(self._lanes[lane].submit(work, after, nbytes, label))

@@ -15,7 +15,6 @@ from pagoda.memory import (
     PAGE_ALIGN,
     Arena,
     MemoryTier,
-    PageFile,
     Run,
     SSDTier,
     Tier,
@@ -31,8 +30,8 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     if request.param == "memory":
         yield MemoryTier("host", Arena(8 * PAGE), PAGE)
     else:
-        with PageFile(tmp_path, 8, PAGE) as file:
-            yield SSDTier("ssd", file)
+        with SSDTier("ssd", {tmp_path: None}, 8, PAGE) as ssd:
+            yield ssd
 
 
 def pattern(nbytes: int, start: int = 1) -> memoryview:
@@ -44,9 +43,9 @@ def pattern(nbytes: int, start: int = 1) -> memoryview:
 def test_what_is_stored_in_a_run_is_loaded_from_it(tier: Tier) -> None:
     other, run = tier.alloc(1), tier.alloc(3)
     tier.store(other, 0, pattern(PAGE, 7))
-    tier.store(run, PAGE_ALIGN, pattern(2 * PAGE))
+    tier.store(run, PAGE, pattern(2 * PAGE))
     got = Arena(2 * PAGE).view(0, 2 * PAGE)
-    tier.load(run, PAGE_ALIGN, got)
+    tier.load(run, PAGE, got)
     assert got == pattern(2 * PAGE)
     beside = Arena(PAGE).view(0, PAGE)
     tier.load(other, 0, beside)

@@ -118,7 +118,7 @@ def parts(
     warm_up(precision)
     model = layers_of(sizes)
     plan = plan_for(model, placement, precision, Options(page_bytes=PAGE, unit_limit=1), block_limit)
-    store = Store(plan, str(directory), poison=True, device=Device())
+    store = Store(plan, {directory: None}, poison=True, device=Device())
     dtype = store.dtype(GRAD)
     units = live_units(model, plan.units, dtype, Device.torch_device)
     for unit in units:

@@ -1,0 +1,96 @@
+"""Reading what a commit keeps, whoever made it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pagoda.errors import StorageError
+from pagoda.memory.arena import Arena
+from pagoda.memory.commits import Commit, Reference, StoreRecord, locate
+from pagoda.memory.page import Run
+from pagoda.memory.ssd import PageFile, StripedFile
+from pagoda.memory.verify import read_pages
+
+
+class CommittedPages:
+    """The pages of one commit, read-only and verified. Thread-safe; to be closed.
+
+    They need no lock: nobody overwrites them as long as the commit exists, and a page of one that was deleted
+    meanwhile is a CorruptPageError at worst.
+    """
+
+    def __init__(self, record: StoreRecord, commit: Commit) -> None:
+        """Raises StorageError when a page file is missing or shorter than its store says."""
+        self.store = record.id
+        self.commit = commit.commit
+        self.page_bytes = record.page_bytes
+        self.pages = len(commit.table.slots)
+        self._table = commit.table
+        files: list[PageFile] = []
+        try:
+            for stripe, path in enumerate(record.pages_paths):
+                count = sum(portion[stripe] for portion in record.portions)
+                directory = record.directories[stripe]
+                files.append(PageFile(directory, count, record.page_bytes, existing=path, read_only=True))
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        self._file = StripedFile(files, record.portions)
+
+    def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
+        """Fill `into` with whole pages from byte `offset_bytes` of `run` on; the run is one of the committed tier.
+
+        Raises ValueError for bytes outside the run or the commit, and for parts of pages; CorruptPageError and
+        StorageError as `SSDTier.load` does.
+        """
+        first, odd = divmod(offset_bytes, self.page_bytes)
+        count, rest = divmod(into.nbytes, self.page_bytes)
+        if odd or rest or offset_bytes < 0 or first + count > run.count or run.stop > self.pages:
+            raise ValueError(
+                f"asked for {into.nbytes} bytes at offset {offset_bytes} of {run} in a commit of {self.pages} pages of "
+                f"{self.page_bytes} bytes"
+            )
+        read_pages(self._file, self._table.part(run.start + first, count), into)
+
+    def damaged(self) -> Iterator[str]:
+        """Read every page; yields what is wrong with each that is not as it was written."""
+        arena = Arena(self.page_bytes)
+        into = arena.view(0, self.page_bytes)
+        for page in range(self.pages):
+            try:
+                self.load(Run(page, 1), 0, into)
+            except StorageError as error:
+                yield f"page {page}: {error}"
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> "CommittedPages":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_commit(reference: Mapping[str, Any], directories: Sequence[str | Path] = ()) -> CommittedPages:
+    """The pages that `FrozenPages.commit` gave this reference for.
+
+    They are looked for in `directories`, and where they were written. Raises StorageError when store or commit is not
+    there, or its page table or files are damaged.
+    """
+    wanted = Reference.from_json(reference)
+    record = locate(wanted, [Path(directory) for directory in directories])
+    if record is None:
+        raise StorageError(
+            f"the pages of store {wanted.store} are not in {', '.join(wanted.directories)}"
+            f"{''.join(f' or {d}' for d in directories)}: give the directory that has pagoda-{wanted.store}"
+        )
+    commit = Commit.read(record.commit_path(wanted.commit))
+    if (commit.store, commit.page_bytes) != (record.id, record.page_bytes):
+        raise StorageError(f"{record.commit_path(wanted.commit)} is the page table of another store")
+    return CommittedPages(record, commit)

@@ -1,0 +1,77 @@
+"""One owner at a time for an SSD directory."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagoda.errors import StorageError
+
+
+class DirectoryLock:
+    """Exclusive advisory locks (flock) on directories, which leave no file behind and end with the process.
+
+    Two in one process exclude each other too. NOT inherited by `exec`; a fork shares it until it ends, or until
+    `close`, which ends it for all.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        """Raises StorageError when a directory is missing, or somebody else holds it (then it says who)."""
+        self._descriptors: list[int] = []
+        try:
+            for directory in directories:
+                self._lock(directory)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others have the directories. Idempotent."""
+        while self._descriptors:
+            descriptor = self._descriptors.pop()
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def _lock(self, directory: Path) -> None:
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            if error.errno == errno.ENOTDIR:
+                raise StorageError(f"SSD directory {directory} is not a directory; name another in ssd=") from error
+            raise StorageError(
+                f"SSD directory {directory} cannot be used: {error.strerror}; "
+                "create it (mkdir -p) or name another in ssd="
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(os.fstat(descriptor).st_ino)
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StorageError(
+                    f"SSD directory {directory} cannot be locked: {error.strerror}; name a directory on a local file "
+                    "system in ssd="
+                ) from error
+            raise StorageError(
+                f"SSD directory {directory} is in use by {holder}: wait for it to end, close() its optimizer, or name "
+                "another directory in ssd="
+            ) from error
+        self._descriptors.append(descriptor)
+
+
+def _holder(inode: int) -> str:
+    """Who has the lock, as far as the system tells."""
+    try:
+        with open("/proc/locks") as locks:
+            for line in locks:
+                fields = line.split()
+                if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
+                    pid = int(fields[4])
+                    if pid == os.getpid():
+                        return f"another optimizer of this process (pid {pid})"
+                    if pid > 0:
+                        return f"another process (pid {pid})"
+    except (OSError, ValueError, IndexError):
+        pass
+    return "another process"
