@@ -1,0 +1,41 @@
+"""What tests of the SSD tier share: patterned pages, and where a page lies on disk."""
+
+from pathlib import Path
+
+from pagoda.memory import Arena, Run, SSDTier
+
+PAGE = 4096
+
+
+def pattern(pages: int, seed: int) -> memoryview:
+    """Whole pages of bytes that differ with seed and place."""
+    view = Arena(pages * PAGE).view(0, pages * PAGE)
+    view[:] = bytes((seed * 37 + k // PAGE + k) % 251 for k in range(pages * PAGE))
+    return view
+
+
+def loaded(tier: SSDTier, run: Run) -> memoryview:
+    """A whole run, as it reads now."""
+    into = Arena(run.count * PAGE).view(0, run.count * PAGE)
+    tier.load(run, 0, into)
+    return into
+
+
+def names(directory: Path) -> list[str]:
+    """Every file and folder below a directory."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """A checkpoint directory, so that what was committed for it is kept."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    """Damage one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 16]))

@@ -1,0 +1,370 @@
+"""What a page store leaves on disk: all of a commit or nothing of it, and nothing that nobody needs."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.errors import BudgetError, StorageError
+from pagoda.memory import Arena, Run, SSDTier, forget_commit, open_commit
+from tests.memory.ssd_parts import PAGE, flip_bit, loaded, make_checkpoint, names, pattern
+
+Reference = dict[str, Any]
+
+
+def open_tier(directory: Path, pages: int = 4, spare: int = 8) -> SSDTier:
+    return SSDTier("ssd", {directory: None}, pages, PAGE, spare)
+
+
+def commit(tier: SSDTier, checkpoint: Path) -> Reference:
+    with tier.freeze() as frozen:
+        return frozen.commit(make_checkpoint(checkpoint))
+
+
+def committed(reference: Reference, run: Run, directories: tuple[Path, ...] = ()) -> memoryview:
+    into = Arena(run.count * PAGE).view(0, run.count * PAGE)
+    with open_commit(reference, directories) as pages:
+        pages.load(run, 0, into)
+    return into
+
+
+@pytest.fixture
+def ssd(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "ssd")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "step-1"
+
+
+def test_before_the_first_commit_nothing_has_a_name(ssd: Path) -> None:
+    with open_tier(ssd) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 1))
+        with tier.freeze():
+            tier.store(run, 0, pattern(4, 2))
+        assert names(ssd) == []
+    assert names(ssd) == []
+
+
+def test_where_files_cannot_be_named_later_they_are_named_at_once_and_deleted_at_the_end(
+    ssd: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def without_tmpfile(path: str | Path, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", without_tmpfile)
+    with open_tier(ssd) as tier:
+        assert [name.rpartition("/")[2] for name in names(ssd)][1:] == ["pages"]
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 1))
+        reference = commit(tier, checkpoint)
+        assert committed(reference, run) == pattern(4, 1)
+        forget_commit(reference)
+    assert names(ssd) == []
+
+
+def test_a_commit_outlives_the_store_that_made_it_and_what_was_stored_after_it(ssd: Path, checkpoint: Path) -> None:
+    with open_tier(ssd) as tier:
+        run = tier.alloc(4)
+        tier.store(run, PAGE, pattern(3, 1))
+        reference = json.loads(json.dumps(commit(tier, checkpoint)))
+        tier.store(run, 0, pattern(4, 2))
+    assert committed(reference, run) == bytes(PAGE) + bytes(pattern(3, 1))
+
+
+def test_a_resumed_store_adopts_pages_without_io_and_takes_no_more_space(
+    ssd: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_tier(ssd, spare=4) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 1))
+        reference = commit(tier, checkpoint)
+    sizes = {path: path.stat().st_size for path in ssd.rglob("pages")}
+    with open_tier(ssd, spare=4) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 2))  # as construction does, before there is anything to adopt
+        with open_commit(reference) as pages, monkeypatch.context() as patch:
+            patch.delattr(os, "preadv")
+            patch.delattr(os, "pwritev")
+            assert tier.adopt(run, pages, Run(0, 4))
+        assert loaded(tier, run) == pattern(4, 1)
+        tier.store(run, 0, pattern(4, 3))
+        assert loaded(tier, run) == pattern(4, 3)
+        assert committed(reference, run) == pattern(4, 1)
+    assert {path: path.stat().st_size for path in ssd.rglob("pages")} == sizes
+
+
+def test_a_store_with_too_few_free_slots_beside_its_commits_grows(ssd: Path, checkpoint: Path) -> None:
+    with open_tier(ssd, spare=0) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 1))
+        reference = commit(tier, checkpoint)
+    for _ in range(2):
+        with open_tier(ssd, spare=0) as tier:
+            run = tier.alloc(4)
+            tier.store(run, 0, pattern(4, 2))
+            assert committed(reference, run) == pattern(4, 1)
+        assert [path.stat().st_size for path in ssd.rglob("pages")] == [8 * PAGE]
+    with pytest.raises(BudgetError, match=r"checkpoints there keep 16\.00 KiB: delete some"):
+        SSDTier("ssd", {ssd: 9 * PAGE}, 6, PAGE, 0)
+
+
+def test_another_page_size_or_other_stripes_make_a_store_beside(ssd: Path, checkpoint: Path, tmp_path: Path) -> None:
+    with open_tier(ssd) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 1))
+        reference = commit(tier, checkpoint)
+    second = make_checkpoint(tmp_path / "second")
+    with SSDTier("ssd", {ssd: None, second: None}, 4, PAGE, 4) as tier, open_commit(reference) as pages:
+        assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
+        striped = commit(tier, tmp_path / "run" / "step-2")
+        assert {path.name for path in (ssd, second) if list(path.glob(f"*{striped['store']}*"))} == {"ssd", "second"}
+    with SSDTier("ssd", {ssd: None}, 4, 2 * PAGE, 4) as tier, open_commit(reference) as pages:
+        assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
+    assert committed(reference, run) == pattern(4, 1)
+
+
+def test_striped_pages_are_found_where_their_directories_are_now(tmp_path: Path, checkpoint: Path) -> None:
+    drives = [make_checkpoint(tmp_path / name) for name in ("a", "b")]
+    with SSDTier("ssd", dict.fromkeys(drives), 6, PAGE, 6) as tier:
+        run = tier.alloc(6)
+        tier.store(run, 0, pattern(6, 1))
+        reference = commit(tier, checkpoint)
+    (tmp_path / "b").rename(tmp_path / "moved")
+    with pytest.raises(StorageError, match="give the directory that has"):
+        committed(reference, run)
+    assert committed(reference, run, (tmp_path / "moved",)) == pattern(6, 1)
+
+
+def test_a_deleted_checkpoint_frees_its_pages_when_the_directory_is_opened(ssd: Path, checkpoint: Path) -> None:
+    with open_tier(ssd) as tier:
+        run = tier.alloc(4)
+        for seed in (1, 2):
+            tier.store(run, 0, pattern(4, seed))
+            reference = commit(tier, checkpoint.with_name(f"step-{seed}"))
+    shutil.rmtree(checkpoint.with_name("step-1"))
+    with open_tier(ssd, spare=4) as tier:
+        tier.store(tier.alloc(4), 0, pattern(4, 3))
+    assert len(list(ssd.glob("*/commits/*"))) == 1
+    assert committed(reference, run) == pattern(4, 2)
+    shutil.rmtree(checkpoint.with_name("step-2"))
+    open_tier(ssd).close()
+    assert names(ssd) == []
+
+
+def test_a_checkpoint_on_a_drive_that_is_not_there_keeps_its_pages(ssd: Path, checkpoint: Path) -> None:
+    with open_tier(ssd) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 1))
+        reference = commit(tier, checkpoint)
+    shutil.rmtree(checkpoint.parent)
+    open_tier(ssd).close()
+    assert committed(reference, run) == pattern(4, 1)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_the_last_commit_forgotten_deletes_the_store(ssd: Path, checkpoint: Path, live: bool) -> None:
+    with open_tier(ssd) as tier:
+        tier.store(tier.alloc(4), 0, pattern(4, 1))
+        reference = commit(tier, checkpoint)
+        if live:
+            forget_commit(reference)
+            forget_commit(reference)
+            tier.store(Run(0, 4), 0, pattern(4, 2))
+    if not live:
+        forget_commit(reference)
+        forget_commit(reference)
+    assert names(ssd) == []
+    with pytest.raises(StorageError, match=f"pagoda-{reference['store']}"):
+        open_commit(reference)
+
+
+def test_a_striped_store_leaves_no_stripe_behind(tmp_path: Path, checkpoint: Path) -> None:
+    drives = [make_checkpoint(tmp_path / name) for name in ("a", "b")]
+    with SSDTier("ssd", dict.fromkeys(drives), 6, PAGE, 6) as tier:
+        tier.store(tier.alloc(6), 0, pattern(6, 1))
+        commit(tier, checkpoint)
+    open_tier(drives[1]).close()  # alone: the other stripe is still in use
+    assert names(drives[1]) != []
+    shutil.rmtree(next(drives[0].iterdir()))
+    open_tier(drives[1]).close()
+    assert names(drives[1]) == []
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: os.truncate(path, 40), lambda path: flip_bit(path, 250), lambda path: os.truncate(path, 0)]
+)
+def test_a_damaged_page_table_is_an_error_and_its_pages_are_left_alone(
+    ssd: Path, checkpoint: Path, damage: Callable[[Path], None]
+) -> None:
+    with open_tier(ssd) as tier:
+        run = tier.alloc(4)
+        for seed in (1, 2):
+            tier.store(run, 0, pattern(4, seed))
+            references = [commit(tier, checkpoint.with_name(f"step-{step}")) for step in range(2)]
+    damage(next(ssd.glob(f"*/commits/{references[0]['commit']}")))
+    with pytest.raises(StorageError, match=r"page table .* is truncated or damaged"):
+        open_commit(references[0])
+    with open_tier(ssd) as tier:  # in a store of its own: nobody knows which slots the damaged table keeps
+        tier.store(tier.alloc(4), 0, pattern(4, 7))
+        assert names(ssd) != []
+    assert committed(references[1], run) == pattern(4, 2)
+
+
+def test_a_truncated_page_file_is_an_error_and_not_used_on(ssd: Path, checkpoint: Path) -> None:
+    with open_tier(ssd) as tier:
+        tier.store(tier.alloc(4), 0, pattern(4, 1))
+        reference = commit(tier, checkpoint)
+    os.truncate(next(ssd.glob("*/pages")), 2 * PAGE)
+    with pytest.raises(StorageError, match=rf"is truncated: it has {2 * PAGE} bytes where .* {12 * PAGE}"):
+        open_commit(reference)
+    with open_tier(ssd) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 2))
+        assert loaded(tier, run) == pattern(4, 2)
+
+
+@pytest.mark.parametrize("reference", [{}, {"store": "x"}, {"store": "x", "commit": 1, "page_bytes": "y"}])
+def test_a_reference_that_is_none_is_refused(reference: Reference) -> None:
+    with pytest.raises(StorageError, match="not a reference to committed pages"):
+        open_commit(reference)
+
+
+def test_a_full_disk_fails_the_commit_and_leaves_the_one_before(
+    ssd: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_tier(ssd) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 1))
+        first = commit(tier, checkpoint)
+        tier.store(run, 0, pattern(4, 2))
+        real = os.fsync
+
+        def full(descriptor: int) -> None:
+            if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".tmp"):
+                raise OSError(28, "No space left on device")
+            real(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(StorageError, match="No space left on device"):
+                commit(tier, checkpoint.with_name("step-2"))
+        assert len(list(ssd.glob("*/commits/*"))) == 1
+        for seed in range(3):  # no slot is lost
+            tier.store(run, 0, pattern(4, seed))
+            with tier.freeze():
+                tier.store(run, 0, pattern(4, 9))
+        assert committed(first, run) == pattern(4, 1)
+        assert committed(commit(tier, checkpoint.with_name("step-3")), run) == pattern(4, 9)
+
+
+def test_two_tiers_of_a_process_on_one_directory_are_refused(ssd: Path) -> None:
+    with open_tier(ssd), pytest.raises(StorageError, match=r"another optimizer of this process.*another directory"):
+        open_tier(ssd)
+    open_tier(ssd).close()
+
+
+def child(source: str, *args: object) -> subprocess.Popen[str]:
+    """A process that runs `source` with this module's names."""
+    program = "from tests.memory.test_page_store import *\n" + source
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_on_one_directory_are_refused_until_the_first_ends(ssd: Path) -> None:
+    with child("tier = open_tier(Path(sys.argv[1])); print('open', flush=True); input()", ssd) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(StorageError, match=rf"in use by another process \(pid {other.pid}\)"):
+            open_tier(ssd)
+        other.kill()
+    open_tier(ssd).close()
+    assert names(ssd) == []
+
+
+_STEPS = ("mkdir", "link", "fdatasync", "fsync", "replace", "unlink", "pwritev")
+"""What a commit does to the disk."""
+
+
+def killed_after(last: int, ssd: Path, run_dir: Path) -> bool:
+    """Two checkpoints in a process that is killed before its step `last`; whether it came to the end."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    count = 0
+
+    def armed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **named)
+
+        return call
+
+    try:
+        tier = open_tier(ssd)
+        run = tier.alloc(4)
+        for name in _STEPS:
+            setattr(os, name, armed(getattr(os, name)))
+        old = None
+        for seed in (1, 2):
+            tier.store(run, 0, pattern(4, seed))
+            new = tier.freeze()
+            reference = new.commit(run_dir / f"step-{seed}")
+            make_checkpoint(run_dir / f"step-{seed}")
+            (run_dir / f"step-{seed}.json").write_text(json.dumps(reference))
+            if old is not None:
+                old.release()
+            new.close()
+            old = new
+        tier.store(run, 0, pattern(4, 3))
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def test_a_kill_between_any_two_steps_leaves_old_or_new_and_no_space_is_lost(tmp_path: Path) -> None:
+    outcomes = set()
+    for last in range(100):
+        ssd, run_dir = make_checkpoint(tmp_path / f"ssd{last}"), make_checkpoint(tmp_path / f"run{last}")
+        done = killed_after(last, ssd, run_dir)
+        # A checkpoint is there once its directory is; what it refers to must be, too.
+        for seed in (1, 2):
+            text = run_dir / f"step-{seed}.json"
+            reference = json.loads(text.read_text()) if text.exists() and text.read_text() else None
+            forgotten = (run_dir / "step-2.json").exists() and seed == 1
+            if reference is not None and not forgotten:
+                outcomes.add(seed)
+                assert committed(reference, Run(0, 4)) == pattern(4, seed)
+        with open_tier(ssd, spare=8) as tier:
+            run = tier.alloc(4)
+            tier.store(run, 0, pattern(4, 4))
+            checkpoints = [path for path in run_dir.iterdir() if path.is_dir()]
+            assert len(list(ssd.glob("*/commits/*"))) <= len(checkpoints)
+            assert len(list(ssd.glob("pagoda-*"))) <= 1
+            sizes = [path.stat().st_size for path in ssd.rglob("pages")]
+            assert sizes in ([], [12 * PAGE])
+        shutil.rmtree(run_dir)
+        run_dir.mkdir()
+        open_tier(ssd).close()
+        assert names(ssd) == []
+        if done:
+            break
+    assert done
+    assert outcomes == {1, 2}

@@ -1,0 +1,348 @@
+"""Pages on SSD are what was stored, whatever is frozen, forked, adopted or broken meanwhile."""
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import BudgetError, CorruptPageError, StorageError
+from pagoda.memory import Arena, Run, SSDTier, open_commit
+from tests.memory.ssd_parts import PAGE, flip_bit, loaded, make_checkpoint, pattern
+
+
+@pytest.fixture(params=[1, 3], ids=["one-drive", "three-drives"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SSDTier]:
+    """Eight pages and eight spare slots."""
+    directories = [tmp_path / f"drive{index}" for index in range(request.param)]
+    for directory in directories:
+        directory.mkdir()
+    with SSDTier("ssd", dict.fromkeys(directories), 8, PAGE, 8) as tier:
+        yield tier
+
+
+def test_what_is_frozen_stays_whatever_is_stored(tier: SSDTier) -> None:
+    run = tier.alloc(5)
+    tier.store(run, 0, pattern(5, 1))
+    with tier.freeze() as frozen:
+        tier.store(run, PAGE, pattern(3, 2))
+        tier.store(run, 2 * PAGE, pattern(2, 3))
+        into = Arena(5 * PAGE).view(0, 5 * PAGE)
+        frozen.load(run, 0, into)
+        assert into == pattern(5, 1)
+        frozen.load(run, 2 * PAGE, into[: 2 * PAGE])
+        assert into[: 2 * PAGE] == pattern(5, 1)[2 * PAGE : 4 * PAGE]
+    now = loaded(tier, run)
+    assert now[:PAGE] == pattern(5, 1)[:PAGE]
+    assert now[PAGE : 2 * PAGE] == pattern(3, 2)[:PAGE]
+    assert now[2 * PAGE : 4 * PAGE] == pattern(2, 3)
+
+
+def test_pages_never_stored_read_as_zeros_frozen_or_not(tier: SSDTier) -> None:
+    run = tier.alloc(3)
+    tier.store(run, PAGE, pattern(1, 1))
+    with tier.freeze() as frozen:
+        into = pattern(3, 9)
+        frozen.load(run, 0, into)
+    assert into == loaded(tier, run) == bytes(PAGE) + bytes(pattern(1, 1)) + bytes(PAGE)
+
+
+def test_freed_pages_read_as_never_stored_when_allocated_again(tier: SSDTier) -> None:
+    run = tier.alloc(8)
+    tier.store(run, 0, pattern(8, 1))
+    tier.free(run)
+    assert loaded(tier, tier.alloc(8)) == bytes(8 * PAGE)
+
+
+def test_transient_pages_are_in_no_freeze_and_need_no_spare_slots(tmp_path: Path) -> None:
+    with SSDTier("ssd", {tmp_path: None}, 4, PAGE, 2) as tier:
+        state, spill = tier.alloc(2), tier.alloc(2, transient=True)
+        for run in (state, spill):
+            tier.store(run, 0, pattern(2, 1))
+        with tier.freeze() as frozen:
+            for seed in range(2, 5):
+                tier.store(state, 0, pattern(2, seed))
+                tier.store(spill, 0, pattern(2, seed))
+            into = pattern(2, 9)
+            frozen.load(spill, 0, into)
+            assert into == bytes(2 * PAGE)
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_a_fork_is_kept_or_undone_without_io(tier: SSDTier, undo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tier.alloc(4)
+    tier.store(run, 0, pattern(4, 1))
+    fork = tier.fork(run)
+    tier.store(run, PAGE, pattern(2, 2))
+    tier.store(run, PAGE, pattern(2, 3))
+    expected = pattern(4, 1)
+    if not undo:
+        expected[PAGE : 3 * PAGE] = pattern(2, 3)
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "preadv")
+        patch.delattr(os, "pwritev")
+        fork.undo() if undo else fork.keep()
+    assert loaded(tier, run) == expected
+    with pytest.raises(ValueError, match="has ended"):
+        fork.keep()
+    for seed in range(3):  # no slot is lost
+        other = tier.fork(run)
+        tier.store(run, 0, pattern(4, seed))
+        other.undo()
+    assert loaded(tier, run) == expected
+
+
+def test_parts_of_pages_are_refused(tier: SSDTier) -> None:
+    run = tier.alloc(2)
+    view = Arena(2 * PAGE).view(0, 2 * PAGE)
+    for offset, nbytes in ((512, PAGE), (0, 512)):
+        with pytest.raises(ValueError, match="whole pages of 4096 bytes"):
+            tier.store(run, offset, view[:nbytes])
+
+
+def committed_files(tier: SSDTier, checkpoint: Path) -> list[Path]:
+    """The page files of a tier, named by a commit."""
+    with tier.freeze() as frozen:
+        reference = frozen.commit(make_checkpoint(checkpoint))
+    return [Path(d) / f"pagoda-{reference['store']}" / "pages" for d in reference["directories"]]
+
+
+def test_a_flipped_bit_in_any_page_is_an_error_that_names_file_and_offset(tier: SSDTier, tmp_path: Path) -> None:
+    run = tier.alloc(8)
+    tier.store(run, 0, pattern(8, 1))
+    files = committed_files(tier, tmp_path / "checkpoint")
+    found = []
+    for path in files:
+        for page in range(path.stat().st_size // PAGE):
+            flip_bit(path, page * PAGE + 1000)
+            try:
+                loaded(tier, run)
+            except CorruptPageError as error:
+                found.append(f"{path} at offset {page * PAGE} does not hold what was written" in str(error))
+            flip_bit(path, page * PAGE + 1000)
+    assert found == [True] * 8
+    assert loaded(tier, run) == pattern(8, 1)
+
+
+def test_a_page_in_the_place_of_another_is_an_error(tier: SSDTier, tmp_path: Path) -> None:
+    run = tier.alloc(8)
+    tier.store(run, 0, pattern(8, 1))
+    path = committed_files(tier, tmp_path / "checkpoint")[0]
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content[PAGE : 2 * PAGE] + content[:PAGE])
+    with pytest.raises(CorruptPageError):
+        loaded(tier, run)
+
+
+def test_a_truncated_page_file_is_an_error(tier: SSDTier, tmp_path: Path) -> None:
+    run = tier.alloc(8)
+    tier.store(run, 0, pattern(8, 1))
+    os.truncate(committed_files(tier, tmp_path / "checkpoint")[0], PAGE)
+    with pytest.raises(StorageError, match="end of file"):
+        loaded(tier, run)
+
+
+@pytest.mark.parametrize("verb", ["preadv", "pwritev"])
+def test_a_failing_disk_is_an_error_and_old_content_is_never_taken_for_new(
+    tier: SSDTier, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tier.alloc(4)
+    tier.store(run, 0, pattern(4, 1))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, verb, fail)
+        with pytest.raises(StorageError, match="Input/output error"):
+            tier.load(run, 0, pattern(4, 0)) if verb == "preadv" else tier.store(run, 0, pattern(4, 2))
+    assert loaded(tier, run) == pattern(4, 1)  # nothing was written
+    tier.store(run, 0, pattern(4, 2))
+    assert loaded(tier, run) == pattern(4, 2)
+
+
+def test_a_write_that_ended_half_way_is_an_error_when_read(tier: SSDTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tier.alloc(1)
+    tier.store(run, 0, pattern(1, 1))
+
+    def tear(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        os.pwrite(fd, pattern(1, 77), offset)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", tear)
+        with pytest.raises(StorageError):
+            tier.store(run, 0, pattern(1, 2))
+    with pytest.raises(CorruptPageError):
+        loaded(tier, run)
+
+
+def test_short_reads_are_completed(tier: SSDTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tier.alloc(8)
+    tier.store(run, 0, pattern(8, 1))
+    real = os.preadv
+
+    def short(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return real(fd, [buffers[0][:PAGE]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert loaded(tier, run) == pattern(8, 1)
+
+
+def test_without_a_free_slot_a_store_is_refused_saying_what_to_change(tmp_path: Path) -> None:
+    with SSDTier("ssd", {tmp_path: None}, 4, PAGE, 4) as tier:
+        run = tier.alloc(4)
+        for seed in range(2):
+            tier.store(run, 0, pattern(4, seed))
+            with tier.freeze() as frozen:
+                frozen.commit(make_checkpoint(tmp_path / f"checkpoint{seed}"))
+        with pytest.raises(BudgetError, match=r"2 checkpoints keep .*4 spare .*keep_checkpoints.*memory\.ssd"):
+            tier.store(run, 0, pattern(1, 5))
+        assert loaded(tier, run) == pattern(4, 1)
+
+
+def test_a_store_waits_for_a_freeze_that_is_about_to_make_room(tmp_path: Path) -> None:
+    with SSDTier("ssd", {tmp_path: None}, 4, PAGE, 4) as tier:
+        run = tier.alloc(4)
+        tier.store(run, 0, pattern(4, 0))
+        with tier.freeze() as old:
+            old.commit(make_checkpoint(tmp_path / "old"))
+        tier.store(run, 0, pattern(4, 1))
+        stored = threading.Event()
+
+        def store() -> None:
+            tier.store(run, 0, pattern(4, 2))
+            stored.set()
+
+        with tier.freeze() as new:
+            thread = threading.Thread(target=store)
+            thread.start()
+            reference = new.commit(make_checkpoint(tmp_path / "new"))
+            assert not stored.wait(0.2)
+            old.release()
+            assert stored.wait(60)
+        thread.join()
+        assert loaded(tier, run) == pattern(4, 2)
+        with open_commit(reference) as committed:
+            into = pattern(4, 9)
+            committed.load(run, 0, into)
+            assert into == pattern(4, 1)
+
+
+def test_a_freeze_dropped_without_a_word_keeps_no_slots(tmp_path: Path) -> None:
+    with SSDTier("ssd", {tmp_path: None}, 2, PAGE, 1) as tier:
+        run = tier.alloc(2)
+        for seed in range(4):
+            tier.store(run, 0, pattern(1, seed))
+            tier.freeze()
+        tier.store(run, 0, pattern(1, 9))
+        assert loaded(tier, run)[:PAGE] == pattern(1, 9)
+
+
+def test_striping_and_drives_of_unequal_size_give_the_same_bytes(tmp_path: Path) -> None:
+    limits = {"a": None, "b": 2 * PAGE, "c": 7 * PAGE, "d": 5 * PAGE}
+    for name in limits:
+        (tmp_path / name).mkdir()
+    directories = {tmp_path / name: limit for name, limit in limits.items() if limit}
+    with (
+        SSDTier("ssd", {tmp_path / "a": None}, 9, PAGE, 5) as one,
+        SSDTier("ssd", directories, 9, PAGE, 5) as several,
+    ):
+        rng = random.Random(0)
+        runs = [(one.alloc(n), several.alloc(n)) for n in (4, 2, 3)]
+        for step in range(200):
+            pair = rng.choice(runs)
+            first = rng.randrange(pair[0].count)
+            data = pattern(rng.randint(1, pair[0].count - first), step)
+            for tier, run in zip((one, several), pair, strict=True):
+                tier.store(run, first * PAGE, data)
+            if step % 50 == 10:
+                frozen = one.freeze(), several.freeze()
+            if step % 50 == 12:
+                for each in frozen:
+                    each.release()
+            for a, b in runs:
+                assert loaded(one, a) == loaded(several, b)
+
+
+def test_limits_too_small_for_the_pages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"20\.00 KiB more are needed and 16\.00 KiB are allowed.*memory\.ssd"):
+        SSDTier("ssd", {tmp_path: 4 * PAGE}, 4, PAGE, 1)
+
+
+def test_adjoining_pages_move_in_one_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SSDTier("ssd", {tmp_path: None}, 64, PAGE, 64) as tier:
+        run = tier.alloc(64)
+        calls: list[str] = []
+        for verb in ("preadv", "pwritev"):
+            real = getattr(os, verb)
+            monkeypatch.setattr(os, verb, lambda *a, real=real, verb=verb: (calls.append(verb), real(*a))[1])
+        tier.store(run, 0, pattern(64, 1))
+        with tier.freeze():
+            for at in range(0, 64, 16):
+                tier.store(run, at * PAGE, pattern(16, 2))
+            loaded(tier, run)
+        assert calls.count("pwritev") == 1 + 4
+        assert calls.count("preadv") == 1
+
+
+def test_random_stores_freezes_forks_and_commits_from_several_threads_keep_every_bit(
+    tier: SSDTier, tmp_path: Path
+) -> None:
+    """Each thread owns a run and knows what it must read as; freezes of one thread see whole stores of the others."""
+    failures: list[BaseException] = []
+
+    def own(seed: int) -> None:
+        try:
+            rng, run, value = random.Random(seed), tier.alloc(2), 0
+            tier.store(run, 0, pattern(2, value))
+            for step in range(60):
+                action = rng.random()
+                if action < 0.5:
+                    value = seed + 3 * step
+                    tier.store(run, 0, pattern(2, value))
+                elif action < 0.7:
+                    fork, before = tier.fork(run), value
+                    value += 1
+                    tier.store(run, 0, pattern(2, value))
+                    if rng.random() < 0.5:
+                        fork.undo()
+                        value = before
+                    else:
+                        fork.keep()
+                time.sleep(0)
+                assert loaded(tier, run) == pattern(2, value)
+        except BaseException as error:
+            failures.append(error)
+
+    def freeze() -> None:
+        try:
+            into = Arena(2 * PAGE).view(0, 2 * PAGE)
+            for step in range(12):
+                with tier.freeze() as frozen:
+                    reference = frozen.commit(make_checkpoint(tmp_path / f"checkpoint{step}")) if step % 2 else None
+                    for first in (0, 2, 4):
+                        frozen.load(Run(first, 2), 0, into)
+                        assert into == bytes(2 * PAGE) or any(into == pattern(2, seed) for seed in range(251))
+                        if reference is not None:
+                            kept = bytes(into)
+                            with open_commit(reference) as committed:
+                                committed.load(Run(first, 2), 0, into)
+                            assert into == kept
+                    frozen.release()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=own, args=(seed,)) for seed in range(3)]
+    threads.append(threading.Thread(target=freeze))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failures == []
