@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.memory.page import PAGE_ALIGN, pages_for
+from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
 from pagoda.plan.ops import DEVICE, HOST, SSD
@@ -148,9 +148,9 @@ class Layout:
 
     @property
     def piece_pages(self) -> int:
-        """Pages that hold a piece of a checkpoint, and what direct I/O reads around it."""
+        """Pages that hold a piece of a checkpoint, wherever it begins in its first page."""
         widest = min(PIECE_ELEMENTS, max(unit.numel for unit in self.units))
-        return pages_for(widest * max(s.dtype.itemsize for s in self.states) + 2 * PAGE_ALIGN, self.page_bytes)
+        return pages_for(widest * max(s.dtype.itemsize for s in self.states), self.page_bytes) + 1
 
     def lease_pages(self, ahead: int) -> int:
         """Frames with which a unit, those around it and `ahead` more can be leased at once, wherever they lie.

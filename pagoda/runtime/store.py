@@ -108,8 +108,9 @@ class Store:
         """
         itemsize = self.dtype(state).itemsize
         first, end = start * itemsize, (start + count) * itemsize
-        offset = first // PAGE_ALIGN * PAGE_ALIGN
-        self._load(unit, state, offset, window[: -(-(end - offset) // PAGE_ALIGN) * PAGE_ALIGN])
+        page = self.plan.page_bytes
+        offset = first // page * page
+        self._load(unit, state, offset, window[: pages_for(end - offset, page) * page])
         return window[first - offset : end - offset]
 
     def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
