@@ -1,10 +1,11 @@
 """Predicted against measured: step time and peak bytes of many configurations, calibrated in the same run.
 
-For each configuration the machine is calibrated and the model's modules are profiled (a shared machine's disk and cores
-drift within minutes), the plan that `wrap` will make is simulated on that, and then trained for a few steps on real
-text. Errors are (predicted - measured) / measured. Memory is predicted per tier from the simulated ledger.
+Each configuration is trained on real text in turns: the machine is calibrated and the model's modules are profiled for
+a few seconds, then a few steps run, and so on, because a shared machine's disk and cores drift within seconds. Every
+turn's calibration predicts the steps of that turn, by simulating the plan that runs. Predicted and measured are the
+medians over turns; errors are (predicted - measured) / measured. Memory is predicted from the simulated ledger.
 
-    python benchmarks/predict.py --ssd DIR [--models llama-15m llama-110m llama-215m] [--steps 5] [--out FILE]
+    python benchmarks/predict.py --ssd DIR [--models llama-15m llama-110m llama-215m] [--case-s 45] [--out FILE]
 """
 
 import gc
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -22,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pagoda
-from pagoda.calibrate import Effort, calibrate, profile_compute
+from pagoda.calibrate import ComputeProfiler, Effort, calibrate
 from pagoda.errors import BudgetError
 from pagoda.models import build_model
 from pagoda.plan.compute import Compute
@@ -40,10 +42,13 @@ PLACEMENTS = (RAM, SSD_STATE, ALL_ON_SSD, ARENA)
 SEQ_LEN = 512
 LARGE = 1 << 40
 SSD_ROOM = 20 << 30
-EFFORT = Effort(figure_s=0.3, file_bytes=1 << 30)
-PROFILE_S = 6.0
-WARM_UP = 3
-"""Steps before those that count: the first is traced, the second planned, the third finds its updates under way."""
+EFFORT = Effort(figure_s=0.1, params=16 << 20, copy_bytes=128 << 20, file_bytes=1 << 30)
+PROFILE_S = 3.0
+WARM_UP = 2
+"""Steps before the first turn: one is traced, one planned for it."""
+TURN_S = 3.0
+"""Seconds of steps of a turn, at least two steps; before them one that finds its updates under way."""
+LEAST_TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Result:
     tokens: int
     clipping: bool
     placement: str
+    turns: int
     predicted_s: float
     measured_s: float
     fastest_s: float
@@ -114,91 +120,133 @@ def budgets(root: ModuleSpec, case: Case) -> Budgets:
     raise AssertionError("a byte of RAM is not enough")
 
 
-def predict(root: ModuleSpec, case: Case, limits: Budgets, hardware: Hardware, compute: Compute) -> Timeline:
-    plan = make_plan(root, pagoda.AdamW().states("bf16"), limits, case.options)
-    return simulate(plan, hardware, compute.of_step(root, plan))
+class Predictor:
+    """Predicts the steps of one configuration from what the machine does now."""
+
+    def __init__(self, case: Case, root: ModuleSpec, limits: Budgets, ssd: Path | None) -> None:
+        self._root = root
+        self._ssd = ssd
+        self._plan = make_plan(root, pagoda.AdamW().states("bf16"), limits, case.options)
+        self._profiler = ComputeProfiler(case.model, batch_size=case.batch_size, seq_len=SEQ_LEN)
+        self.machines: list[Hardware] = []
+
+    def predict(self) -> Timeline:
+        """Calibrate, profile, simulate."""
+        before = self._profiler.rounds(1, 8, PROFILE_S / 2)
+        self.machines.append(calibrate(self._ssd, torch.device("cpu"), effort=EFFORT))
+        profile = self._profiler.profile([*before, *self._profiler.rounds(1, 8, PROFILE_S / 2)])
+        compute = Compute.from_profile(profile, self._root)
+        return simulate(self._plan, self.machines[-1], compute.of_step(self._root, self._plan))
 
 
-def measure(case: Case, limits: Budgets, ssd: Path, steps: int) -> tuple[list[float], dict[str, float], dict[str, int]]:
-    """(seconds of each step, median stall per lane, peak bytes per tier)."""
-    torch.manual_seed(0)
-    with pagoda.init():
-        model = build_model(case.model, seq_len=SEQ_LEN, gradient_checkpointing=True)
-    memory = pagoda.Memory(
-        host=min(limits.host, 20 << 30),
-        device=None if limits.device is None else f"cpu:{limits.device}",
-        ssd=None if limits.ssd is None else f"{ssd}:{limits.ssd}",
-    )
-    model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=case.clip, accumulation_steps=1
-    )
-    batches = Batches(text=ByteText.open("stdlib"), batch_size=case.batch_size, seq_len=SEQ_LEN)
+class Trainer:
+    """Trains one configuration on real text."""
+
+    def __init__(self, case: Case, limits: Budgets, ssd: Path) -> None:
+        torch.manual_seed(0)
+        with pagoda.init():
+            model = build_model(case.model, seq_len=SEQ_LEN, gradient_checkpointing=True)
+        memory = pagoda.Memory(
+            host=min(limits.host, 20 << 30),
+            device=None if limits.device is None else f"cpu:{limits.device}",
+            ssd=None if limits.ssd is None else f"{ssd}:{limits.ssd}",
+        )
+        self._model, self.optimizer = pagoda.wrap(
+            model, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=case.clip, accumulation_steps=1
+        )
+        self._batches = Batches(text=ByteText.open("stdlib"), batch_size=case.batch_size, seq_len=SEQ_LEN)
+        self._step = 0
+        for _ in range(WARM_UP):
+            self.step()
+
+    def step(self) -> float:
+        """Seconds of one more step."""
+        ids, labels = self._batches.batch(self._step, 0)
+        self._step += 1
+        start = time.perf_counter()
+        self._model(input_ids=ids, labels=labels).loss.backward()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+    def turn(self) -> tuple[list[float], list[dict[str, float]]]:
+        """(seconds, stalls) of the steps of one turn; nothing is under way before or after it."""
+        seconds: list[float] = []
+        stalls: list[dict[str, float]] = []
+        self.step()
+        while len(seconds) < 2 or sum(seconds) < TURN_S:
+            seconds.append(self.step())
+            stalls.append(dict(self.optimizer.stats.stall_s))
+        self.optimizer.drain()
+        return seconds, stalls
+
+
+def run_case(case: Case, root: ModuleSpec, ssd: Path, case_s: float) -> tuple[Result, list[Hardware]]:
+    """Predict and measure one configuration, turn by turn, for `case_s` seconds or LEAST_TURNS turns."""
+    limits = budgets(root, case)
+    predictor = Predictor(case, root, limits, ssd if limits.ssd else None)
+    trainer = Trainer(case, limits, ssd)
+    predicted: list[Timeline] = []
+    measured: list[float] = []
     seconds: list[float] = []
     stalls: list[dict[str, float]] = []
+    start = time.perf_counter()
     try:
-        for step in range(WARM_UP + steps):
-            ids, labels = batches.batch(step, 0)
-            start = time.perf_counter()
-            model(input_ids=ids, labels=labels).loss.backward()
-            optimizer.step()
-            seconds.append(time.perf_counter() - start)
-            stalls.append(dict(optimizer.stats.stall_s))
-        peak = dict(optimizer.stats.peak_bytes)
+        while len(predicted) < LEAST_TURNS or time.perf_counter() - start < case_s:
+            predicted.append(predictor.predict())
+            turn, stalled = trainer.turn()
+            measured.append(statistics.median(turn))
+            seconds += turn
+            stalls += stalled
+        peak = dict(trainer.optimizer.stats.peak_bytes)
     finally:
-        optimizer.close()
-    del model, optimizer
-    gc.collect()
-    usual = {lane: statistics.median(s[lane] for s in stalls[WARM_UP:]) for lane in stalls[0]}
-    return seconds[WARM_UP:], usual, peak
+        trainer.optimizer.close()
+    lanes = {lane for timeline in predicted for lane in timeline.stall_s}
+    predicted_stalls = {lane: statistics.median(t.stall_s.get(lane, 0.0) for t in predicted) for lane in lanes}
+    measured_stalls = {lane: statistics.median(s[lane] for s in stalls) for lane in stalls[0]}
+    result = Result(
+        model=case.model,
+        tokens=case.batch_size * SEQ_LEN,
+        clipping=case.clip is not None,
+        placement=case.placement,
+        turns=len(predicted),
+        predicted_s=statistics.median(timeline.step_s for timeline in predicted),
+        measured_s=statistics.median(measured),
+        fastest_s=min(seconds),
+        slowest_s=max(seconds),
+        predicted_stall_s={lane: s for lane, s in predicted_stalls.items() if s > 0.001},
+        measured_stall_s={lane: s for lane, s in measured_stalls.items() if s > 0.001},
+        predicted_bytes={tier: max(n for _, n in line) for tier, line in predicted[-1].ledger.items()},
+        measured_bytes=peak,
+    )
+    return result, predictor.machines
 
 
 def main(
     ssd: Path,
     models: tuple[str, ...] = ("llama-15m", "llama-110m", "llama-215m"),
     placements: tuple[str, ...] = PLACEMENTS,
-    steps: int = 5,
+    case_s: float = 45.0,
     out: Path | None = None,
 ) -> None:
-    """Calibrate, then predict and measure every configuration."""
+    """Calibrate, predict and measure every configuration, for about `case_s` seconds each."""
     console = Console()
     results: list[Result] = []
-    machines: list[Hardware] = []
+    data: list[dict[str, Any]] = []
     for name, batch_size in itertools.product(models, (1, 4)):
         with pagoda.init():
             root = describe(build_model(name, seq_len=SEQ_LEN, gradient_checkpointing=True))
         for case in (case for case in cases(name, batch_size) if case.placement in placements):
-            limits = budgets(root, case)
-            hardware = calibrate(ssd if limits.ssd else None, torch.device("cpu"), effort=EFFORT)
-            profile = profile_compute(name, batch_size=batch_size, seq_len=SEQ_LEN, budget_s=PROFILE_S)
-            compute = Compute.from_profile(profile, root)
-            machines.append(hardware)
-            timeline = predict(root, case, limits, hardware, compute)
-            seconds, stalls, peak = measure(case, limits, ssd, steps)
-            result = Result(
-                model=name,
-                tokens=batch_size * SEQ_LEN,
-                clipping=case.clip is not None,
-                placement=case.placement,
-                predicted_s=timeline.step_s,
-                measured_s=statistics.median(seconds),
-                fastest_s=min(seconds),
-                slowest_s=max(seconds),
-                predicted_stall_s={lane: s for lane, s in timeline.stall_s.items() if s > 0.001},
-                measured_stall_s={lane: s for lane, s in stalls.items() if s > 0.001},
-                predicted_bytes={tier: max(n for _, n in line) for tier, line in timeline.ledger.items()},
-                measured_bytes=peak,
-            )
+            result, machines = run_case(case, root, ssd, case_s)
+            gc.collect()
             results.append(result)
             console.print(
                 f"{name} {result.tokens} {case.placement} clip {case.clip}: predicted {result.predicted_s:.3f} s, "
                 f"measured {result.measured_s:.3f} ({result.fastest_s:.3f} to {result.slowest_s:.3f}), "
-                f"{result.error:+.1%}, bytes {result.bytes_error:+.1%}",
+                f"{result.error:+.1%}, bytes {result.bytes_error:+.1%}, {result.turns} turns",
                 highlight=False,
             )
+            data.append({**asdict(result), "hardware": asdict(machines[-1])})
             if out is not None:  # after each: the last may be interrupted
-                data = [
-                    {**asdict(r), "hardware": asdict(machine)} for r, machine in zip(results, machines, strict=True)
-                ]
                 out.write_text(json.dumps(data, indent=1) + "\n")
     console.print(_table(results))
     errors = sorted(abs(r.error) for r in results)

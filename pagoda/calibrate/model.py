@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,6 +30,57 @@ class _Pass:
     backward_s: float
 
 
+Round = tuple[_Pass, _Pass, _Pass]
+"""Few layers, more layers, the embedding alone."""
+
+
+class ComputeProfiler:
+    """Times plain PyTorch on a model's modules, with one batch, in rounds that may be far apart in time.
+
+    Models of one and of several layers, with weights as Pagoda has them for compute (random, in `precision`), take
+    turns: the difference is layers, the rest is the head and the embedding, which is also measured alone. The
+    model itself is never built. Gradients are dropped as they arrive, as Pagoda takes them away.
+
+    Torch's state (random generators, threads, gradient mode) is as before when a call returns.
+    """
+
+    def __init__(
+        self,
+        name_or_dir: str,
+        *,
+        batch_size: int,
+        seq_len: int,
+        precision: Precision = "bf16",
+        gradient_checkpointing: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        """Builds both models and warms them up. Raises ConfigError as `build_model`, or for an unknown precision."""
+        check_precision(precision)
+        self._device = device or torch.device("cpu")
+        with _torch_kept(self._device):
+            self._few = _built(name_or_dir, seq_len, gradient_checkpointing, _FEW)
+            self._layers = _layers_wanted(name_or_dir, self._few)
+            self._more = _built(name_or_dir, seq_len, gradient_checkpointing, self._layers)
+            _materialise(self._more, gradient_dtype(precision), self._device)
+            _share(self._few, self._more)
+            vocabulary = self._more.get_input_embeddings().num_embeddings  # type: ignore[operator]
+            self._ids = torch.randint(min(256, vocabulary), (batch_size, seq_len)).to(self._device)
+            _round(self._few, self._more, self._ids)
+
+    def rounds(self, least: int, most: int, budget_s: float) -> list[Round]:
+        """As many rounds as `budget_s` seconds allow, between `least` and `most`."""
+        rounds: list[Round] = []
+        start = time.perf_counter()
+        with _torch_kept(self._device):
+            while len(rounds) < least or (len(rounds) < most and time.perf_counter() - start < budget_s):
+                rounds.append(_round(self._few, self._more, self._ids))
+        return rounds
+
+    def profile(self, rounds: Sequence[Round]) -> ComputeProfile:
+        """What a layer, the head and the embedding took, by the medians of rounds."""
+        return _profile(rounds, self._layers)
+
+
 def profile_compute(
     name_or_dir: str,
     *,
@@ -40,34 +91,23 @@ def profile_compute(
     device: torch.device | None = None,
     budget_s: float = 15.0,
 ) -> ComputeProfile:
-    """Seconds that plain PyTorch takes for this model's modules on one batch, here.
+    """Seconds that plain PyTorch takes for this model's modules on one batch, here; see `ComputeProfiler`.
 
-    Models of one and of several layers, with weights as Pagoda has them for compute (random, in `precision`), take
-    turns: the difference is layers, the rest is the head and the embedding, which is also measured alone. The
-    model itself is never built. Gradients are dropped as they arrive, as Pagoda takes them away. Takes `budget_s`
-    seconds of rounds that count, and three rounds where that is longer; building and warming up come on top.
-
-    Torch's state (random generators, threads, gradient mode) is as before when it returns.
+    Takes `budget_s` seconds of rounds that count, and three rounds where that is longer; building and warming up come
+    on top.
 
     Raises:
         ConfigError: as `build_model`, or an unknown precision.
     """
-    check_precision(precision)
-    device = device or torch.device("cpu")
-    with _torch_kept(device):
-        few = _built(name_or_dir, seq_len, gradient_checkpointing, _FEW)
-        layers = _layers_wanted(name_or_dir, few)
-        more = _built(name_or_dir, seq_len, gradient_checkpointing, layers)
-        _materialise(more, gradient_dtype(precision), device)
-        _share(few, more)
-        vocabulary = more.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        ids = torch.randint(min(256, vocabulary), (batch_size, seq_len)).to(device)
-        rounds: list[tuple[_Pass, _Pass, _Pass]] = []
-        _round(few, more, ids)
-        start = time.perf_counter()
-        while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - start < budget_s):
-            rounds.append(_round(few, more, ids))
-    return _profile(rounds, layers)
+    profiler = ComputeProfiler(
+        name_or_dir,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
+        device=device,
+    )
+    return profiler.profile(profiler.rounds(_LEAST_ROUNDS, _MOST_ROUNDS, budget_s))
 
 
 def _layers_wanted(name_or_dir: str, few: nn.Module) -> int:
@@ -77,12 +117,11 @@ def _layers_wanted(name_or_dir: str, few: nn.Module) -> int:
     return max(_LEAST_MORE, min(layer_count(name_or_dir), -(-_CACHED_BYTES // (2 * layer))))
 
 
-def _round(few: nn.Module, more: nn.Module, ids: torch.Tensor) -> tuple[_Pass, _Pass, _Pass]:
-    """(few layers, more layers, embedding alone)."""
+def _round(few: nn.Module, more: nn.Module, ids: torch.Tensor) -> Round:
     return _timed(few, ids), _timed(more, ids), _timed_embedding(more, ids)
 
 
-def _profile(rounds: list[tuple[_Pass, _Pass, _Pass]], layers: int) -> ComputeProfile:
+def _profile(rounds: Sequence[Round], layers: int) -> ComputeProfile:
     """Medians over rounds; what is a difference is taken within a round, and is never below zero."""
 
     def median(seconds: list[float]) -> float:
