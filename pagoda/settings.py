@@ -23,8 +23,9 @@ class MemoryConfig:
     """Memory for weights in use: a size on the GPU, or cpu:SIZE for a CPU arena that stands in for one."""
     host: _Size = None
     """RAM for training state. By default chosen from what is free."""
-    ssd: Annotated[str | None, tyro.conf.arg(metavar="DIR[:SIZE]")] = None
-    """Existing directory for the state that does not fit RAM, with an optional limit."""
+    ssd: Annotated[str | None, tyro.conf.arg(metavar="DIR[:SIZE][,DIR[:SIZE]...]")] = None
+    """Existing directory for the state that does not fit RAM, with an optional limit. Several share it out over their
+    drives: each with a limit, or the last with that of all."""
     page_size: _Size = None
     """Bytes per page. By default chosen by the planner."""
     unit_limit: _Size = None

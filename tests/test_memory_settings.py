@@ -1,0 +1,102 @@
+"""`Memory(ssd=...)` with one directory or several: what is read from it, and that no drive changes a bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pagoda
+from pagoda.errors import BudgetError, ConfigError, StorageError
+from pagoda.plan.planner import Plan
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("ssd", "sizes"),
+    [
+        ("/a", [None]),
+        ("/a:1GiB", [GIB]),
+        ("/a,/b", [None, None]),
+        ("/a:1GiB,/b:3GiB", [GIB, 3 * GIB]),
+        ("/a,/b:1GiB", [GIB // 2, GIB // 2]),
+        ("/a,/b,/c:1GiB", [340 * (1 << 20)] * 3),  # a third, in whole pages
+    ],
+)
+def test_each_directory_has_its_size_or_a_share_of_that_of_all(ssd: str, sizes: list[int | None]) -> None:
+    memory = pagoda.Memory.__new__(pagoda.Memory)  # nothing is read from the disk
+    object.__setattr__(memory, "ssd", ssd)
+    object.__setattr__(memory, "page_size", None)
+    assert list(memory.ssd_directories.items()) == [
+        (Path(f"/{name}"), size) for name, size in zip("abc", sizes, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("ssd", ["{0}/a:1GiB,{0}/b", "{0}/a,{0}/a", "{0}/a,", "{0}/a:1GiB,{0}/b,{0}/c:1GiB"])
+def test_directories_that_are_ambiguous_are_refused(ssd: str, tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=r"memory\.ssd is"):
+        pagoda.Memory(ssd=ssd.format(tmp_path))
+
+
+def trained(memory: pagoda.Memory, keep_checkpoints: int | None = None) -> tuple[list[torch.Tensor], Plan]:
+    """Weights after three clipped steps, and the plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(lr=1e-2), memory=memory, clip_grad_norm=1.0, keep_checkpoints=keep_checkpoints
+    )
+    try:
+        plan = pagoda.plan_of(model)
+        for _ in range(3):
+            model(torch.randn(4, 64, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.clone() for value in model.state_dict().values()], plan
+    finally:
+        optimizer.close()
+
+
+def test_striping_over_drives_changes_no_bit(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in "ab"]
+    for drive in drives:
+        drive.mkdir()
+    common = {"page_size": "4KiB", "unit_limit": "16KiB"}
+    resident, _ = trained(pagoda.Memory(host="64MiB", **common))
+    for ssd in (f"{drives[0]}", f"{drives[0]},{drives[1]}:8MiB"):
+        weights, plan = trained(pagoda.Memory(host="192KiB", ssd=ssd, **common))
+        assert plan.bytes["ssd"]["exp_avg"] > 0
+        assert all(torch.equal(a, b) for a, b in zip(resident, weights, strict=True))
+
+
+def test_spare_pages_for_checkpoints_are_planned_where_they_fit_and_refused_where_asked_for(tmp_path: Path) -> None:
+    def memory(ssd: int) -> pagoda.Memory:
+        return pagoda.Memory(host="192KiB", ssd=f"{tmp_path}:{ssd}", page_size="4KiB", unit_limit="16KiB")
+
+    _, plan = trained(memory(GIB))
+    lines = plan.bytes["ssd"]
+    state = sum(nbytes for line, nbytes in lines.items() if line not in ("grad", "spare"))
+    assert lines["spare"] == state  # one checkpoint
+    least = sum(lines.values())
+    assert trained(memory(least))[1].bytes["ssd"]["spare"] == state
+    assert "spare" not in trained(memory(least - 1))[1].bytes["ssd"]
+    assert trained(memory(GIB), keep_checkpoints=3)[1].bytes["ssd"]["spare"] == 3 * state
+    assert "spare" not in trained(memory(GIB), keep_checkpoints=0)[1].bytes["ssd"]
+    with pytest.raises(BudgetError, match=r"ssd needs at least .* lower keep_checkpoints") as caught:
+        trained(memory(least), keep_checkpoints=2)
+    assert caught.value.needed_bytes is not None
+    trained(memory(caught.value.needed_bytes), keep_checkpoints=2)
+    with pytest.raises(ConfigError, match="keep_checkpoints"):
+        trained(memory(GIB), keep_checkpoints=-1)
+
+
+def test_a_second_optimizer_on_a_directory_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    memory = pagoda.Memory(host="192KiB", ssd=f"{tmp_path}", page_size="4KiB", unit_limit="16KiB")
+    _, first = pagoda.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), pagoda.AdamW(), memory=memory)
+    with pytest.raises(StorageError, match="another optimizer of this process"):
+        trained(memory)
+    first.close()
+    trained(memory)
+    assert list(tmp_path.iterdir()) == []
