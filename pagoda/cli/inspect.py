@@ -50,9 +50,9 @@ def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> i
         return 0
     tables: dict[str, Commit] = {}
     damaged = 0
-    for commit in record.commit_ids():
+    for name in record.commit_ids():
         try:
-            tables[commit] = Commit.read(record.commit_path(commit))
+            tables[name] = Commit.read(record.commit_path(name))
         except StorageError as error:
             damaged += 1
             _say(console, f"  {error}")
