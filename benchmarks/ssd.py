@@ -1,0 +1,147 @@
+"""How near the update of states on SSD comes to what the drives reach, and what hashing every page costs.
+
+    python benchmarks/ssd.py --ssd DIR [--ssd DIR ...] [--out FILE]
+
+Alternates, in rounds, three things that move the same bytes: raw O_DIRECT reads and writes together, two threads each
+way for each drive; one optimizer step over states on SSD from `step()` to `drain()`, with nothing computed beside it;
+and the same with the hash left out. Weights and gradients are in RAM; low halves and moments stream.
+"""
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+
+import pagoda
+from pagoda.memory import Arena, PageFile, parse_bytes, ssd_tier, verify
+from pagoda.memory.slots import Hashes
+from pagoda.runtime.lanes import SSD_THREADS
+
+PAGE = 4 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ssd", type=Path, action="append", required=True, help="directory, once for each drive")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=3072)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    settings = parser.parse_args()
+    result = measure(settings.ssd, settings.layers, settings.width, settings.rounds)
+    print(json.dumps(result, indent=2))
+    if settings.out:
+        settings.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(directories: list[Path], layers: int, width: int, rounds: int) -> dict[str, object]:
+    """Seconds of each kind in every round, and what follows from their medians."""
+    seconds: dict[str, list[float]] = {"raw": [], "hashed": [], "unhashed": []}
+    with ExitStack() as stack:
+        folders = {
+            kind: [Path(stack.enter_context(TemporaryDirectory(dir=d))) for d in directories] for kind in seconds
+        }
+        hashed = Streaming(folders["hashed"], layers, width)
+        stack.callback(hashed.close)
+        with without_hashes():
+            unhashed = Streaming(folders["unhashed"], layers, width)
+            stack.callback(unhashed.close)
+            unhashed.step()
+        hashed.step()
+        pages = hashed.bytes_on_ssd // PAGE
+        for turn in range(rounds):
+            seconds["raw"].append(raw_seconds(folders["raw"], pages))
+            for kind in ("hashed", "unhashed") if turn % 2 else ("unhashed", "hashed"):
+                if kind == "hashed":
+                    seconds[kind].append(hashed.step())
+                else:
+                    with without_hashes():
+                        seconds[kind].append(unhashed.step())
+    middle = {kind: statistics.median(values) for kind, values in seconds.items()}
+    return {
+        "bytes_each_way": pages * PAGE,
+        "seconds": seconds,
+        "raw_gb_per_s_both_ways": 2 * pages * PAGE / middle["raw"] / 1e9,
+        "streaming_share_of_raw": middle["raw"] / middle["hashed"],
+        "hashing_share_of_step": 1 - middle["unhashed"] / middle["hashed"],
+    }
+
+
+class Streaming:
+    """A model whose weights and gradients are in RAM, and whose low halves and moments are on SSD."""
+
+    def __init__(self, directories: list[Path], layers: int, width: int) -> None:
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        # 2 bytes each for weights and gradients; what is left is too little for the states of a unit, or next to it.
+        host = 4 * layers * width * width + parse_bytes("200MiB")
+        memory = pagoda.Memory(host=host, ssd=",".join(map(str, directories)), page_size=PAGE)
+        self.width = width
+        self.model, self.optimizer = pagoda.wrap(
+            model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, keep_checkpoints=0
+        )
+        self.bytes_on_ssd = pagoda.plan_of(self.model).peak_bytes["ssd"]
+
+    def step(self) -> float:
+        """Seconds from `step()` until every state is written back."""
+        self.model(torch.ones(1, self.width, dtype=torch.bfloat16)).sum().backward()
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.drain()
+        elapsed = time.perf_counter() - start
+        self.optimizer.zero_grad()
+        return elapsed
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+@contextmanager
+def without_hashes() -> Iterator[None]:
+    """Pages are neither hashed nor compared."""
+
+    def zeros(data: memoryview, page_bytes: int) -> Hashes:
+        return np.zeros(data.nbytes // page_bytes, np.uint64)
+
+    with patch.object(ssd_tier, "hashes_of", zeros), patch.object(verify, "hashes_of", zeros):
+        yield
+
+
+def raw_seconds(directories: list[Path], pages: int) -> float:
+    """Seconds to read `pages` pages and write as many, at once, shared out over the drives."""
+    each = pages // len(directories)
+    with ExitStack() as stack:
+        work: list[threading.Thread] = []
+        for directory in directories:
+            file = stack.enter_context(PageFile(directory, 2 * each, PAGE))
+            arena = Arena(2 * SSD_THREADS * PAGE)
+            for page in range(each):
+                file.pwrite(page, arena.view(0, PAGE))
+            for number in range(2 * SSD_THREADS):
+                move, first = (file.pread, 0) if number % 2 else (file.pwrite, each)
+                share = range(first + number // 2, first + each, SSD_THREADS)
+                work.append(threading.Thread(target=transfer, args=(move, share, arena.view(number * PAGE, PAGE))))
+        start = time.perf_counter()
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        return time.perf_counter() - start
+
+
+def transfer(move: Callable[[int, memoryview], None], pages: range, view: memoryview) -> None:
+    for page in pages:
+        move(page, view)
+
+
+if __name__ == "__main__":
+    main()
