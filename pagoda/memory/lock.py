@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ class DirectoryLock:
     def __init__(self, directories: Sequence[Path]) -> None:
         """Raises StorageError when a directory is missing, or somebody else holds it (then it says who)."""
         self._descriptors: list[int] = []
+        # Also unlocks when the object is dropped, as after an error in whoever made it.
+        self._closer = weakref.finalize(self, _unlock, self._descriptors)
         try:
             for directory in directories:
                 self._lock(directory)
@@ -28,10 +31,7 @@ class DirectoryLock:
 
     def close(self) -> None:
         """Let others have the directories. Idempotent."""
-        while self._descriptors:
-            descriptor = self._descriptors.pop()
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+        self._closer()
 
     def _lock(self, directory: Path) -> None:
         try:
@@ -58,6 +58,13 @@ class DirectoryLock:
                 "another directory in ssd="
             ) from error
         self._descriptors.append(descriptor)
+
+
+def _unlock(descriptors: list[int]) -> None:
+    while descriptors:
+        descriptor = descriptors.pop()
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def _holder(inode: int) -> str:

@@ -1,5 +1,6 @@
 """What a page store leaves on disk: all of a commit or nothing of it, and nothing that nobody needs."""
 
+import gc
 import json
 import os
 import shutil
@@ -274,6 +275,13 @@ def test_a_full_disk_fails_the_commit_and_leaves_the_one_before(
 def test_two_tiers_of_a_process_on_one_directory_are_refused(ssd: Path) -> None:
     with open_tier(ssd), pytest.raises(StorageError, match=r"another optimizer of this process.*another directory"):
         open_tier(ssd)
+    open_tier(ssd).close()
+
+
+def test_a_tier_that_was_dropped_leaves_the_directory_to_others(ssd: Path) -> None:
+    tier = open_tier(ssd)
+    del tier
+    gc.collect()
     open_tier(ssd).close()
 
 
