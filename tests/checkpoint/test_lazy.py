@@ -1,0 +1,101 @@
+"""Lazy tensors give what torch's functions give on the tensors themselves, and read no more than they are asked for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.checkpoint.lazy import LazyTensor
+from pagoda.errors import CheckpointError
+
+Apply = Callable[[list[Any]], Any]
+"""An operation on three tensors of shape [4, 6, 5], lazy or not."""
+
+JOINS_AND_CUTS: dict[str, Apply] = {
+    "cat-0": lambda t: torch.cat(t, dim=0),
+    "cat-1": lambda t: torch.cat(t, 1),
+    "cat-last": lambda t: torch.cat(t, dim=-1),
+    "stack-0": lambda t: torch.stack(t, dim=0),
+    "stack-last": lambda t: torch.stack(t, dim=3),
+    "chunk": lambda t: torch.chunk(t[0], 4, dim=1),
+    "chunk-last": lambda t: torch.chunk(t[0], 2, dim=-1)[1],
+    "split": lambda t: torch.split(t[1], [1, 3, 2], dim=1)[1],
+    "squeezed": lambda t: [c.squeeze(0) for c in torch.chunk(t[2], 4, dim=0)][3],
+    "experts": lambda t: torch.cat([torch.stack(t), torch.stack(t[::-1])], dim=1),
+    "experts-back": lambda t: torch.chunk(torch.chunk(torch.cat([torch.stack(t), torch.stack(t)], 1), 2, 1)[1], 3, 0)[
+        2
+    ],
+    "cut-of-joined": lambda t: torch.cat([t[0].narrow(1, 2, 3), torch.cat(t[1:], 1)], 1).narrow(1, 1, 9),
+}
+OTHERS: dict[str, Apply] = {
+    "transpose": lambda t: t[0].transpose(0, 1),
+    "reshape": lambda t: t[0].reshape(4, 2, 3, 5).transpose(1, 2).reshape(4, 6, 5).contiguous(),
+    "sum": lambda t: torch.cat([torch.add(t[0], t[1]), t[2]], dim=1),
+    "index": lambda t: torch.chunk(t[0][1:3, ::2], 2, dim=0)[1],
+    "unbind": lambda t: torch.unbind(t[0], 0)[2],
+}
+
+
+def originals() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(-99, 99, (4, 6, 5), generator=generator, dtype=torch.int16) for _ in range(3)]
+
+
+def as_list(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def lazy_of(tensors: Sequence[torch.Tensor], counts: list[int] | None = None) -> list[LazyTensor]:
+    def read_from(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+        def read(start: int, count: int) -> torch.Tensor:
+            assert start >= 0
+            assert start + count <= tensor.numel()
+            if counts is not None:
+                counts.append(count)
+            return tensor.reshape(-1)[start : start + count]
+
+        return read
+
+    return [LazyTensor.stored(tensor.dtype, tensor.shape, read_from(tensor)) for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", JOINS_AND_CUTS | OTHERS)
+@given(data=st.data())
+def test_any_piece_is_what_torch_has_there(name: str, data: st.DataObject) -> None:
+    apply = (JOINS_AND_CUTS | OTHERS)[name]
+    tensors = originals()
+    results, expected = as_list(apply(lazy_of(tensors))), as_list(apply(tensors))
+    assert len(results) == len(expected)
+    for lazy, real in zip(results, expected, strict=True):
+        assert lazy.shape == real.shape
+        start = data.draw(st.integers(0, real.numel()))
+        count = data.draw(st.integers(0, real.numel() - start))
+        assert torch.equal(lazy.read(start, count), real.reshape(-1)[start : start + count])
+        assert torch.equal(lazy.whole(), real)
+
+
+@pytest.mark.parametrize("name", JOINS_AND_CUTS)
+def test_joining_and_cutting_reads_each_element_once_and_no_piece_is_larger_than_asked(name: str) -> None:
+    counts: list[int] = []
+    for lazy in as_list(JOINS_AND_CUTS[name](lazy_of(originals(), counts))):
+        for start in range(0, lazy.numel(), 7):
+            counts.clear()
+            lazy.read(start, min(7, lazy.numel() - start))
+            assert sum(counts) == min(7, lazy.numel() - start)
+
+
+def test_neighbours_are_read_at_once() -> None:
+    counts: list[int] = []
+    lazy = lazy_of(originals(), counts)
+    torch.cat([torch.stack(lazy), torch.stack(lazy)], dim=1).whole()
+    assert counts == [120] * 6
+
+
+def test_tensors_that_do_not_fit_together_are_refused() -> None:
+    one, other = lazy_of([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(CheckpointError, match=r"\[1, 2, 3\].*\[1, 2, 4\]"):
+        torch.stack([one, other])  # type: ignore[list-item]
+    assert torch.cat([one, other], dim=1).shape == (2, 7)  # type: ignore[list-item]
