@@ -9,7 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagoda.api import AdamW, Memory, Split, gathered, init, plan_of, wrap
+    from pagoda.api import (
+        AdamW,
+        Memory,
+        ModelState,
+        OptimizerState,
+        Split,
+        gathered,
+        init,
+        load,
+        plan_of,
+        wrap,
+    )
     from pagoda.errors import (
         BudgetError,
         CheckpointError,
@@ -26,13 +37,16 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Memory",
+    "ModelState",
     "NonFiniteGradientError",
+    "OptimizerState",
     "PagodaError",
     "Split",
     "StorageError",
     "UsageError",
     "gathered",
     "init",
+    "load",
     "plan_of",
     "wrap",
 ]

@@ -1,19 +1,22 @@
-"""What the user touches: `wrap`, `Memory`, `Split`, `init`, `gathered`, `plan_of`."""
+"""What the user touches: `wrap`, `Memory`, `Split`, `init`, `load`, `gathered`, `plan_of`."""
 
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from pagoda.checkpoint.pretrained import attach_weights
 from pagoda.errors import ConfigError, StorageError, UsageError
 from pagoda.memory.commits import bytes_of_stores
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import parse_bytes
+from pagoda.models.build import build_from_directory
 from pagoda.optim.adamw import AdamW, Precision, check_precision
 from pagoda.plan.placement import Budgets, Split
 from pagoda.plan.planner import Options, Plan, make_plan
@@ -22,8 +25,9 @@ from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import gathered, is_paged, mark_homes
 from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.runtime.stateful import ModelState, OptimizerState
 
-__all__ = ["AdamW", "Memory", "Split", "gathered", "init", "plan_of", "wrap"]
+__all__ = ["AdamW", "Memory", "ModelState", "OptimizerState", "Split", "gathered", "init", "load", "plan_of", "wrap"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -190,6 +194,28 @@ def wrap(
     mark_homes(engine)
     setattr(model, _ENGINE, engine)
     return model, paged
+
+
+def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
+    """A transformers model with the weights of a local Hugging Face directory, for `wrap` to place.
+
+    As `from_pretrained`, by the same rules for the names in the files, but the weights stay in their safetensors files
+    until `wrap` streams them to their tier in pieces: until then the model cannot be used, and the files must stay.
+    The model is in training mode. fp32, fp16 and bf16 values become the fp32 master as they are. Nothing is downloaded,
+    and no code from the directory runs.
+
+    `model_class` is a class of transformers, an Auto class or a model's own; by default the one that the directory's
+    config.json names. What the files lack is initialised as in a new model, with a warning; what they have too many is
+    left, with a warning.
+
+    Raises ConfigError for a directory without config.json or weights, for weights that do not fit the model, and for
+    quantised ones; CheckpointError for a damaged file.
+    """
+    with init():
+        model = build_from_directory(Path(directory), model_class)
+    for message in attach_weights(model, Path(directory)).warnings():
+        warnings.warn(f"{directory}: {message}", stacklevel=2)
+    return model
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -37,7 +37,7 @@ def committed(directory: Path) -> Iterator[Path]:
         raise  # another disk failed, and this says which
     except OSError as error:
         raise StorageError(
-            f"The checkpoint {directory} could not be written: {error}. Free space there, or name another directory."
+            f"{directory} could not be written: {error}. Free space there, or name another directory."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -46,14 +46,19 @@ def committed(directory: Path) -> Iterator[Path]:
 def check_absent(directory: Path) -> None:
     """Raises CheckpointError when `directory` exists already."""
     if directory.exists():
-        raise CheckpointError(f"{directory} exists already; checkpoints are never overwritten. Name another one.")
+        raise CheckpointError(f"{directory} exists already, and nothing is overwritten. Name another one.")
 
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     """Write and sync the manifest, with a hash of what it says."""
     content = json.loads(json.dumps(content))  # as it will be read
-    with (directory / MANIFEST).open("w") as file:
-        json.dump({"format": FORMAT, "version": VERSION, "hash": _hash(content), **content}, file)
+    write_json(directory / MANIFEST, {"format": FORMAT, "version": VERSION, "hash": _hash(content), **content})
+
+
+def write_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Write and sync a JSON file."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=indent)
         file.flush()
         os.fsync(file.fileno())
 

@@ -8,6 +8,7 @@ header (name -> dtype, shape, data_offsets), then the data. The library's own wr
 
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -184,7 +185,8 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
 class TensorFile:
     """A safetensors file, read piece by piece. Raises CheckpointError when it is missing, truncated or not one.
 
-    With `hashes` (name -> hash of each piece) whatever is read is checked against them.
+    With `hashes` (name -> hash of each piece) whatever is read is checked against them. It is closed by `close`, or
+    with the last reference to it.
     """
 
     def __init__(self, path: Path, hashes: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -194,9 +196,12 @@ class TensorFile:
             self._file = path.open("rb")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        weakref.finalize(self, self._file.close)
         self.specs: dict[str, TensorSpec] = {}
         self._start: dict[str, int] = {}
         """Where a tensor's bytes begin in the file."""
+        self._latest = "", -1, torch.empty(0)
+        """Name, number and values of the piece that was checked last."""
         try:
             self._read_header()
         except BaseException:
@@ -204,17 +209,21 @@ class TensorFile:
             raise
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of a tensor, flat. Raises CheckpointError where they are damaged."""
+        """Elements [start, start + count) of a tensor, a flat copy. Raises CheckpointError where they are damaged."""
         if self._hashes is None or count == 0:
             return self._read(name, start, count)
         first, last = start // PIECE_ELEMENTS, -(-(start + count) // PIECE_ELEMENTS)
-        pieces = [self._checked(name, piece) for piece in range(first, last)]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return whole[start - first * PIECE_ELEMENTS :][:count]
+        parts = []
+        for piece in range(first, last):
+            at = piece * PIECE_ELEMENTS
+            parts.append(self._checked(name, piece)[max(start - at, 0) : start + count - at])
+        return torch.cat(parts)
 
     def _checked(self, name: str, piece: int) -> torch.Tensor:
-        """A whole piece whose bytes have their hash."""
+        """A whole piece whose bytes have their hash. The last one is kept: export reads many small parts of a piece."""
         assert self._hashes is not None
+        if self._latest[:2] == (name, piece):
+            return self._latest[2]
         start = piece * PIECE_ELEMENTS
         values = self._read(name, start, min(PIECE_ELEMENTS, prod(self.specs[name].shape) - start))
         known = self._hashes.get(name, ())
@@ -223,6 +232,7 @@ class TensorFile:
                 f"{self.path} is damaged: elements {start} to {start + values.numel()} of {name!r} do not have the "
                 "hash they were written with. Use an earlier checkpoint."
             )
+        self._latest = name, piece, values
         return values
 
     def _read(self, name: str, start: int, count: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 
 from pagoda.cli.calibrate import CalibrateConfig, run_calibrate
+from pagoda.cli.export import ExportConfig, run_export
 from pagoda.cli.inspect import InspectConfig, run_inspect
 from pagoda.cli.plan import run_plan
 from pagoda.cli.train import resumed_config, run_train
@@ -41,6 +42,7 @@ class Command:
 COMMANDS = (
     Command("train", TrainConfig, run_train, resumed_config, "interrupted; nothing after the last checkpoint is kept"),
     Command("plan", PlanConfig, run_plan),
+    Command("export", ExportConfig, run_export),
     Command("calibrate", CalibrateConfig, run_calibrate),
     Command("inspect", InspectConfig, run_inspect),
 )

@@ -93,17 +93,62 @@ def _set_layers(name_or_dir: str, config: Any, layers: int) -> None:
         text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
 
 
-def _configuration(name_or_dir: str) -> Any:
-    """The transformers configuration: a built-in name wins over a directory of the same name."""
+def model_directory(name_or_dir: str) -> Path | None:
+    """The Hugging Face directory that `name_or_dir` means, or None for a built-in name, which wins.
+
+    Raises:
+        ConfigError: neither a built-in name nor a directory with a config.json.
+    """
     directory = Path(name_or_dir)
     if name_or_dir in SHAPES or is_sized_gpt(name_or_dir) or not directory.exists():
-        return _shape_configuration(find_shape(name_or_dir))
-    if not directory.is_dir() or not (directory / "config.json").is_file():
+        find_shape(name_or_dir)
+        return None
+    if not (directory / "config.json").is_file():
         raise ConfigError(
             f"model {name_or_dir!r} is not a directory with a Hugging Face config.json:"
             f" give such a directory or one of {', '.join(SHAPES)}"
         )
-    transformers = _transformers()
+    return directory
+
+
+def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module":
+    """Builds the model of a Hugging Face directory as it says itself, in training mode, its parameters fp32.
+
+    Args:
+        directory: holds a config.json.
+        model_class: a class of transformers, an Auto class or a model's own; by default the first of the
+            config.json's `architectures`, or else `AutoModelForCausalLM`.
+
+    Raises:
+        ConfigError: unusable `config.json`, or transformers is not installed.
+    """
+    import torch
+
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
+    config = _read_configuration(directory)
+    transformers = import_transformers()
+    if model_class is None:
+        model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    try:
+        model: nn.Module = build(config, dtype=torch.float32).train()
+    except ValueError as error:
+        raise ConfigError(
+            f"{directory} (model_type {config.model_type!r}) cannot be built as {model_class.__name__}:"
+            f" {str(error).splitlines()[0]}"
+        ) from error
+    return model
+
+
+def _configuration(name_or_dir: str) -> Any:
+    """The transformers configuration: a built-in name wins over a directory of the same name."""
+    directory = model_directory(name_or_dir)
+    return _shape_configuration(find_shape(name_or_dir)) if directory is None else _read_configuration(directory)
+
+
+def _read_configuration(directory: Path) -> Any:
+    transformers = import_transformers()
     try:
         return transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates a bad file with many exception types
@@ -113,7 +158,7 @@ def _configuration(name_or_dir: str) -> Any:
 
 
 def _shape_configuration(shape: Shape) -> Any:
-    transformers = _transformers()
+    transformers = import_transformers()
     family = {"llama": transformers.LlamaConfig, "gpt2": transformers.GPT2Config}[shape.family]
     config = family(**shape.settings)
     config._attn_implementation = "sdpa"
@@ -122,7 +167,7 @@ def _shape_configuration(shape: Shape) -> Any:
 
 def _instantiate(name_or_dir: str, config: Any, **options: Any) -> Any:
     try:
-        return _transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        return import_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     except ValueError as error:
         raise ConfigError(
             f"model {name_or_dir!r} (model_type {config.model_type!r}) cannot be built as a causal language"
@@ -143,7 +188,7 @@ def _enable_checkpointing(name_or_dir: str, model: Any) -> None:
         ) from error
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from pagoda.checkpoint.pretrained import values_of
+from pagoda.checkpoint.tensors import chunks
 from pagoda.errors import ConfigError
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec
 from pagoda.runtime.store import Store
@@ -120,7 +122,9 @@ def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class Builder:
-    """Brings the parameters of a model into a store, one at a time.
+    """Brings the parameters of a model into a store: real ones, those still in files, and those to be initialised.
+
+    What is in files is read in pieces; the others are in RAM one at a time.
 
     Random initialisation is seeded per parameter and initialiser, by one draw from torch's default generator and
     their names, and every initialiser runs with that one parameter real and all others on meta, where it changes
@@ -137,17 +141,24 @@ class Builder:
     def build(self, units: list[LiveUnit]) -> None:
         """Write every unit's master weights to their home; its parameters are placeholders afterwards."""
         params = [param for unit in units for param in unit.params]
+        left = [param for param in params if param.is_meta and values_of(param) is None]
         self._owners = {id(p): owners for u in units for p, owners in zip(u.params, u.owners, strict=True)}
-        if any(param.is_meta for param in params):
+        if left:
             self._seed = int(torch.randint(2**62, ()).item())
             for param in params:
                 meta = param if param.is_meta else nn.Parameter(torch.empty(param.shape, device="meta"))
                 self._install(param, meta)
         for unit in units:
             for slot, param in enumerate(unit.params):
-                real = self._initialised(param, unit.name(slot)) if param.is_meta else param
-                self._store.write_master(unit.spec, slot, real.detach().reshape(-1))
-                real.data = unit.placeholders[slot]
+                values = values_of(param)
+                if values is not None:
+                    for start, count in chunks(values.numel()):
+                        self._store.write_master(unit.spec, slot, values.read(start, count), start)
+                    real = nn.Parameter(unit.placeholders[slot], param.requires_grad)
+                else:
+                    real = self._initialised(param, unit.name(slot)) if param.is_meta else param
+                    self._store.write_master(unit.spec, slot, real.detach().reshape(-1))
+                    real.data = unit.placeholders[slot]
                 unit.params[slot] = real
         for param, real in zip(params, (p for unit in units for p in unit.params), strict=True):
             self._install(param, real)

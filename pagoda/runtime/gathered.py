@@ -20,6 +20,11 @@ def is_paged(param: nn.Parameter) -> bool:
     return hasattr(param, _HOME)
 
 
+def home_of(param: nn.Parameter) -> tuple[Engine, LiveUnit, int] | None:
+    """Engine, unit and slot of a wrapped model's parameter; None for a parameter that Pagoda leaves alone."""
+    return getattr(param, _HOME, None)
+
+
 def mark_homes(engine: Engine) -> None:
     """Let every managed parameter say where it lives."""
     for unit in engine.units:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.directory import MANIFEST, check_absent, committed, write_manifest
+from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, chunks, tensor_bytes
@@ -66,6 +67,7 @@ class Snapshot:
             "steps": {unit.name(slot): unit.steps[slot] for unit, slot in self._trainable()},
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
             "rng": rng_state(),
+            "model": model_record(self._model),
             "extra": extra,
         }
         content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change

@@ -133,15 +133,15 @@ class Store:
         """True when the fp32 master is kept as two halves."""
         return any(s.name == LOW for s in self.plan.layout.states)
 
-    def write_master(self, unit: UnitSpec, slot: int, values: torch.Tensor) -> None:
-        """Make `values` (shape [numel of the parameter], any float dtype) a parameter's master weight.
+    def write_master(self, unit: UnitSpec, slot: int, values: torch.Tensor, first: int = 0) -> None:
+        """Make `values` (flat, any float dtype) a parameter's master weight, from its element `first` on.
 
         A frozen parameter keeps only the compute dtype's rounding of it.
         """
         placed = unit.slots[slot]
-        for start in range(0, placed.param.numel, BLOCK_ELEMENTS):
+        for start in range(0, values.numel(), BLOCK_ELEMENTS):
             master = values[start : start + BLOCK_ELEMENTS].float().contiguous()
-            at = placed.offset + start
+            at = placed.offset + first + start
             if not self.has_low:
                 self.write(unit.index, WEIGHT, at, master)
                 continue

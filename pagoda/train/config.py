@@ -72,7 +72,8 @@ class TrainConfig:
 
     model: str
     """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN) or a directory with a Hugging Face config.json."""
+    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN), which starts from random weights, or a directory with a
+    Hugging Face config.json, which starts from the safetensors files beside it, or without any from random weights."""
     data: str = "stdlib"
     """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
     steps: int

@@ -13,10 +13,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.api import init, plan_of, wrap
+from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
+from pagoda.models.build import model_directory
 from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
@@ -78,8 +80,11 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     _show_text(console, batches)
     memory = choose_plan(config, memory, console)
     _seed(config.seed)
+    built = _built_model(config)
+    if checkpoint is None:
+        _give_weights(config, built, console)
     model, optimizer = wrap(
-        _built_model(config),
+        built,
         config.optim.build(),
         memory=memory,
         precision=config.precision,
@@ -292,6 +297,19 @@ def _built_model(config: TrainConfig) -> nn.Module:
             " tokens: set vocab_size in its config.json to 256 or more"
         )
     return model
+
+
+def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
+    """Lets the model start from the weights beside its config.json, if there are any, and says what it starts from."""
+    directory = model_directory(config.model)
+    files = weight_files(directory) if directory is not None else []
+    if directory is None or not files:
+        console.print(f"Weights: random, seed {config.seed}", highlight=False)
+        return
+    found = attach_weights(model, directory)
+    line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
+    for text in (line, *found.warnings()):
+        console.print(text, soft_wrap=True, highlight=False)
 
 
 def _seed(seed: int) -> None:

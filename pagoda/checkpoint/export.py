@@ -1,0 +1,153 @@
+"""From a checkpoint to the files that transformers' `from_pretrained` reads, in pieces."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagoda.checkpoint.directory import committed, write_json
+from pagoda.checkpoint.layout import stored_names, to_files
+from pagoda.checkpoint.lazy import LazyTensor
+from pagoda.checkpoint.model_config import skeleton
+from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.checkpoint.tensors import chunks, write_tensors
+from pagoda.errors import CheckpointError, StorageError
+from pagoda.memory.sizes import format_bytes
+from pagoda.optim.adamw import Precision
+from pagoda.optim.flat import join
+
+INDEX = "model.safetensors.index.json"
+_WEIGHT, _LOW = "weight", "weight_low"
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote."""
+
+    files: list[str]
+    """Names of the safetensors files."""
+    tensors: int
+    nbytes: int
+    dtype: torch.dtype
+    """Of the weights."""
+
+
+def export(directory: Path, out: Path, *, dtype: Precision | None = None, max_shard_bytes: int = 5 << 30) -> Exported:
+    """Write the model of a checkpoint as a Hugging Face directory, which appears complete or not at all.
+
+    The weights are those that the model computed with, unless `dtype` asks for others: "fp32" is the master, exact;
+    "bf16" of a model trained in fp32 is rounded to even. A file has at most `max_shard_bytes` of tensors, or one
+    tensor. Buffers keep their dtype. RAM used depends on the number of tensors, not on their size; the exception are
+    layouts that transformers makes by more than joining and cutting, where each such tensor is in RAM at once.
+
+    Raises CheckpointError for what is no checkpoint, is damaged, or is not of a model of transformers, and where `out`
+    exists; StorageError where the disk is full or fails; ConfigError where transformers is not installed.
+    """
+    with Checkpoint(directory) as checkpoint:
+        record = checkpoint.manifest.get("model")
+        if not isinstance(record, dict):
+            raise CheckpointError(
+                f"{directory} is not of a model of transformers, so it has no Hugging Face layout. Its "
+                f"{_WEIGHT}.safetensors is the model's, by its own names."
+            )
+        model = skeleton(record)
+        as_dtype = checkpoint.states[_WEIGHT] if dtype is None else _DTYPES[dtype]
+        tensors = to_files(model, _tensors(checkpoint, model, as_dtype))
+        shards = _shards(tensors, max_shard_bytes)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        with committed(out) as folder:
+            free = shutil.disk_usage(folder).free
+            if free < nbytes:
+                raise StorageError(
+                    f"{out} needs {format_bytes(nbytes)}, and {format_bytes(free)} are free there. Free space, or name "
+                    "another directory."
+                )
+            for file, names in shards.items():
+                specs = [tensors[name].spec(name) for name in names]
+                pieces = (tensors[name].read(*part) for name in names for part in chunks(tensors[name].numel()))
+                write_tensors(folder / file, specs, pieces)
+            if len(shards) > 1:
+                index = {
+                    "metadata": {"total_size": nbytes},
+                    "weight_map": {name: file for file, names in shards.items() for name in names},
+                }
+                write_json(folder / INDEX, index, indent=2)
+            write_json(folder / "config.json", _config(record, as_dtype), indent=2)
+            if record.get("generation_config"):
+                write_json(folder / "generation_config.json", record["generation_config"], indent=2)
+    return Exported(list(shards), len(tensors), nbytes, as_dtype)
+
+
+def _tensors(checkpoint: Checkpoint, model: Any, dtype: torch.dtype) -> dict[str, LazyTensor]:
+    """What the checkpoint has for each name under which transformers saves a tensor of the model."""
+    expected = model.state_dict()
+    weights, lows, buffers = (
+        checkpoint.specs(state) if state in (*checkpoint.states, BUFFERS) else {} for state in (_WEIGHT, _LOW, BUFFERS)
+    )
+    found = {}
+    for name, held_as in stored_names(model).items():
+        if held_as in weights:
+            spec = weights[held_as]
+            read = _weights(checkpoint, held_as, dtype, has_low=held_as in lows)
+            found[name] = LazyTensor.stored(dtype, spec.shape, read)
+        elif held_as in buffers:
+            spec = buffers[held_as]
+            found[name] = LazyTensor.stored(spec.dtype, spec.shape, _stored(checkpoint, BUFFERS, held_as))
+        else:
+            raise CheckpointError(
+                f"{checkpoint.directory} is damaged: it lacks {held_as!r} of its {type(model).__name__}"
+            )
+        if spec.shape != tuple(expected[name].shape):
+            raise CheckpointError(
+                f"{checkpoint.directory} has {held_as!r} as {spec}; its {type(model).__name__} has the shape "
+                f"{list(expected[name].shape)}. A model changed after it was built from its config cannot be exported."
+            )
+    return found
+
+
+def _stored(checkpoint: Checkpoint, state: str, name: str) -> Any:
+    return lambda start, count: checkpoint.read(state, name, start, count)
+
+
+def _weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype, has_low: bool) -> Any:
+    """Reads a parameter's weights: the halves of the master joined where fp32 is asked of bf16."""
+
+    def master(start: int, count: int) -> torch.Tensor:
+        joined = torch.empty(count)
+        join(checkpoint.read(_WEIGHT, name, start, count), checkpoint.read(_LOW, name, start, count), joined)
+        return joined
+
+    if dtype is torch.float32 and has_low:
+        return master
+    return lambda start, count: checkpoint.read(_WEIGHT, name, start, count).to(dtype)
+
+
+def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[str]]:
+    """File name -> names of its tensors, in order."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def _config(record: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The model's config.json. The key-value cache, which training turns off, is as transformers has it by default."""
+
+    def settings(given: dict[str, Any]) -> dict[str, Any]:
+        kept = {key: settings(value) if isinstance(value, dict) else value for key, value in given.items()}
+        if "dtype" in kept:
+            kept["dtype"] = name
+        return {key: value for key, value in kept.items() if (key, value) != ("use_cache", False)}
+
+    name = str(dtype).removeprefix("torch.")
+    return {**settings(record["config"]), "architectures": [record["class"]], "dtype": name}

@@ -1,0 +1,88 @@
+"""How transformers lays a model's tensors out in files: its own renaming and merging, on tensors that stay in files."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda.checkpoint.lazy import LazyTensor
+from pagoda.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The tensors of files under the names that they have in a model's `state_dict()`."""
+
+    tensors: dict[str, LazyTensor]
+    missing: list[str]
+    """Names of the model for which the files have nothing, without those that transformers ignores."""
+    unexpected: list[str]
+    """What the files have beyond the model, likewise."""
+
+
+def stored_names(model: Any) -> dict[str, str]:
+    """What `save_pretrained` saves of a model: name in its `state_dict()` -> name under which it holds the tensor.
+
+    A tied parameter is there once, under the name that transformers keeps; the model holds it under its first.
+    """
+    first = {id(param): name for name, param in model.named_parameters()}
+    ignored, tied = set(model._keys_to_ignore_on_save or ()), set(model.all_tied_weights_keys)
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in ignored:
+            names.setdefault(id(tensor), []).append(name)
+    kept = {next((name for name in same if name not in tied), same[0]): key for key, same in names.items()}
+    return {name: first.get(key, name) for name, key in kept.items()}
+
+
+def to_files(model: Any, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Tensors by their names in `state_dict()`, as files have them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    laid_out: dict[str, LazyTensor] = revert_weight_conversion(model, dict(tensors))
+    return laid_out
+
+
+def from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> Loaded:
+    """Tensors of files by their names in `state_dict()`, as `from_pretrained` finds them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    expected = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    groups: dict[str, Any] = {}
+    unexpected = set()
+    for name in sorted(tensors, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        if renamed not in expected and name in expected:
+            renamed, pattern = name, None
+        if renamed not in expected:
+            unexpected.add(name)
+        elif pattern is not None:
+            group = groups.setdefault(renamed, deepcopy(of_pattern[pattern]))
+            group.add_tensor(renamed, name, pattern, tensors[name])
+        else:
+            groups.setdefault(renamed, WeightRenaming(name, renamed)).add_tensor(renamed, name, name, tensors[name])
+    found: dict[str, LazyTensor] = {}
+    for name, group in groups.items():
+        try:
+            converted = group.convert(name, model=model, config=model.config)
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise CheckpointError(f"what the files have for {name!r} cannot be put together: {error}") from error
+        for target, value in converted.items():
+            found[target] = value[0] if isinstance(value, list) else value
+    report = LoadStateDictInfo(
+        missing_keys=expected.keys() - found.keys(),
+        unexpected_keys=unexpected | (found.keys() - expected.keys()),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    model._adjust_missing_and_unexpected_keys(report)
+    found = {name: tensor for name, tensor in found.items() if name in expected}
+    return Loaded(found, sorted(report.missing_keys), sorted(report.unexpected_keys))

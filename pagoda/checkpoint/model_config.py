@@ -1,0 +1,40 @@
+"""What a checkpoint keeps of a transformers model beside its tensors: enough to build it again."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pagoda.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def model_record(model: "nn.Module") -> dict[str, Any] | None:
+    """The class and configurations of a transformers model, as JSON; None for any other model."""
+    config = getattr(model, "config", None)
+    if config is None or not type(model).__module__.startswith("transformers."):
+        return None
+    generation = getattr(model, "generation_config", None)
+    return {
+        "class": type(model).__name__,
+        "config": json.loads(config.to_json_string(use_diff=True)),
+        "generation_config": None if generation is None else json.loads(generation.to_json_string(use_diff=True)),
+    }
+
+
+def skeleton(record: dict[str, Any]) -> Any:
+    """The model of a record, on the meta device. Raises CheckpointError where transformers cannot build it."""
+    import torch
+
+    from pagoda.models.build import import_transformers
+
+    transformers = import_transformers()
+    try:
+        settings = dict(record["config"])
+        config = transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+        with torch.device("meta"):
+            return getattr(transformers, record["class"])._from_config(config, dtype=torch.float32)
+    except Exception as error:  # transformers validates with many exception types
+        raise CheckpointError(
+            f"transformers {transformers.__version__} cannot build this checkpoint's {record.get('class')}: {error}"
+        ) from error

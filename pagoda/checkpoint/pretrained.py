@@ -1,0 +1,176 @@
+"""Weights of a Hugging Face directory: matched to a model by transformers' own rules, and read when they are placed."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagoda.checkpoint.layout import from_files
+from pagoda.checkpoint.lazy import LazyTensor
+from pagoda.checkpoint.tensors import TensorFile, chunks
+from pagoda.errors import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_OTHER_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_VALUES = "_pagoda_values"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What `attach_weights` found."""
+
+    files: int
+    nbytes: int
+    missing: list[str]
+    """Parameters and buffers that the files do not have; they keep their initialisation."""
+    unexpected: list[str]
+    """Tensors of the files that the model has no use for."""
+
+    def warnings(self) -> list[str]:
+        """What a user should know, a sentence each."""
+        found = []
+        if self.missing:
+            found.append(f"The files lack {_named(self.missing)}, which will be initialised as in a new model.")
+        if self.unexpected:
+            found.append(f"The model has no use for {_named(self.unexpected)} of the files.")
+        return found
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face directory; none where it has no weights.
+
+    Raises ConfigError for an index that cannot be read, and for weights in formats that cannot be read in pieces.
+    """
+    index = directory / INDEX
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            files = [directory / name for name in sorted(names)]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} cannot be read: {error!r}") from error
+        outside = [file for file in files if file.parent != directory]
+        if outside or not files:
+            raise ConfigError(f"{index} names {outside[0] if outside else 'no file'}; it must name files beside it")
+        return files
+    others = [name for name in _OTHER_FORMATS if (directory / name).exists()]
+    if others:
+        raise ConfigError(
+            f"{directory} has its weights in {others[0]}, and only safetensors files can be read in pieces: load it "
+            "with transformers' from_pretrained and save it again with save_pretrained"
+        )
+    return []
+
+
+def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
+    """Give a model of transformers, built in `pagoda.init()`, the weights of a directory.
+
+    Parameters and buffers that are real get their values now; parameters on meta keep a reference to theirs until
+    `wrap` reads them, piece by piece, straight to their tier. Values are exact: fp32, fp16 and bf16 all fit the fp32
+    master.
+
+    Raises ConfigError for a directory without weights, quantised weights, shapes that differ from the model's, tied
+    parameters that the files have with different values, and files of another model; CheckpointError for a damaged
+    file.
+    """
+    files = [TensorFile(path) for path in weight_files(directory)]
+    if not files:
+        raise ConfigError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
+    stored = {
+        name: LazyTensor.stored(spec.dtype, spec.shape, _reader(file, name))
+        for file in files
+        for name, spec in file.specs.items()
+    }
+    _check_plain(model, directory, stored)
+    loaded = from_files(model, stored)
+    names: dict[int, list[str]] = {}
+    held: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
+    for name, tensor in held.items():
+        names.setdefault(id(tensor), []).append(name)
+    _check_shapes(directory, loaded.tensors, held)
+    tied: set[str] = set()
+    given = 0
+    for same in names.values():
+        present = [name for name in same if name in loaded.tensors]
+        if not present:
+            continue
+        _check_tied(directory, present, loaded.tensors)
+        _give(held[same[0]], loaded.tensors[present[0]])
+        tied.update(same)
+        given += 1
+    if not given:
+        raise ConfigError(
+            f"{directory} has no weights for a {type(model).__name__}: its files have {_named(sorted(stored))}"
+        )
+    _read_generation_config(model, directory)
+    missing = [name for name in loaded.missing if name not in tied]
+    return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, loaded.unexpected)
+
+
+def values_of(param: nn.Parameter) -> LazyTensor | None:
+    """The values of a parameter on meta that are still in files."""
+    return getattr(param, _VALUES, None) if param.is_meta else None
+
+
+def _give(tensor: torch.Tensor, values: LazyTensor) -> None:
+    if tensor.is_meta:
+        setattr(tensor, _VALUES, values)
+        return
+    with torch.no_grad():
+        flat = tensor.view(-1)
+        for start, count in chunks(values.numel()):
+            flat[start : start + count] = values.read(start, count)
+
+
+def _reader(file: TensorFile, name: str) -> Any:
+    return lambda start, count: file.read(name, start, count)
+
+
+def _check_plain(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> None:
+    """Weights are numbers that a master can start from."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{directory} holds quantised weights, which cannot be trained: give the model it was made of"
+        )
+    for name, tensor in stored.items():
+        if tensor.dtype.is_floating_point and tensor.dtype not in _FLOATS:
+            raise ConfigError(f"{directory} has {name!r} as {tensor.dtype}; weights must be fp32, fp16 or bf16")
+
+
+def _check_shapes(directory: Path, tensors: dict[str, LazyTensor], held: dict[str, torch.Tensor]) -> None:
+    wrong = [
+        f"{name!r} is {list(tensor.shape)} in the files and {list(held[name].shape)} in the model"
+        for name, tensor in tensors.items()
+        if tensor.shape != held[name].shape
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more differ" if len(wrong) > 3 else ""
+        raise ConfigError(f"{directory} does not fit its config.json: {'; '.join(wrong[:3])}{more}")
+
+
+def _check_tied(directory: Path, names: list[str], tensors: dict[str, LazyTensor]) -> None:
+    """Names of one parameter must have one value."""
+    first = tensors[names[0]]
+    for name in names[1:]:
+        if any(not torch.equal(first.read(*part), tensors[name].read(*part)) for part in chunks(first.numel())):
+            raise ConfigError(
+                f"{directory} has different values for {names[0]!r} and {name!r}, which are one parameter by its "
+                "config.json: set tie_word_embeddings to false there if they should not be"
+            )
+
+
+def _read_generation_config(model: nn.Module, directory: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(repr(name) for name in names[:3]) + more

@@ -1,0 +1,245 @@
+"""A directory that `save_pretrained` wrote is trained from as `from_pretrained` would, streamed to its tier."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, LlamaModel
+
+import pagoda
+from pagoda.checkpoint import pretrained
+from pagoda.checkpoint.lazy import LazyTensor
+from pagoda.checkpoint.pretrained import INDEX, SINGLE
+from pagoda.cli.main import main
+from pagoda.runtime import construct
+from pagoda.train.metrics import read_metrics
+
+from .hf_models import MODELS, build, ids, train, wrapped
+
+
+def saved(name: str, root: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
+    """A directory with a model of random weights."""
+    build(name, seed=5).to(dtype).save_pretrained(root / "hf", max_shard_size=max_shard_size)
+    return root / "hf"
+
+
+def first_loss(directory: Path, dtype: torch.dtype) -> float:
+    """Of plain transformers."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).train()
+    loss: torch.Tensor = model(input_ids=ids(), labels=ids()).loss
+    return loss.item()
+
+
+@pytest.mark.parametrize("place", ["ram", "ssd"])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"], ids=["one-file", "sharded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_starts_where_plain_transformers_does(
+    name: str, max_shard_size: str, place: str, tmp_path: Path
+) -> None:
+    directory = saved(name, tmp_path, torch.bfloat16, max_shard_size)
+    assert (directory / INDEX).exists() == (max_shard_size == "20KB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = pagoda.load(directory)
+    assert any(param.is_meta for param in loaded.parameters()), "not in RAM yet"
+    model, optimizer = wrapped(loaded, place, tmp_path)
+    losses = train(model, optimizer, 0, 2)
+    optimizer.close()
+    assert losses[0] == first_loss(directory, torch.bfloat16)
+    assert losses[1] != losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_master_is_what_the_files_say(dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
+    directory = saved("mixtral", tmp_path, dtype, "20KB")
+    model, optimizer = wrapped(pagoda.load(directory), "ssd", tmp_path, precision)
+    masters = pagoda.ModelState(model).state_dict()
+    optimizer.close()
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    expected = dict(plain.named_parameters())
+    assert masters.keys() == expected.keys()
+    assert all(torch.equal(masters[key], expected[key]) for key in masters)
+    assert first_loss(directory, torch.float32) > 0
+
+
+def test_an_fp32_model_has_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
+    directory = saved("qwen3-moe", tmp_path)
+    model, optimizer = wrapped(pagoda.load(directory), "ram", tmp_path, "fp32")
+    assert train(model, optimizer, 0, 1) == [first_loss(directory, torch.float32)]
+    optimizer.close()
+
+
+def test_training_from_files_is_training_from_the_loaded_model(tmp_path: Path) -> None:
+    directory = saved("llama-tied", tmp_path)
+    losses = []
+    for start in (pagoda.load(directory), AutoModelForCausalLM.from_pretrained(directory).train()):
+        start.config.use_cache = False  # type: ignore[union-attr]
+        model, optimizer = wrapped(start, "ssd", tmp_path)
+        losses.append(train(model, optimizer, 0, 4))
+        optimizer.close()
+    assert losses[0] == losses[1]
+
+
+def test_what_is_exported_can_be_trained_on(tmp_path: Path) -> None:
+    model, optimizer = wrapped(build("mixtral"), "ssd", tmp_path)
+    train(model, optimizer, 0, 2)
+    optimizer.save_checkpoint(tmp_path / "step")
+    masters = pagoda.ModelState(model).state_dict()
+    optimizer.close()
+    assert main(["export", str(tmp_path / "step"), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    model, optimizer = wrapped(pagoda.load(tmp_path / "out"), "ram", tmp_path)
+    again = pagoda.ModelState(model).state_dict()
+    optimizer.close()
+    assert all(torch.equal(masters[key], again[key]) for key in masters)
+
+
+def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged experts are never in RAM as a whole, nor is any other large tensor."""
+    directory = saved("mixtral", tmp_path)
+    read, piece, counts = LazyTensor.read, 512, list[int]()
+
+    def measured(self: LazyTensor, start: int, count: int) -> torch.Tensor:
+        counts.append(count)
+        return read(self, start, count)
+
+    for module in (pretrained, construct):
+        monkeypatch.setattr(module, "chunks", lambda n: [(at, min(piece, n - at)) for at in range(0, n, piece)])
+    monkeypatch.setattr(LazyTensor, "read", measured)
+    model, optimizer = wrapped(pagoda.load(directory), "ssd", tmp_path)
+    optimizer.close()
+    assert max(counts) <= piece
+    assert sum(counts) == sum(param.numel() for param in model.parameters())
+
+
+def test_a_class_may_be_given(tmp_path: Path) -> None:
+    directory = saved("llama-untied", tmp_path)
+    with pytest.warns(UserWarning, match=r"no use for 'lm_head\.weight' of the files"):
+        model = pagoda.load(directory, model_class=LlamaModel)
+    assert type(model) is LlamaModel
+    assert {name for name, param in model.named_parameters() if param.is_meta and "weight" in name}
+
+
+def change(directory: Path, **tensors: torch.Tensor | None) -> None:
+    """Add, replace or (None) remove tensors of a single-file model; `__` in a keyword stands for a dot."""
+    found = safetensors.torch.load_file(directory / SINGLE)
+    for key, value in tensors.items():
+        name = key.replace("__", ".")
+        if value is None:
+            del found[name]
+        else:
+            found[name] = value
+    safetensors.torch.save_file(found, directory / SINGLE, {"format": "pt"})
+
+
+def test_missing_and_unexpected_tensors_are_warned_of(tmp_path: Path) -> None:
+    directory = saved("llama-untied", tmp_path)
+    change(directory, lm_head__weight=None, model__norm__weight=None, extra=torch.zeros(2))
+    with pytest.warns(UserWarning, match=r"lack 'lm_head\.weight', 'model\.norm\.weight'.*|no use for 'extra'") as seen:
+        loaded = pagoda.load(directory)
+    assert len(seen) == 2
+    model, optimizer = wrapped(loaded, "ram", tmp_path)
+    state = model.state_dict()
+    assert state["model.norm.weight"].eq(1).all()
+    assert 0.01 < state["lm_head.weight"].float().std() < 0.03, "initialised"
+    assert torch.equal(state["model.embed_tokens.weight"], build("llama-untied", 5).state_dict()[
+        "model.embed_tokens.weight"].bfloat16())  # fmt: skip
+    optimizer.close()
+
+
+def test_a_tied_weight_may_be_stored_under_either_name_or_both(tmp_path: Path) -> None:
+    directory = saved("llama-tied", tmp_path)
+    expected = first_loss(directory, torch.bfloat16)
+    embedding = safetensors.torch.load_file(directory / SINGLE)["model.embed_tokens.weight"]
+    for tensors in ({"lm_head__weight": embedding}, {"model__embed_tokens__weight": None}):
+        change(directory, **tensors)  # type: ignore[arg-type]
+        model, optimizer = wrapped(pagoda.load(directory), "ram", tmp_path)
+        assert abs(train(model, optimizer, 0, 1)[0] - expected) < 0.02
+        optimizer.close()
+    change(directory, model__embed_tokens__weight=embedding + 1)
+    with pytest.raises(pagoda.ConfigError, match=r"different values for .*set tie_word_embeddings to false"):
+        pagoda.load(directory)
+
+
+def test_shapes_that_differ_are_refused(tmp_path: Path) -> None:
+    directory = saved("llama-tied", tmp_path)
+    change(directory, model__norm__weight=torch.ones(31))
+    with pytest.raises(pagoda.ConfigError, match=r"'model\.norm\.weight' is \[31\] in the files and \[32\] in the"):
+        pagoda.load(directory)
+
+
+def test_experts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    directory = saved("mixtral", tmp_path)
+    found = safetensors.torch.load_file(directory / SINGLE)
+    name = next(name for name in found if name.endswith("experts.2.w1.weight"))
+    change(directory, **{name: torch.ones(7, 32)})
+    with pytest.raises(pagoda.CheckpointError, match=r"\[1, 7, 32\] belong together"):
+        pagoda.load(directory)
+
+
+def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    directory = saved("llama-tied", tmp_path)
+    weights = directory / SINGLE
+    cut = weights.read_bytes()[:-10]
+    weights.write_bytes(cut)
+    with pytest.raises(pagoda.CheckpointError, match=r"model\.safetensors is truncated or damaged"):
+        pagoda.load(directory)
+    weights.unlink()
+    with pytest.raises(pagoda.ConfigError, match="hf has no weights"):
+        pagoda.load(directory)
+    (directory / "pytorch_model.bin").touch()
+    with pytest.raises(pagoda.ConfigError, match=r"pytorch_model\.bin, and only safetensors.*save_pretrained"):
+        pagoda.load(directory)
+    for index in ("{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../other.safetensors"}}'):
+        (directory / INDEX).write_text(index)
+        with pytest.raises(pagoda.ConfigError, match=re.escape(INDEX)):
+            pagoda.load(directory)
+    (directory / INDEX).unlink()
+    safetensors.torch.save_file({"something": torch.zeros(2)}, weights)
+    with pytest.raises(pagoda.ConfigError, match="no weights for a LlamaForCausalLM: its files have 'something'"):
+        pagoda.load(directory)
+    safetensors.torch.save_file({"lm_head.weight": torch.zeros(2).to(torch.float8_e4m3fn)}, weights)
+    with pytest.raises(pagoda.ConfigError, match=r"float8_e4m3fn; weights must be"):
+        pagoda.load(directory)
+    (directory / "config.json").unlink()
+    with pytest.raises(pagoda.ConfigError, match=r"with a Hugging Face config\.json"):
+        pagoda.load(directory)
+
+
+def test_the_command_trains_from_weights_and_from_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("pages of a book " * 200)
+    model = build("llama-tied", seed=5)
+    model.resize_token_embeddings(256, mean_resizing=False)  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")  # type: ignore[operator]
+    args = ["train", "--model", str(tmp_path / "hf"), "--data", str(text), "--batch-size", "2", "--seq-len", "16"]
+    args += ["--memory.host", "8MiB", "--precision", "fp32", "--optim.schedule", "constant"]
+
+    def run(out: str, steps: int, *flags: str) -> str:
+        here = ["--steps", str(steps), "--checkpoint-every", "1", "--out", str(tmp_path / out)]
+        assert main([*args, *here, *flags]) == 0
+        return capsys.readouterr().out
+
+    shown = run("from-weights", 2)
+    assert re.search(r"Weights: .*hf, .* KiB in \d+ files", shown)
+    run("whole", 3)
+    assert "Weights" not in run("from-weights", 3, "--resume")
+    losses = [[m["loss"] for m in read_metrics(tmp_path / out / "metrics.jsonl")] for out in ("from-weights", "whole")]
+    assert losses[0] == losses[1]
+
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "exported")]) == 0
+    assert "step-000003 exported to" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype is torch.float32
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    assert json.loads((alone / "config.json").read_text())["vocab_size"] == 256
+    args[2] = str(alone)
+    assert "Weights: random, seed 0" in run("random", 1)
