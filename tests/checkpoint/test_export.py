@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -131,6 +132,17 @@ def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.Mon
     export(checkpoint, tmp_path / "out")
     assert most <= piece
     assert whole == sum(t.numel() for t in stored(tmp_path / "out").values()), "and each element is read once"
+
+
+def test_a_flipped_bit_is_found_and_nothing_is_left(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "weight.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-20] ^= 4
+    weights.write_bytes(data)
+    with pytest.raises(pagoda.CheckpointError, match=r"weight\.safetensors is damaged"):
+        export(tmp_path / "damaged", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
 def test_a_model_that_is_not_of_transformers_is_refused(tmp_path: Path) -> None:

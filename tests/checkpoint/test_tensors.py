@@ -226,3 +226,26 @@ def test_tensors_may_lie_in_any_order(tmp_path: Path) -> None:
     assert file.read("late", 0, 2).ne(0).all()
     assert file.read("nothing", 0, 0).numel() == 0
     file.close()
+
+
+def test_a_piece_is_read_and_hashed_once_for_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export cuts merged experts into parts far smaller than a piece."""
+    values = torch.arange(1000, dtype=torch.int16)
+    path = tmp_path / "some.safetensors"
+    write_tensors(path, [TensorSpec("a", torch.int16, (1000,))], [values])
+    monkeypatch.setattr(tensors, "PIECE_ELEMENTS", 300)
+    hashes = [tensors.piece_hash(tensors.tensor_bytes(piece)) for piece in values.split(300)]
+    file = TensorFile(path, {"a": hashes})
+    read, pieces = TensorFile._read, []
+
+    def counted(self: TensorFile, name: str, start: int, count: int) -> torch.Tensor:
+        pieces.append((start, count))
+        return read(self, name, start, count)
+
+    monkeypatch.setattr(TensorFile, "_read", counted)
+    for start in range(0, 1000, 70):
+        part = file.read("a", start, min(70, 1000 - start))
+        assert torch.equal(part, values[start : start + 70])
+        part.zero_()  # what is kept is not what was given
+    assert pieces == [(0, 300), (300, 300), (600, 300), (900, 100)]
+    file.close()
