@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from pagoda.runtime.stateful import ModelState, OptimizerState
 
 __all__ = ["AdamW", "Memory", "ModelState", "OptimizerState", "Split", "gathered", "init", "load", "plan_of", "wrap"]
 
+Update = Literal["sync", "async"]
 Model = TypeVar("Model", bound=nn.Module)
 
 HOST_SHARE = 0.8
@@ -136,6 +137,8 @@ def wrap(
     clip_grad_norm: float | None = None,
     accumulation_steps: int | None = None,
     keep_checkpoints: int | None = None,
+    update: Update = "sync",
+    max_staleness: int = 1,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
@@ -151,6 +154,14 @@ def wrap(
     they are instead of copying them, and training writes to others, so each takes as much of the SSD as the weights
     and moments there. Left out, it is one where that fits, else none: then checkpoints copy what is on SSD.
 
+    `update="async"` changes the algorithm: forward and backward do not wait for updates, so where these take longer
+    than compute (states on SSD), weights lag. The forward of a unit reads weights that lack the gradients of at most
+    the last `max_staleness` steps, and waits only where they would lack more; 0 gives the bits of "sync". Every
+    gradient is still applied as its own step, clipped by its own norm. RAM keeps the gradients of `max_staleness` + 1
+    steps and every weight has a second extent. `optimizer.drain()` applies everything; `state_dict`, `gathered`,
+    checkpoints, `close` and, between steps, a forward without gradients drain first.
+    `optimizer.stats.staleness` has what was observed.
+
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
     them, UsageError for a model wrapped already.
@@ -163,6 +174,10 @@ def wrap(
         raise ConfigError(f"accumulation_steps is {accumulation_steps}; it must be at least 1.")
     if keep_checkpoints is not None and keep_checkpoints < 0:
         raise ConfigError(f"keep_checkpoints is {keep_checkpoints}; it must be 0 or more.")
+    if update not in get_args(Update):
+        raise ConfigError(f"update is {update!r}; use one of {', '.join(get_args(Update))}.")
+    if max_staleness < 0:
+        raise ConfigError(f"max_staleness is {max_staleness}; it must be 0 or more.")
     if any(is_paged(param) for param in model.parameters()):
         raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
     if not any(True for _ in model.parameters()):
@@ -178,7 +193,13 @@ def wrap(
         check_batch_norms(model, states[0].dtype)
     clipping = clip_grad_norm is not None
     options = Options(
-        memory.page_bytes, memory.unit_bytes, accumulation_steps, clipping, memory.split, keep_checkpoints
+        memory.page_bytes,
+        memory.unit_bytes,
+        accumulation_steps,
+        clipping,
+        memory.split,
+        keep_checkpoints,
+        max_staleness if update == "async" else None,
     )
     plan = make_plan(describe(model), states, memory.budgets(), options)
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)

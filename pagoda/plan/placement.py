@@ -13,6 +13,8 @@ from pagoda.plan.ranks import Ranks
 from pagoda.plan.units import UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
+WEIGHT_BACK, GRAD_QUEUE = "weight_back", "grad_queue"
+"""What asynchronous updates need beside: a second extent of every weight, and the gradients that wait."""
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS = "collective"
 CHECKPOINT = "checkpoint"
@@ -56,6 +58,9 @@ class Layout:
     """None where one rank has everything."""
     expert_units: frozenset[int] = frozenset()
     """Units of experts, which only some of the ranks share."""
+    max_staleness: int | None = None
+    """Steps whose gradients may wait to be applied while a forward reads the weights; None where updates are not
+    asynchronous. Then weights have two extents, and every gradient one in RAM and one more for each such step."""
 
     @property
     def weight(self) -> StateSpec:
@@ -74,7 +79,7 @@ class Layout:
 
     def itemsize(self, state: str) -> int:
         """Bytes of an element; a gradient is stored in the weight's dtype."""
-        name = WEIGHT if state == GRAD else state
+        name = WEIGHT if state in (GRAD, WEIGHT_BACK) else state
         return next(s.dtype.itemsize for s in self.states if s.name == name)
 
     def group(self, unit: UnitSpec) -> int:
@@ -91,7 +96,7 @@ class Layout:
 
     def _covered(self, unit: UnitSpec, state: str) -> int:
         """Parameters that one extent on this rank is for."""
-        numel = unit.numel if state == WEIGHT else unit.trainable_numel
+        numel = unit.numel if state in (WEIGHT, WEIGHT_BACK) else unit.trainable_numel
         if self.ranks is None:
             return numel
         whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
@@ -269,8 +274,9 @@ class _Filler:
         self.separate = budgets.device is not None
         self.reasons: list[str] = []
         units = layout.units
-        self.weight = {u.index: layout.pages(u, WEIGHT) for u in units}
-        self.grad = {u.index: layout.pages(u, GRAD) for u in units}
+        self.asynchronous = layout.max_staleness is not None
+        self.weight = {u.index: (1 + self.asynchronous) * layout.pages(u, WEIGHT) for u in units}
+        self.grad = {u.index: 0 if self.asynchronous else layout.pages(u, GRAD) for u in units}
         self.moment = {u.index: sum(layout.pages(u, s.name) for s in layout.moments) for u in units}
         self.widest_grad = max(self.grad.values())
         self.buffers = self._fixed_buffers()
@@ -341,10 +347,15 @@ class _Filler:
     def _fixed_buffers(self) -> dict[str, int]:
         """Lines of host RAM that do not depend on where the other states live."""
         lines = {state.name: self.layout.total_pages(state.name) for state in self.layout.scales}
+        lines[CHECKPOINT] = self.layout.piece_pages
+        if self.layout.max_staleness is not None:
+            grads = self.layout.total_pages(GRAD)
+            lines |= {GRAD: grads, GRAD_QUEUE: self.layout.max_staleness * grads}
         if self.separate:
-            return lines | {BOUNCE: 2 * self._bounce_pages(), CHECKPOINT: self.layout.piece_pages}
-        lines |= {COLLECTIVE_BUFFERS: self.layout.collective_pages, CHECKPOINT: self.layout.piece_pages}
-        if self.layout.ranks is not None and self.layout.ranks.shards_weights:
+            lines[BOUNCE] = 2 * self._bounce_pages()
+        else:
+            lines[COLLECTIVE_BUFFERS] = self.layout.collective_pages
+        if not self.separate and self.layout.ranks is not None and self.layout.ranks.shards_weights:
             lines[LEASES] = self.layout.lease_pages(ahead=1)
         return {line: pages for line, pages in lines.items() if pages}
 
@@ -413,7 +424,10 @@ class _Filler:
             put(unit, WEIGHT, unit.index in weights_in)
             for state in layout.moments:
                 put(unit, state.name, unit.index in moments_in)
-            if unit.index in grads_in or self.budgets.ssd is not None:
+            if self.asynchronous:
+                put(unit, WEIGHT_BACK, unit.index in weights_in)
+                homes[unit.index, GRAD] = HOST  # its line is one of the fixed buffers
+            elif unit.index in grads_in or self.budgets.ssd is not None:
                 put(unit, GRAD, unit.index in grads_in)
             else:  # transient buffers only: nowhere to spill to
                 homes[unit.index, GRAD] = HOST
@@ -474,6 +488,11 @@ class _Filler:
         page = self.layout.page_bytes
         if tier == HOST:
             needed, available = needed + self.reserved, available + self.reserved
+            if self.asynchronous:
+                setting += (
+                    ", or lower max_staleness: asynchronous updates keep in RAM the gradients of max_staleness + 1 "
+                    f"steps, {format_bytes(self.layout.total_pages(GRAD) * page)} each"
+                )
         raise BudgetError(
             f"The training state does not fit: {tier} needs at least {format_bytes(needed * page)} and has "
             f"{format_bytes(available * page)}, {format_bytes((needed - available) * page)} short. "
@@ -485,8 +504,8 @@ class _Filler:
 
 def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
     """tier -> line -> bytes, in the order a table shows them."""
-    buffers = (LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS)
-    order: Sequence[str] = (*(s.name for s in layout.states), GRAD, SPARE, *buffers)
+    buffers = (GRAD_QUEUE, LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS)
+    order: Sequence[str] = (*(s.name for s in layout.states), WEIGHT_BACK, GRAD, SPARE, *buffers)
     return {
         tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}
         for tier in (DEVICE, HOST, SSD)

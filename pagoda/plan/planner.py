@@ -52,11 +52,13 @@ class Options:
     """How host RAM is divided where not everything fits it."""
     keep_checkpoints: int | None = None
     """Checkpoints whose pages on SSD are kept at once; None: one where there is room."""
+    max_staleness: int | None = None
+    """Bound of asynchronous updates, in steps; None: every update ends before the next forward of its unit."""
 
     @property
     def update_under_backward(self) -> bool:
         """True when a gradient is known to be final, and its scale too, as soon as it has arrived."""
-        return self.accumulation_steps is not None and not self.clipping
+        return self.accumulation_steps is not None and not self.clipping and self.max_staleness is None
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,9 @@ def make_plan(
     while True:
         units = discover(root, limit, itemsize, frozenset(exchanges))
         experts = frozenset(unit.index for unit in units if is_within(unit.module, exchanges))
-        draft = Layout(units, states, PAGE_BYTES, ranks=ranks, expert_units=experts)
+        draft = Layout(
+            units, states, PAGE_BYTES, ranks=ranks, expert_units=experts, max_staleness=options.max_staleness
+        )
         try:
             layout, placement = _fit(_paged(draft, options.page_bytes), budgets, options)
             break
@@ -250,6 +254,12 @@ def _least(refusals: list[BudgetError]) -> BudgetError:
 
 
 def _when(options: Options) -> str:
+    if options.max_staleness is not None:
+        return (
+            "Units are updated while forward and backward run on (update='async'): weights lag at most "
+            f"{options.max_staleness} steps, for which RAM keeps the gradients of {options.max_staleness + 1} steps, "
+            "and every weight has a second extent."
+        )
     if options.update_under_backward:
         return "Units are updated under backward, as soon as their last gradient has arrived."
     why = (

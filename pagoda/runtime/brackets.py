@@ -34,13 +34,19 @@ class Brackets:
     into a pinned lease.
     """
 
-    def __init__(self, packing: Packing, acquire: Callable[[LiveUnit, Phase], Lease]) -> None:
+    def __init__(
+        self, packing: Packing, acquire: Callable[[LiveUnit, Phase], Lease], evaluating: Callable[[], None]
+    ) -> None:
         self._packing = packing
         self._acquire = acquire
+        self._evaluating = evaluating
+        """Told that a forward without gradients starts which no other forward called."""
         self._open: list[_Bracket] = []
 
     def open(self, module: nn.Module, units: list[LiveUnit]) -> None:
         """A module's forward starts: lease its units and point their parameters into the leases."""
+        if not self._open and not torch.is_grad_enabled():
+            self._evaluating()
         bracket = _Bracket(module, self._packing.enter())
         self._open.append(bracket)
         phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD

@@ -147,26 +147,29 @@ class Capture:
         store = self._store
         if piece.copy is not None:
             return store.host.arena.view(piece.copy.start * store.plan.page_bytes, self._nbytes(piece))
-        home = store.tensor(piece.unit, piece.state)
+        home = store.tensor(piece.unit, self._extent(piece))
         if home is not None:
             return tensor_bytes(home[piece.first : piece.first + piece.count])
         assert self._bounce is not None, "there are pieces on SSD"
         window = store.host.arena.view(
             self._bounce.start * store.plan.page_bytes, self._bounce.count * store.plan.page_bytes
         )
-        return store.read_into(window, piece.unit, piece.state, piece.first, piece.count)
+        return store.read_into(window, piece.unit, self._extent(piece), piece.first, piece.count)
 
     def _copy(self, piece: Piece) -> None:
         """One plain memcpy, without the GIL."""
         store = self._store
-        home = store.tensor(piece.unit, piece.state)
+        home = store.tensor(piece.unit, self._extent(piece))
         assert home is not None
         assert piece.copy is not None
         source = home.data_ptr() + piece.first * home.element_size()
         ctypes.memmove(store.host.arena.address + piece.copy.start * store.plan.page_bytes, source, self._nbytes(piece))
 
+    def _extent(self, piece: Piece) -> str:
+        return self._store.newest_extent(piece.unit, piece.state)
+
     def _on_ssd(self, piece: Piece) -> bool:
-        return self._store.tensor(piece.unit, piece.state) is None
+        return self._store.tensor(piece.unit, self._extent(piece)) is None
 
     def _nbytes(self, piece: Piece) -> int:
         return piece.count * self._store.dtype(piece.state).itemsize

@@ -22,21 +22,23 @@ from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.trace import Phase
+from pagoda.runtime.async_updates import AsyncUpdater
 from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.capture import Capture, Piece
-from pagoda.runtime.device import Device
+from pagoda.runtime.device import Device, Event
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.packing import Packing, outside_use
 from pagoda.runtime.pilot import Pilot
+from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import Segment, Updater, non_finite_message
+from pagoda.runtime.updates import BlockStream, Segment, Updater, non_finite_message, update_lane
 
 Group = Mapping[str, Any]
 """One of torch's `param_groups`, as it stands when a step is taken."""
@@ -104,12 +106,20 @@ class Engine:
         self.leases = self._open_leases(plan, poison)
         self.packing = Packing(self)
         self.packing.register(units)
-        self.brackets = Brackets(self.packing, self.acquire)
-        self._updater = Updater(
-            self.store, self.gradients, kernels, self._lanes, lambda record: self.gradients.release(record)
-        )
+        self.brackets = Brackets(self.packing, self.acquire, self._before_evaluation)
+        stream = BlockStream(self.store, kernels, self._lanes, lambda record: self.gradients.release(record))
+        self._updater: Updater | AsyncUpdater
+        self._publisher: Publisher | None = None
+        if plan.options.max_staleness is None:
+            self._updater = Updater(self.store, self.gradients, stream)
+        else:
+            self._updater = AsyncUpdater(self.store, units, stream)
+            self._publisher = Publisher(
+                self._updater, units, plan.options.max_staleness, self._show_published, self._stalled_for_update
+            )
+        self._stream = stream
         self.saver = Saver()
-        self._pilot = Pilot(plan, units, self.leases, self._meter, self._wait)
+        self._pilot = Pilot(plan, units, self.leases, self._meter, self._wait, self._may_fetch)
         self._due: list[LiveUnit] = []
         """Units whose update under backward waits for a graph to let go of their weights."""
         self._norm_terms: dict[int, UnitGradient] = {}
@@ -133,6 +143,8 @@ class Engine:
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
         unit.used = True
+        if self._publisher is not None:
+            self._publisher.before_use(unit, phase)
         lease = self._pilot.lease(unit, phase, recorded=phase is Phase.BACKWARD or torch.is_grad_enabled())
         unit.wait_for_update(self._wait)
         if lease.ready is not None:
@@ -239,6 +251,8 @@ class Engine:
             self._queue_update(record, scale)
         had_gradients = bool(self._norm_terms)
         self._clear_step()
+        if self._publisher is not None:
+            self._publisher.end_of_step()
         replanned = self._pilot.end_of_step()
         self._step += 1
         self._take_stats(norm if had_gradients else None, replanned)
@@ -247,6 +261,8 @@ class Engine:
         """Wait until every state is as the last `step()` left it, in its home."""
         self.brackets.drop_interrupted()
         self._updater.drain()
+        if self._publisher is not None:
+            self._publisher.publish_idle()
 
     def settle(self) -> None:
         """Drain, and let a checkpoint that is being written finish: before states change other than by updates."""
@@ -254,17 +270,23 @@ class Engine:
         self.saver.settle()
 
     def capture(self, pieces: Callable[[int], Iterable[Piece]]) -> Capture:
-        """Start capturing every state as the last `step()` leaves it. `pieces` gives those of a unit."""
+        """Start capturing every state as the last `step()` leaves it. `pieces` gives those of a unit.
+
+        Asynchronous updates are drained first: only then is it known which of them belong to that state.
+        """
+        pending: Mapping[int, Handle] = {}
+        if isinstance(self._updater, Updater):
+            pending = self._updater.pending()
+        else:
+            self.drain()
         expected = sorted(self.units, key=self._pilot.urgency, reverse=self.plan.options.update_under_backward)
-        capture = Capture(
-            self.store, (piece for unit in expected for piece in pieces(unit.index)), self._updater.pending()
-        )
-        self._updater.tell(capture)
+        capture = Capture(self.store, (piece for unit in expected for piece in pieces(unit.index)), pending)
+        self._stream.capture = capture
         return capture
 
     def end_capture(self, capture: Capture) -> None:
         """No more of it is needed: updates need not wait."""
-        self._updater.tell(None)
+        self._stream.capture = None
         capture.end()
 
     def close(self) -> None:
@@ -363,8 +385,11 @@ class Engine:
         if not segments:
             self.gradients.release(record)
             return
-        unit.version += 1
-        unit.update = self._updater.submit(record, segments, self._pilot.urgency(unit))
+        if isinstance(self._updater, Updater):
+            unit.version += 1
+            unit.update = self._updater.submit(record, segments, self._pilot.urgency(unit))
+        else:
+            self._updater.submit(record, segments, self._pilot.urgency(unit))
         self.leases.drop(unit)
 
     def _update_due(self) -> None:
@@ -428,6 +453,7 @@ class Engine:
             prefetch_hit_rate=meter.hit_rate,
             faults=meter.faults,
             replanned=replanned,
+            staleness=self._publisher.staleness() if self._publisher is not None else {},
         )
         if meter.tape is not None:
             self._end_recording(meter.tape)
@@ -454,7 +480,13 @@ class Engine:
         region = None
         if plan.lease_tier is not None:
             region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), plan.lease_slab)
-        leases = Leases(region, pages, self.store.dtype(WEIGHT), self.device, fetcher.fill)
+
+        def fill(unit: LiveUnit, into: torch.Tensor, free: Event) -> Handle:
+            if self._publisher is not None:
+                self._publisher.before_use(unit, Phase.FORWARD)
+            return fetcher.fill(unit, into, free)
+
+        leases = Leases(region, pages, self.store.dtype(WEIGHT), self.device, fill)
         for unit in self.units:
             if unit.index not in pages:
                 leases.add_home(unit, self.store.in_place(unit.index, WEIGHT, unit.spec.numel))
@@ -470,5 +502,25 @@ class Engine:
 
     def weights_changed(self, unit: LiveUnit) -> None:
         """A unit's weights were overwritten at home: leases and graphs that hold the old ones are out of date."""
+        if self._publisher is None or not self._publisher.publish(unit):
+            unit.version += 1
+            self.leases.drop(unit)
+
+    def _show_published(self, unit: LiveUnit) -> None:
+        """Other weights of a unit are the front: what is leased and packed from now on is they."""
         unit.version += 1
+        lease = self.leases.get(unit)
+        if lease is not None and lease.run is None:
+            self.leases.move_home(unit, self.store.in_place(unit.index, WEIGHT, unit.spec.numel))
         self.leases.drop(unit)
+
+    def _stalled_for_update(self, unit: LiveUnit, seconds: float) -> None:
+        self._meter.stalled(update_lane(self.store, unit.index), seconds)
+
+    def _may_fetch(self, unit: LiveUnit) -> bool:
+        return self._publisher is None or self._publisher.may_fetch(unit)
+
+    def _before_evaluation(self) -> None:
+        """Between steps, whoever evaluates asynchronous training sees all of it."""
+        if self._publisher is not None and not self._publisher.in_step:
+            self.drain()

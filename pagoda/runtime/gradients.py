@@ -86,6 +86,9 @@ class Gradients:
         self._lanes = lanes
         self._device = device
         self._bounce = self._open_bounce()
+        self._free = {unit.index: list(store.gradients(unit.index)) for unit in store.plan.units}
+        """unit -> extents in RAM that nothing uses, where several steps' gradients may wait for their update."""
+        self._queueing = store.plan.options.max_staleness is not None
         self._write_behind = write_behind
         self._stalled = stalled
         self._lock = threading.Condition()
@@ -118,7 +121,7 @@ class Gradients:
         """
         record = self._records.get(unit.index)
         if record is None:
-            record = self._records[unit.index] = UnitGradient(unit, self._store.tensor(unit.index, GRAD))
+            record = self._records[unit.index] = UnitGradient(unit, self._home(unit))
         start = time.perf_counter()
         took_frames = record.buffer is None
         with self._lock:
@@ -173,7 +176,25 @@ class Gradients:
             record.queued = False
             if record.run is not None:
                 self._drop_buffer(record)
+            elif self._queueing and record.buffer is not None:
+                self._free[record.unit.index].append(record.buffer)
+                record.buffer = None
             self._lock.notify_all()
+
+    def _home(self, unit: LiveUnit) -> torch.Tensor | None:
+        """The extent in RAM for a unit's next gradient, once one is free; None where there is none at all."""
+        if not self._queueing:
+            return self._store.tensor(unit.index, GRAD)
+        start = time.perf_counter()
+        with self._lock:
+            free = self._free[unit.index]
+            waited = not free
+            while not free:
+                self._lock.wait()
+            extent = free.pop()
+        if waited:
+            self._stalled("update", time.perf_counter() - start)
+        return extent
 
     def _open_bounce(self) -> list[torch.Tensor]:
         """Two buffers through which gradients leave a device of its own, shape [BOUNCE_ELEMENTS] at most."""

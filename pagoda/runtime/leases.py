@@ -79,6 +79,11 @@ class Leases:
         """Lease a unit in place, for good."""
         self._register(Lease(unit, base, None, None))
 
+    def move_home(self, unit: LiveUnit, base: torch.Tensor) -> None:
+        """Lease a unit in another place from now on; whatever still holds the old one may see it change."""
+        del self._by_storage[self._leases[unit.index].storage]
+        self.add_home(unit, base)
+
     def get(self, unit: LiveUnit) -> Lease | None:
         """The unit's current lease, ready or on its way."""
         return self._leases.get(unit.index)

@@ -22,12 +22,20 @@ class Pilot:
     """Turns accesses into leases, issuing the plan's ops as their ticks come."""
 
     def __init__(
-        self, plan: Plan, units: list[LiveUnit], leases: Leases, meter: Meter, wait: Callable[[Handle], None]
+        self,
+        plan: Plan,
+        units: list[LiveUnit],
+        leases: Leases,
+        meter: Meter,
+        wait: Callable[[Handle], None],
+        may_fetch: Callable[[LiveUnit], bool],
     ) -> None:
         self._units = units
         self._leases = leases
         self._meter = meter
         self._wait = wait
+        self._may_fetch = may_fetch
+        """Whether a unit's weights can be fetched before they are needed."""
         self._recorder = Recorder()
         self._previous: Trace | None = None
         self._follow(plan)
@@ -87,7 +95,7 @@ class Pilot:
             unit = self._units[op.unit]
             if op.kind is Kind.EVICT:
                 self._leases.evict(unit)
-            elif self._leases.get(unit) is None:
+            elif self._leases.get(unit) is None and self._may_fetch(unit):
                 self._leases.fetch(unit, self._later_than(unit))
 
     def _later_than(self, wanted: LiveUnit) -> Callable[[LiveUnit], float]:

@@ -2,10 +2,23 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagoda.plan.ops import LANES
 from pagoda.runtime.tape import Tape
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Steps whose gradients were not in a unit's weights when forward first used them in a step."""
+
+    last: int
+    """In the last step."""
+    max: int
+    """Since `wrap()`."""
+    mean: float
+    """Over the steps since `wrap()`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,8 @@ class StepStats:
     """Accesses the plan had not foreseen, served on demand."""
     replanned: bool = False
     """True when this step changed the plan, because the model was used in another order than planned."""
+    staleness: Mapping[str, Staleness] = field(default_factory=dict)
+    """unit -> how far its weights lag, with asynchronous updates; else empty."""
 
 
 class Meter:

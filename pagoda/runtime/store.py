@@ -11,7 +11,17 @@ from pagoda.memory.ssd_tier import SSDTier
 from pagoda.memory.tier import MemoryTier
 from pagoda.optim.flat import split
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import BLOCK_ELEMENTS, CHECKPOINT, GRAD, LEASES, RING, SPARE, STAGING, WEIGHT
+from pagoda.plan.placement import (
+    BLOCK_ELEMENTS,
+    CHECKPOINT,
+    GRAD,
+    LEASES,
+    RING,
+    SPARE,
+    STAGING,
+    WEIGHT,
+    WEIGHT_BACK,
+)
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
@@ -25,6 +35,9 @@ class Store:
     Host extents are tensors over the host arena; SSD extents are runs of pages, of which gradients' are in no
     checkpoint. Element-wise `read` and `write` serve construction, checkpoints and inspection; they run only while no
     update is in flight (they borrow the ring to bounce SSD pages through).
+
+    Where updates are asynchronous, weights have two extents: WEIGHT is the front, which leases read, and WEIGHT_BACK
+    the back, which updates write. `swap` exchanges what the two names mean.
     """
 
     def __init__(self, plan: Plan, directories: Mapping[Path, int | None], poison: bool, device: Device) -> None:
@@ -42,7 +55,8 @@ class Store:
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._runs: dict[tuple[int, str], Run] = {}
         for unit in plan.units:
-            for state in (*(s.name for s in layout.states), GRAD):
+            doubled = () if layout.max_staleness is None else (WEIGHT_BACK,)
+            for state in (*(s.name for s in layout.states), *doubled, GRAD):
                 pages = layout.pages(unit, state)
                 home = placement.home(unit.index, state)
                 if pages and home == SSD and state in lines[SSD]:
@@ -53,11 +67,14 @@ class Store:
                     numel = pages * page // layout.itemsize(state)
                     tensor = self.host.tensor(run, self.dtype(state), numel)
                     self._tensors[unit.index, state] = tensor.zero_() if state != GRAD else tensor
+        self._gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
         slots = placement.ring_slots
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
         self.ring = [self.host.alloc(pages_per_slot) for _ in range(slots)]
         self.ring_bytes = pages_per_slot * page
         """Bytes of one slot of the ring."""
+        self.newest = dict.fromkeys(range(len(plan.units)), WEIGHT)
+        """unit -> which extent of its weights, front or back, is the newest."""
         self.spare = self.host.alloc(placement.pages(HOST, CHECKPOINT))
         """Frames for what a checkpoint has not written yet when its update comes."""
         self._bounce = threading.Lock()
@@ -78,6 +95,23 @@ class Store:
         home = self._tensors[unit, state]
         return self.host.arena.tensor(home.data_ptr() - self.host.arena.address, numel, home.dtype)
 
+    def gradients(self, unit: int) -> list[torch.Tensor]:
+        """Every gradient extent of a unit that lives in RAM: several where gradients wait for updates."""
+        return self._gradients[unit]
+
+    def swap(self, unit: int) -> None:
+        """Exchange front and back of a unit's weights. Nothing may be reading or writing either."""
+        front, back = (unit, WEIGHT), (unit, WEIGHT_BACK)
+        if front in self._tensors:
+            self._tensors[front], self._tensors[back] = self._tensors[back], self._tensors[front]
+        else:
+            self._runs[front], self._runs[back] = self._runs[back], self._runs[front]
+        self.newest[unit] = WEIGHT
+
+    def newest_extent(self, unit: int, state: str) -> str:
+        """Name of the extent that has the newest values of a state."""
+        return self.newest[unit] if state == WEIGHT else state
+
     def run(self, unit: int, state: str) -> Run | None:
         """The slots of an SSD extent, or None when its home is elsewhere."""
         return self._runs.get((unit, state))
@@ -91,6 +125,7 @@ class Store:
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count), shape [count]."""
+        state = self.newest_extent(unit, state)
         home = self.tensor(unit, state)
         if home is not None:
             return home[start : start + count].clone()
@@ -114,7 +149,12 @@ class Store:
         return window[first - offset : end - offset]
 
     def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements from `start` on with `values`, shape [count], of the state's dtype."""
+        """Overwrite elements from `start` on with `values`, shape [count], of the state's dtype.
+
+        Weights are written to both of their extents, since updates copy only what they train.
+        """
+        if state == WEIGHT and self.plan.layout.max_staleness is not None:
+            self.write(unit, WEIGHT_BACK, start, values)
         home = self.tensor(unit, state)
         if home is not None:
             home[start : start + values.numel()] = values
@@ -152,9 +192,18 @@ class Store:
             if placed.param.trainable:
                 self.write(unit.index, LOW, at, low)
 
+    def _gradient_extents(self, unit: UnitSpec) -> list[torch.Tensor]:
+        home = self._tensors.get((unit.index, GRAD))
+        if home is None:
+            return []
+        pages = self.plan.layout.pages(unit, GRAD)
+        waiting = [self.host.alloc(pages) for _ in range(self.plan.layout.max_staleness or 0)]
+        return [home, *(self.host.tensor(run, home.dtype, home.numel()) for run in waiting)]
+
     def close(self) -> None:
         """Release the SSD tier; host memory goes with the last tensor over it."""
         self._tensors.clear()
+        self._gradients.clear()
         self.host.arena.close()
         if self.ssd is not None:
             self.ssd.close()

@@ -89,14 +89,11 @@ class Updater:
         self,
         store: Store,
         gradients: Gradients,
-        kernels: Kernels,
-        lanes: dict[str, Lane],
-        finished: Callable[[UnitGradient], None],
+        stream: "BlockStream",
     ) -> None:
         self._store = store
         self._gradients = gradients
-        self._states = store.plan.layout.states
-        self._stream = BlockStream(store, kernels, lanes, finished)
+        self._stream = stream
         self._lock = self._stream.lock
         self._queue: list[Update] = []
         self._sequence = itertools.count()
@@ -109,9 +106,8 @@ class Updater:
     def submit(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Handle:
         """Queue a unit's update; the handle ends when its new weights can be used."""
         unit = record.unit
-        on_ssd = [s.name for s in self._states if self._store.plan.placement.home(unit.index, s.name) == SSD]
-        lane = "ssd_write" if WEIGHT in on_ssd else "ssd_read" if on_ssd else "update"
-        update = Update(urgency, next(self._sequence), record, tuple(segments), Handle(lane), Handle("ssd_write"))
+        published, written = Handle(update_lane(self._store, unit.index)), Handle("ssd_write")
+        update = Update(urgency, next(self._sequence), record, tuple(segments), published, written)
         with self._lock:
             self._stream.may_read_ahead = True
             self._latest[unit.index] = update.written
@@ -123,10 +119,6 @@ class Updater:
         """unit -> what ends when its latest update has been written home, for updates that have not been."""
         with self._lock:
             return {unit: written for unit, written in self._latest.items() if not written.succeeded}
-
-    def tell(self, capture: Capture | None) -> None:
-        """Tell `capture`, and no other, of every block before it changes."""
-        self._stream.capture = capture
 
     def drain(self) -> None:
         """Wait until every queued update has been written home and the ring is idle; raises the first error, once."""
@@ -220,7 +212,8 @@ class BlockStream:
         self._store = store
         self._kernels = kernels
         self._lanes = lanes
-        self._finished = finished
+        self.finished = finished
+        """Told of every gradient that has been applied, or cannot be."""
         self._block = store.plan.layout.block_elements
         self._states = store.plan.layout.states
         self.lock = threading.Condition()
@@ -324,7 +317,7 @@ class BlockStream:
             self.drop_ahead()  # blocks without a gradient
         all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *writes])
         for part in parts:
-            all_computed.then(lambda _, record=part.record: self._finished(record))  # type: ignore[misc]
+            all_computed.then(lambda _, record=part.record: self.finished(record))  # type: ignore[misc]
         ready = all_written if WEIGHT in streamed else all_computed
         ready.then(published.finish)
         all_written.then(written.finish)
@@ -393,6 +386,14 @@ class BlockStream:
             work = partial(move, run, start * itemsize, view)
             handles.append(self._lanes[lane].submit(work, after, nbytes, label))
         return handles
+
+
+def update_lane(store: Store, unit: int) -> str:
+    """The lane whose work ends last before a unit's new weights can be used, most likely."""
+    homes = {state.name: store.plan.placement.home(unit, state.name) for state in store.plan.layout.states}
+    if homes[WEIGHT] == SSD:
+        return "ssd_write"
+    return "ssd_read" if SSD in homes.values() else "update"
 
 
 def non_finite_message(name: str) -> str:

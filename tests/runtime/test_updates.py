@@ -16,7 +16,7 @@ from pagoda.optim import Hyper, Precision, flat, step_scalars
 from pagoda.plan.placement import RING_SLOTS
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
-from pagoda.runtime.updates import Segment, Updater
+from pagoda.runtime.updates import BlockStream, Segment, Updater
 
 from .parts import ALL_ON_SSD, MOMENTS_ON_SSD, PAGE, RESIDENT, Parts, Sizes, parts
 
@@ -35,7 +35,8 @@ class Updates:
         self.part = part
         self.finished: list[int] = []
         self.latest: dict[int, Handle] = {}
-        self.updater = Updater(part.store, part.gradients, part.kernels, part.lanes, self._finished)
+        stream = BlockStream(part.store, part.kernels, part.lanes, self._finished)
+        self.updater = Updater(part.store, part.gradients, stream)
         self.states = part.plan.layout.states
         self.expected: dict[int, dict[str, torch.Tensor]] = {}
         for unit in part.units:
