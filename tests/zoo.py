@@ -276,6 +276,7 @@ def squeeze(
     precision: Precision = "bf16",
     announced: int | None = None,
     clipping: bool = True,
+    max_staleness: int | None = None,
     unit_limit: str = UNIT_LIMIT,
 ) -> pagoda.Memory:
     """The smallest budgets under which a model trains in a placement.
@@ -283,7 +284,7 @@ def squeeze(
     HOST_WEIGHTS keeps weights and gradients in RAM and every moment on SSD; ALL_ON_SSD has in RAM what streams
     through it; ARENA computes in the smallest memory of its own.
     """
-    options = Options(PAGE, parse_bytes(unit_limit), announced, clipping)
+    options = Options(PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness)
     root, states = describe(model), pagoda.AdamW().states(precision)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None
@@ -293,7 +294,10 @@ def squeeze(
         if options.update_under_backward:
             grads = min(grads, 4 * max(layout.pages(unit, GRAD) for unit in layout.units))
         ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
-        host = (layout.total_pages(WEIGHT) + grads + ring) * PAGE
+        weights = layout.total_pages(WEIGHT)
+        if max_staleness is not None:
+            weights, grads = 2 * weights, (1 + max_staleness) * grads
+        host = (weights + grads + ring) * PAGE
     elif placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD):
         host = least_host(root, states, Budgets(PAGE, device, 1 << 40), options)
     return pagoda.Memory(

@@ -73,13 +73,20 @@ class AsyncUpdater:
         with self._lock:
             return len(progress.waiting) + progress.applying
 
+    def lag(self, unit: LiveUnit) -> int:
+        """Steps whose gradients the front lacks now."""
+        progress = self._progress[unit.index]
+        with self._lock:
+            return len(progress.waiting) + progress.applying + progress.applied
+
     def swap(self, unit: LiveUnit) -> bool:
         """Make the newest weights of a unit the front; False when they are already, or are being updated.
 
-        The caller sees to it that nothing reads the front.
+        The caller sees to it that nothing reads the front. Raises the first error of an update, once.
         """
         progress = self._progress[unit.index]
         with self._lock:
+            self._raise_error()
             if not progress.applied or progress.applying:
                 return False
             self._store.swap(unit.index)

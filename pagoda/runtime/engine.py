@@ -483,7 +483,7 @@ class Engine:
 
         def fill(unit: LiveUnit, into: torch.Tensor, free: Event) -> Handle:
             if self._publisher is not None:
-                self._publisher.before_use(unit, Phase.FORWARD)
+                self._publisher.before_fetch(unit)
             return fetcher.fill(unit, into, free)
 
         leases = Leases(region, pages, self.store.dtype(WEIGHT), self.device, fill)

@@ -133,6 +133,11 @@ class Leases:
         self._stale.append(lease)
         self._collect()
 
+    def fetches(self) -> list[Handle]:
+        """What fills, or has filled, the frames in use; those of ended leases too, which are free only afterwards."""
+        leases = [*self._leases.values(), *self._stale]
+        return [lease.ready for lease in leases if lease.ready is not None]
+
     def holders(self) -> list[str]:
         """Names of the units whose frames cannot be taken now, for error messages."""
         leases = [*self._leases.values(), *self._stale]

@@ -118,10 +118,8 @@ class Pilot:
 
         lease = self._leases.fetch(unit, price)
         if lease is None:
-            for other in self._units:
-                on_its_way = self._leases.get(other)
-                if on_its_way is not None and on_its_way.ready is not None:
-                    self._wait(on_its_way.ready)
+            for fetch in self._leases.fetches():
+                self._wait(fetch)
             lease = self._leases.fetch(unit, price)
         if lease is None:
             gc.collect()  # reference cycles may keep views of leases alive

@@ -30,9 +30,10 @@ class Publisher:
     """Publishes new weights between a unit's last use in one step and its first use in the next.
 
     The staleness of a unit is the number of `step()`s whose gradients are not in the weights that its forward reads;
-    it is never above `max_staleness`. From a unit's first use (a fetch counts) until the next `step()` its weights
-    stay the same: forward, backward and what a checkpoint recomputes see the same ones. Publishing is an exchange of
-    two extents, so nobody waits for it. Only the compute thread calls this class.
+    it is never above `max_staleness`. From a unit's first use until the next `step()` its weights stay the same:
+    forward, backward and what a checkpoint recomputes see the same ones. What has been fetched for a step is used in
+    it, though newer weights may be there by then. Publishing is an exchange of two extents, so nobody waits for it.
+    Only the compute thread calls this class.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Publisher:
         self._stalled = stalled
         self._fixed: set[int] = set()
         """Units used in this step."""
+        self._fetched: set[int] = set()
+        """Units whose weights were fetched for this step."""
         self._observed = {unit.index: _Observed() for unit in units if unit.trainable}
 
     @property
@@ -59,19 +62,26 @@ class Publisher:
         return bool(self._fixed)
 
     def before_use(self, unit: LiveUnit, phase: Phase) -> None:
-        """Publish what there is, and wait while that lags too far; nothing if the unit is in use in this step.
+        """Before compute reads a unit's weights: nothing if it did in this step already, else as before a fetch.
 
         Backward without a forward in this step is that of an older graph, which needs the weights of its forward.
         """
         if unit.index in self._fixed:
             return
         if phase is Phase.FORWARD:
-            self.publish(unit)
-            if self._updater.staleness(unit) > self._max_staleness:
-                self._wait(unit)
+            self.before_fetch(unit)
             if unit.index in self._observed:
-                self._observed[unit.index].note(self._updater.staleness(unit))
+                self._observed[unit.index].note(self._updater.lag(unit))
         self._fixed.add(unit.index)
+
+    def before_fetch(self, unit: LiveUnit) -> None:
+        """Publish what there is, and wait while that lags too far; nothing if that has been done in this step."""
+        if unit.index in self._fixed or unit.index in self._fetched:
+            return
+        self.publish(unit)
+        if self._updater.staleness(unit) > self._max_staleness:
+            self._wait(unit)
+        self._fetched.add(unit.index)
 
     def may_fetch(self, unit: LiveUnit) -> bool:
         """Whether a fetch would bring weights that are new enough."""
@@ -87,12 +97,13 @@ class Publisher:
     def publish_idle(self) -> None:
         """Publish every unit that is not in use in this step."""
         for unit in self._units:
-            if unit.index not in self._fixed:
-                self.publish(unit)
+            if unit.index not in self._fixed and self.publish(unit):
+                self._fetched.discard(unit.index)
 
     def end_of_step(self) -> None:
         """The graphs of this step are done with."""
         self._fixed.clear()
+        self._fetched.clear()
         self.publish_idle()
 
     def staleness(self) -> Mapping[str, Staleness]:

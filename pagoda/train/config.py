@@ -90,6 +90,11 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     clip_grad_norm: float | None = 1.0
     """Largest global norm of the gradient, or None for no clipping."""
+    update: Literal["sync", "async"] = "sync"
+    """async: forward and backward do not wait for updates, whose results lag by some steps. For state on an SSD that is
+    slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""
+    max_staleness: int = 1
+    """With async, the most steps whose gradients may be missing in the weights that a forward reads."""
     gradient_checkpointing: bool = True
     """Recompute layers in backward instead of saving their activations."""
     seed: int = 0
@@ -115,6 +120,7 @@ class TrainConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
+        require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
         require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
         if self.clip_grad_norm is not None:
             require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")

@@ -3,7 +3,7 @@
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +90,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
         accumulation_steps=config.accumulation_steps,
+        update=config.update,
+        max_staleness=config.max_staleness,
     )
     try:
         console.print(plan_table(plan_of(model)))
@@ -216,6 +218,7 @@ class _Loop:
             peak_bytes=dict(stats.peak_bytes),
             prefetch_hit_rate=stats.prefetch_hit_rate,
             faults=stats.faults,
+            staleness={unit: asdict(seen) for unit, seen in stats.staleness.items()},
         )
 
     def _write_trace(self, step: int) -> None:

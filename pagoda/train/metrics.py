@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,8 @@ class StepMetrics:
     """Share of the fetches compute asked for that were done or under way."""
     faults: int
     """Accesses the plan did not foresee, served on demand."""
+    staleness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """With asynchronous updates: unit -> steps that its weights lagged, in this step (last) and so far (max, mean)."""
 
     def to_json(self) -> str:
         """One line of JSON, without the newline. A number that is not finite becomes null."""

@@ -1,0 +1,195 @@
+"""Asynchronous updates against synchronous ones on a slow SSD: throughput, loss, and how far weights lag.
+
+Both runs train the same model on the same batches, moments on SSD. The SSD is made slow: every transfer takes as long
+as it would at a given rate, one rate for each direction. The rate is chosen from a measured step in memory such that
+one pass over the moments takes `--stream-steps` of it; a synchronous step then takes about 2.5 times as long as in
+memory.
+
+    python benchmarks/async_update.py --ssd DIR [--steps 300] [--out FILE.json] [--plot FILE.png]
+"""
+
+import gc
+import json
+import os
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import tyro
+
+import pagoda
+from pagoda.memory.ssd import PageFile
+from pagoda.models import build_model
+from pagoda.plan.placement import GRAD, RING_SLOTS, WEIGHT, Budgets
+from pagoda.plan.planner import Options, make_plan
+from pagoda.runtime.construct import describe
+from pagoda.train.config import OptimConfig
+from pagoda.train.data import Batches, ByteText
+
+FINAL_STEPS = 10
+"""The final loss is the mean over so many last steps."""
+_UNMEASURED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Compare update="async" with update="sync"."""
+
+    ssd: Path
+    model: str = "llama-15m"
+    steps: int = 300
+    seq_len: int = 512
+    max_staleness: int = 2
+    stream_steps: float = 1.9
+    """Seconds of one pass over the moments, in steps of training in memory."""
+    out: Path | None = None
+    plot: Path | None = None
+
+
+@dataclass
+class Run:
+    """What one way of updating gave."""
+
+    step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    """Largest over units, by step."""
+    mean_staleness: float = 0.0
+    """Over units and steps."""
+
+    @property
+    def median_step_s(self) -> float:
+        return statistics.median(self.step_s[_UNMEASURED_STEPS:])
+
+    @property
+    def final_loss(self) -> float:
+        return statistics.fmean(self.losses[-FINAL_STEPS:])
+
+
+@contextmanager
+def slow_ssd(bytes_per_s: float) -> Iterator[None]:
+    """Inside, reads and writes of page files take at least as long as at this rate in each direction."""
+    free_at = {"pread": 0.0, "pwrite": 0.0}
+    lock = threading.Lock()
+
+    def slowed(name: str) -> Any:
+        transfer = getattr(PageFile, name)
+
+        def slow(self: PageFile, page: int, view: memoryview, offset: int = 0) -> None:
+            with lock:
+                begin = max(time.perf_counter(), free_at[name])
+                end = free_at[name] = begin + view.nbytes / bytes_per_s
+            transfer(self, page, view, offset)
+            time.sleep(max(0.0, end - time.perf_counter()))
+
+        return slow
+
+    with mock.patch.multiple(PageFile, pread=slowed("pread"), pwrite=slowed("pwrite")):
+        yield
+
+
+def budget(settings: Settings, max_staleness: int | None) -> tuple[pagoda.Memory, int]:
+    """Memory in which weights and gradients live in RAM and moments on SSD, and bytes of the moments in use."""
+    model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
+    options = Options(clipping=True, max_staleness=max_staleness)
+    layout = make_plan(describe(model), pagoda.AdamW().states("bf16"), Budgets(1 << 40), options).layout
+    weights = layout.total_pages(WEIGHT) * (1 if max_staleness is None else 2)
+    gradients = layout.total_pages(GRAD) * (1 if max_staleness is None else max_staleness + 1)
+    ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
+    moments = sum(unit.trainable_numel * s.dtype.itemsize for unit in layout.units for s in layout.moments)
+    host = (weights + gradients + ring) * layout.page_bytes
+    return pagoda.Memory(host=host, ssd=str(settings.ssd)), moments
+
+
+def train(settings: Settings, memory: pagoda.Memory, steps: int, **wrap: Any) -> Run:
+    torch.manual_seed(0)
+    with pagoda.init():
+        model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
+    optim = OptimConfig(lr=1e-3, warmup_steps=20)
+    model, optimizer = pagoda.wrap(model, optim.build(), memory=memory, clip_grad_norm=1.0, **wrap)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.lr_factor(step, settings.steps))
+    batches = Batches(text=ByteText.open("stdlib"), batch_size=1, seq_len=settings.seq_len)
+    run = Run()
+    for step in range(steps):
+        start = time.perf_counter()
+        ids, labels = batches.batch(step, 0)
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        run.losses.append(loss.item())
+        run.step_s.append(time.perf_counter() - start)
+        seen = optimizer.stats.staleness.values()
+        run.staleness.append(max((unit.last for unit in seen), default=0))
+    if seen := optimizer.stats.staleness.values():
+        run.mean_staleness = statistics.fmean(unit.mean for unit in seen)
+        assert max(unit.max for unit in seen) <= settings.max_staleness
+    optimizer.close()
+    del model, optimizer
+    gc.collect()
+    return run
+
+
+def draw(runs: dict[str, Run], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    for (name, run), colour in zip(runs.items(), ("#4c78a8", "#e45756"), strict=True):
+        smooth = [statistics.fmean(run.losses[max(0, i - 9) : i + 1]) for i in range(len(run.losses))]
+        elapsed = [sum(run.step_s[: i + 1]) for i in range(len(run.step_s))]
+        by_step.plot(smooth, label=name, color=colour, linewidth=1.2)
+        by_time.plot(elapsed, smooth, label=name, color=colour, linewidth=1.2)
+    by_step.set(xlabel="step", ylabel="loss (mean of 10 steps)")
+    by_time.set(xlabel="seconds")
+    by_step.legend()
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    in_memory = train(settings, pagoda.Memory(host="1GiB"), 20).median_step_s
+    runs, rate = {}, 0.0
+    for name, bound in (("async", settings.max_staleness), ("sync", None)):
+        memory, moments = budget(settings, bound)
+        rate = moments / (settings.stream_steps * in_memory)
+        options: dict[str, Any] = {} if bound is None else {"update": "async", "max_staleness": bound}
+        with slow_ssd(rate):
+            runs[name] = train(settings, memory, settings.steps, **options)
+        print(f"{name}: {runs[name].median_step_s:.3f} s a step, final loss {runs[name].final_loss:.4f}", flush=True)
+    sync, async_ = runs["sync"], runs["async"]
+    cpu = platform.processor() or platform.machine()
+    report = {
+        "machine": f"{cpu}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "settings": {name: value for name, value in asdict(settings).items() if name not in ("ssd", "out", "plot")},
+        "ssd_bytes_per_s": rate,
+        "in_memory_step_s": in_memory,
+        "sync_step_s": sync.median_step_s,
+        "async_step_s": async_.median_step_s,
+        "sync_over_in_memory": sync.median_step_s / in_memory,
+        "throughput_over_sync": sum(sync.step_s) / sum(async_.step_s),
+        "sync_final_loss": sync.final_loss,
+        "async_final_loss": async_.final_loss,
+        "final_loss_difference": async_.final_loss / sync.final_loss - 1,
+        "max_staleness_seen": max(async_.staleness),
+        "mean_staleness": async_.mean_staleness,
+    }
+    print(json.dumps(report, indent=2))
+    if settings.out is not None:
+        curves = {name: [round(loss, 4) for loss in run.losses] for name, run in runs.items()}
+        settings.out.write_text(json.dumps({**report, "losses": curves}, indent=1) + "\n")
+    if settings.plot is not None:
+        draw(runs, settings.plot)
+
+
+if __name__ == "__main__":
+    main()

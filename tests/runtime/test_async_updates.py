@@ -1,0 +1,503 @@
+"""Asynchronous updates: bounded, with the same weights throughout a step, each gradient as its own step, none lost."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import (
+    ALL_ON_SSD,
+    ARENA,
+    ARENA_ALL_ON_SSD,
+    HOST_WEIGHTS,
+    PAGE,
+    PLACEMENTS,
+    RESIDENT,
+    UNIT_LIMIT,
+    Outcome,
+    Recipe,
+    batch,
+    loss_of,
+    run,
+    squeeze,
+    train,
+    usual_loop,
+)
+
+import pagoda
+from pagoda.memory import Arena
+from pagoda.memory.tier import SSDTier
+from pagoda.plan.placement import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Budgets
+from pagoda.plan.planner import Options, make_plan
+from pagoda.runtime.construct import describe
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.runtime.publisher import Publisher
+from pagoda.runtime.unit import LiveUnit
+
+from .conftest import Wrap
+
+SOON_S = 30
+STEPS = 6
+
+
+def memory_of(recipe: Recipe, placement: str, directory: Path, max_staleness: int) -> pagoda.Memory:
+    return squeeze(recipe.build(), placement, directory, max_staleness=max_staleness)
+
+
+def train_async(recipe: Recipe, memory: pagoda.Memory, max_staleness: int, loop: Any = None) -> Outcome:
+    return run(
+        recipe.build(),
+        memory,
+        loop or usual_loop(recipe),
+        clip_grad_norm=recipe.clip,
+        update="async",
+        max_staleness=max_staleness,
+    )
+
+
+def engine_of(model: nn.Module) -> Engine:
+    engine = model._pagoda_engine
+    assert isinstance(engine, Engine)
+    return engine
+
+
+@contextmanager
+def no_updates(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """The update lane does nothing until the block ends, or what it yields is called."""
+    gate = threading.Event()
+    engine = engine_of(model)
+    held = [engine._lanes["update"].submit(lambda: gate.wait(SOON_S) and None) for _ in range(torch.get_num_threads())]
+
+    def release() -> None:
+        gate.set()
+        for handle in held:
+            handle.wait()
+
+    try:
+        yield release
+    finally:
+        release()
+
+
+def one_pass(model: nn.Module, generator: torch.Generator) -> float:
+    loss = loss_of(model(**batch("llama", generator)))
+    loss.backward()
+    return loss.item()
+
+
+def front(engine: Engine, unit: LiveUnit) -> torch.Tensor:
+    """A copy of the weights that forward reads; unlike `Store.read` it needs no ring."""
+    home = engine.store.tensor(unit.index, WEIGHT)
+    if home is not None:
+        return home[: unit.spec.numel].clone()
+    run, ssd = engine.store.run(unit.index, WEIGHT), engine.store.ssd
+    assert run is not None
+    assert ssd is not None
+    arena = Arena(run.count * PAGE)
+    ssd.load(run, 0, arena.view(0, run.count * PAGE))
+    return arena.tensor(0, unit.spec.numel, engine.store.dtype(WEIGHT)).clone()
+
+
+# --- what is computed --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("llama", checkpointing=True, accumulation=2),
+        Recipe("gpt2", clip=None, frozen=True),
+        Recipe("conv", frozen=True, checkpointing=True),
+    ],
+    ids=lambda r: r.model,
+)
+def test_a_bound_of_zero_gives_the_bits_of_sync(recipe: Recipe, placement: str, tmp_path: Path) -> None:
+    outcome = train_async(recipe, memory_of(recipe, placement, tmp_path, 0), 0)
+    outcome.assert_same_bits(train(recipe, RESIDENT))
+    ssd = outcome.plan.bytes.get("ssd", {})  # type: ignore[union-attr]
+    assert (WEIGHT_BACK in ssd) == (placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD))
+    assert ("exp_avg" in ssd) == (placement != ARENA)
+
+
+def test_a_bound_of_zero_gives_the_bits_of_sync_in_fp32(tmp_path: Path) -> None:
+    recipe = Recipe("llama", precision="fp32")
+    memory = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
+    options: dict[str, Any] = {"precision": "fp32", "clip_grad_norm": 0.5}
+    outcome = run(recipe.build(), memory, usual_loop(recipe), update="async", max_staleness=0, **options)
+    outcome.assert_same_bits(train(recipe, RESIDENT))
+
+
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, ARENA])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_gradients_that_waited_are_applied_one_by_one_as_if_on_time(
+    placement: str, checkpointing: bool, tmp_path: Path, wrap: Wrap
+) -> None:
+    """While no update runs, steps go on at the first weights; then each gradient is a step of its own."""
+    recipe = Recipe("llama", checkpointing=checkpointing)
+    bound = 2
+    memory = memory_of(recipe, placement, tmp_path, bound)
+    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=bound)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(1)
+    norms, losses = [], []
+    with no_updates(model):
+        for _ in range(bound + 1):
+            losses.append(one_pass(model, generator))
+            optimizer.step()
+            norms.append(optimizer.stats.grad_norm)
+        lag = optimizer.stats.staleness
+        assert {seen.last for seen in lag.values()} == {bound}
+        assert {seen.mean for seen in lag.values()} == {1.0}
+
+    def at_first_weights(model: nn.Module, optimizer: PagedOptimizer, outcome: Outcome) -> None:
+        """Every gradient at the weights of the start, and every update on the states as they have become."""
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(bound + 1):
+            now = {name: value.clone() for name, value in model.state_dict().items()}
+            with _shown(model, start):
+                outcome.losses.append(one_pass(model, generator))
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, now[name])
+            optimizer.step()
+            outcome.norms.append(optimizer.stats.grad_norm)
+
+    expected = run(recipe.build(), RESIDENT, at_first_weights, clip_grad_norm=0.5)
+    assert losses == expected.losses
+    assert norms == expected.norms
+    mine = Outcome(losses, norms, model.state_dict(), optimizer.state_dict())
+    mine.assert_same_bits(expected)
+
+
+@contextmanager
+def _shown(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Forward and backward read other weights than those at home, which stay as they are."""
+    engine = engine_of(model)
+    homes = {}
+    for unit in engine.units:
+        unit.wait_for_update(lambda handle: handle.wait())
+        lease = engine.leases.get(unit)
+        assert lease is not None
+        homes[unit.index] = lease.base.clone()
+        for slot, placed in enumerate(unit.spec.slots):
+            value = weights[unit.name(slot)].reshape(-1)
+            lease.base[placed.offset : placed.offset + placed.param.numel] = value
+    yield
+    for unit in engine.units:
+        lease = engine.leases.get(unit)
+        assert lease is not None
+        lease.base.copy_(homes[unit.index])
+
+
+# --- what is read ------------------------------------------------------------------------------------------
+
+
+def test_forward_and_backward_of_a_step_see_the_same_weights_though_newer_ones_are_ready(
+    tmp_path: Path, wrap: Wrap
+) -> None:
+    """A checkpoint recomputes in backward: it must not see what was published meanwhile."""
+    recipe = Recipe("llama", checkpointing=True)
+
+    def norm_of_second_step(newer_before_backward: bool) -> float | None:
+        memory = memory_of(recipe, HOST_WEIGHTS, tmp_path, 1)
+        model, optimizer = wrap(recipe.build(), memory, update="async", max_staleness=1)
+        generator = torch.Generator().manual_seed(1)
+        with no_updates(model) as release:
+            one_pass(model, generator)
+            optimizer.step()
+            loss = loss_of(model(**batch("llama", generator)))
+            if newer_before_backward:
+                release()
+                optimizer.drain()
+                assert any(name == WEIGHT_BACK for name in engine_of(model).store.newest.values())
+            loss.backward()
+            optimizer.step()
+        return optimizer.stats.grad_norm
+
+    assert norm_of_second_step(newer_before_backward=True) == norm_of_second_step(newer_before_backward=False)
+
+
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD])
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_whatever_the_timing_the_bound_holds_and_no_forward_sees_half_an_update(
+    placement: str, max_staleness: int, tmp_path: Path, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates are delayed at random; every module compares its weights with those that were last published whole."""
+    delays = random.Random(max_staleness)
+    recipe = Recipe("llama", checkpointing=True)
+    memory = memory_of(recipe, placement, tmp_path, max_staleness)
+    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=max_staleness)
+    engine = engine_of(model)
+    adamw = engine._updater._stream._kernels.adamw
+
+    def slow_adamw(*args: Any) -> None:
+        time.sleep(delays.choice([0, 0, 0.002, 0.01]))
+        adamw(*args)
+
+    kernels = engine._updater._stream._kernels._replace(adamw=slow_adamw)
+    monkeypatch.setattr(engine._updater._stream, "_kernels", kernels)
+    published: dict[int, torch.Tensor] = {}
+    publish = Publisher.publish
+
+    def noting(self: Publisher, unit: LiveUnit) -> bool:
+        changed = publish(self, unit)
+        if changed:
+            published[unit.index] = front(engine, unit)
+        return changed
+
+    monkeypatch.setattr(Publisher, "publish", noting)
+    checked = 0
+
+    def check(module: nn.Module, *_: Any) -> None:
+        nonlocal checked
+        for unit in engine.units:
+            for slot, placed in enumerate(unit.spec.slots):
+                param = unit.params[slot]
+                if unit.index in published and any(p is param for p in module.parameters(recurse=False)):
+                    whole = published[unit.index][placed.offset : placed.offset + placed.param.numel]
+                    assert torch.equal(param.detach().reshape(-1), whole)
+                    checked += 1
+
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(check)
+    generator = torch.Generator().manual_seed(1)
+    lags = set()
+    for _ in range(STEPS):
+        one_pass(model, generator)
+        optimizer.step()
+        for seen in optimizer.stats.staleness.values():
+            lags.add(seen.last)
+            assert seen.last <= seen.max <= max_staleness
+            assert 0 <= seen.mean <= seen.max
+    assert checked > 0
+    assert max(lags) > 0, "nothing was delayed"
+
+
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ARENA])
+def test_evaluation_between_steps_sees_every_step(placement: str, tmp_path: Path, wrap: Wrap) -> None:
+    recipe = Recipe("gpt2")
+    memory = memory_of(recipe, placement, tmp_path, 2)
+    model, optimizer = wrap(recipe.build(), memory, update="async", max_staleness=2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        loss_of(model(**batch("gpt2", generator))).backward()
+        optimizer.step()
+    inputs = batch("gpt2", generator)
+    with torch.no_grad():
+        seen = loss_of(model.eval()(**inputs)).item()
+    optimizer.drain()
+    resident, _ = wrap(recipe.build(), RESIDENT)
+    resident.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert seen == loss_of(resident.eval()(**inputs)).item()
+
+
+def test_a_graph_older_than_the_published_weights_is_refused(wrap: Wrap) -> None:
+    model, optimizer = wrap(Recipe("llama").build(), RESIDENT, update="async", max_staleness=1)
+    generator = torch.Generator().manual_seed(1)
+    older = loss_of(model(**batch("llama", generator)))
+    one_pass(model, generator)
+    optimizer.step()
+    optimizer.drain()
+    with pytest.raises(pagoda.UsageError, match="as they were in forward"):
+        older.backward()
+
+
+# --- nothing is lost ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD])
+def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_that(
+    placement: str, tmp_path: Path, wrap: Wrap
+) -> None:
+    recipe = Recipe("llama")
+    memory = memory_of(recipe, placement, tmp_path, 2)
+    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        one_pass(model, generator)
+        optimizer.step()
+    loss_of(model(**batch("llama", generator)))  # a step that has begun and is interrupted
+    optimizer.save_checkpoint(tmp_path / "saved")
+    saved = Outcome([], [], model.state_dict(), optimizer.state_dict())
+    assert all(state["step"] == 4 for state in optimizer.state_dict()["state"].values())
+
+    outcomes = []
+    for options in ({}, {"update": "async", "max_staleness": 0}):
+        resumed, its_optimizer = wrap(recipe.build(), RESIDENT, clip_grad_norm=0.5, **options)
+        its_optimizer.load_checkpoint(tmp_path / "saved")
+        Outcome([], [], resumed.state_dict(), its_optimizer.state_dict()).assert_same_bits(saved)
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(7)
+        losses = []
+        for _ in range(2):
+            losses.append(one_pass(resumed, generator))
+            its_optimizer.step()
+        outcomes.append(Outcome(losses, [], resumed.state_dict(), its_optimizer.state_dict()))
+    outcomes[0].assert_same_bits(outcomes[1])
+
+
+def test_loading_replaces_what_lags(tmp_path: Path, wrap: Wrap) -> None:
+    recipe = Recipe("llama")
+    model, optimizer = wrap(recipe.build(), RESIDENT, update="async", max_staleness=2)
+    optimizer.save_checkpoint(tmp_path / "start")
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(2):
+        for _ in range(2):
+            losses.append(one_pass(model, generator))
+            optimizer.step()
+        optimizer.load_checkpoint(tmp_path / "start")
+        generator.manual_seed(1)
+        assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    assert losses[0] == losses[2]
+
+
+def test_a_modified_parameter_is_read_by_the_next_forward_and_kept_by_the_next_update(wrap: Wrap) -> None:
+    recipe = Recipe("llama", frozen=True)
+    model, optimizer = wrap(recipe.build(), RESIDENT, update="async", max_staleness=1)
+    generator = torch.Generator().manual_seed(1)
+    params = dict(model.named_parameters())
+    frozen = next(name for name, param in params.items() if not param.requires_grad)
+    one_pass(model, generator)
+    optimizer.step()
+    with pagoda.gathered(params[frozen], modify=True):
+        params[frozen].data.fill_(0.25)
+    for _ in range(3):
+        one_pass(model, generator)
+        optimizer.step()
+        assert torch.equal(model.state_dict()[frozen], torch.full(params[frozen].shape, 0.25, dtype=torch.bfloat16))
+
+
+def test_a_gradient_that_is_not_finite_drops_its_own_step_only(wrap: Wrap) -> None:
+    recipe = Recipe("llama")
+
+    def loop(model: nn.Module, optimizer: PagedOptimizer, outcome: Outcome, bad: bool) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for step in range(3):
+            loss = loss_of(model(**batch("llama", generator)))
+            if bad and step == 1:
+                (loss * float("nan")).backward()
+                with pytest.raises(pagoda.NonFiniteGradientError):
+                    optimizer.step()
+            elif step != 1:
+                loss.backward()
+                optimizer.step()
+            optimizer.drain()
+
+    outcomes = [
+        run(
+            recipe.build(),
+            RESIDENT,
+            lambda model, optimizer, outcome, bad=bad: loop(model, optimizer, outcome, bad),  # type: ignore[misc]
+            update="async",
+            max_staleness=1,
+        )
+        for bad in (True, False)
+    ]
+    outcomes[0].assert_same_bits(outcomes[1])
+
+
+@pytest.mark.parametrize("where", ["forward", "drain"])
+def test_a_failing_drive_is_reported_and_close_returns(
+    where: str, tmp_path: Path, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe("llama")
+    model, optimizer = wrap(
+        recipe.build(), memory_of(recipe, HOST_WEIGHTS, tmp_path, 1), update="async", max_staleness=1
+    )
+    generator = torch.Generator().manual_seed(1)
+
+    def fail(*_: Any) -> None:
+        raise pagoda.StorageError("the drive is gone")
+
+    monkeypatch.setattr(SSDTier, "load", fail)
+    one_pass(model, generator)
+    optimizer.step()
+
+    def go_on() -> None:
+        for _ in range(3):
+            one_pass(model, generator)
+            optimizer.step()
+
+    with pytest.raises(pagoda.StorageError, match="gone"):
+        optimizer.drain() if where == "drain" else go_on()
+    monkeypatch.undo()
+    thread = threading.Thread(target=_close_quietly, args=(optimizer,), daemon=True)
+    thread.start()
+    thread.join(SOON_S)
+    assert not thread.is_alive(), "close() never returned"
+
+
+def _close_quietly(optimizer: PagedOptimizer) -> None:
+    with suppress(pagoda.PagodaError):
+        optimizer.close()
+
+
+def test_a_step_that_is_interrupted_in_forward_can_be_repeated(wrap: Wrap) -> None:
+    recipe = Recipe("llama")
+    model, optimizer = wrap(recipe.build(), RESIDENT, update="async", max_staleness=1)
+    generator = torch.Generator().manual_seed(1)
+    one_pass(model, generator)
+    optimizer.step()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        one_pass(model, generator)
+    handle.remove()
+    for _ in range(3):
+        one_pass(model, generator)
+        optimizer.step()
+    assert max(seen.max for seen in optimizer.stats.staleness.values()) <= 1
+
+
+# --- the plan ----------------------------------------------------------------------------------------------
+
+
+def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Path) -> None:
+    root, states = describe(Recipe("llama").build()), pagoda.AdamW().states("bf16")
+    options = Options(PAGE, 1 << 17, clipping=True, max_staleness=3)
+    plan = make_plan(root, states, Budgets(1 << 40), options)
+    host = plan.bytes["host"]
+    assert host[WEIGHT_BACK] == host[WEIGHT]
+    assert host[GRAD_QUEUE] == 3 * host[GRAD] == 3 * plan.layout.total_pages(GRAD) * PAGE
+    assert any("lag at most 3 steps" in reason for reason in plan.reasons)
+    with pytest.raises(pagoda.BudgetError, match="lower max_staleness") as refused:
+        make_plan(root, states, Budgets(host[GRAD] * 3, None, 1 << 40), options)
+    assert refused.value.tier == "host"
+    needed = refused.value.needed_bytes
+    assert needed is not None
+    tight = make_plan(root, states, Budgets(needed, None, 1 << 40), options)
+    assert tight.peak_bytes["host"] <= needed
+    assert tight.bytes["ssd"][WEIGHT_BACK] == tight.bytes["ssd"][WEIGHT]
+    assert tight.bytes["host"][GRAD] + tight.bytes["host"][GRAD_QUEUE] == 4 * host[GRAD]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"update": "later"}, "update is 'later'"), ({"max_staleness": -1}, "0 or more")]
+)
+def test_settings_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(pagoda.ConfigError, match=message):
+        pagoda.wrap(nn.Linear(2, 2), pagoda.AdamW(), memory=RESIDENT, **options)
+
+
+def test_updates_are_not_under_backward_though_passes_are_announced(wrap: Wrap) -> None:
+    model, optimizer = wrap(
+        Recipe("llama").build(), RESIDENT, update="async", max_staleness=1, accumulation_steps=1, clip_grad_norm=None
+    )
+    generator = torch.Generator().manual_seed(1)
+    with no_updates(model):
+        one_pass(model, generator)
+        optimizer.zero_grad()  # refused where updates have begun under backward
+    assert not pagoda.plan_of(model).options.update_under_backward
