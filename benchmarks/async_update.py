@@ -105,7 +105,7 @@ def budget(settings: Settings, max_staleness: int | None) -> tuple[pagoda.Memory
     gradients = layout.total_pages(GRAD) * (1 if max_staleness is None else max_staleness + 1)
     ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
     moments = sum(unit.trainable_numel * s.dtype.itemsize for unit in layout.units for s in layout.moments)
-    host = (weights + gradients + ring) * layout.page_bytes
+    host = (weights + gradients + ring + layout.piece_pages) * layout.page_bytes
     return pagoda.Memory(host=host, ssd=str(settings.ssd)), moments
 
 

@@ -297,7 +297,7 @@ def squeeze(
         weights = layout.total_pages(WEIGHT)
         if max_staleness is not None:
             weights, grads = 2 * weights, (1 + max_staleness) * grads
-        host = (weights + grads + ring) * PAGE
+        host = (weights + grads + ring + layout.piece_pages) * PAGE
     elif placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD):
         host = least_host(root, states, Budgets(PAGE, device, 1 << 40), options)
     return pagoda.Memory(

@@ -22,7 +22,8 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console) -> Memory
         BudgetError: the search finds that nothing fits.
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
-    mode = config.plan or ("search" if hardware_file().exists() else "usual")
+    searchable = config.update == "sync" and hardware_file().exists()
+    mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
         return memory
     started = time.perf_counter()

@@ -120,6 +120,8 @@ class TrainConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
+        if self.update == "async" and self.plan == "search":
+            raise ConfigError("--plan search simulates synchronous updates only: leave it out with --update async")
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
         require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
         if self.clip_grad_norm is not None:

@@ -108,17 +108,16 @@ def front(engine: Engine, unit: LiveUnit) -> torch.Tensor:
 # --- what is computed --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
-    "recipe",
+    ("placement", "recipe"),
     [
-        Recipe("llama", checkpointing=True, accumulation=2),
-        Recipe("gpt2", clip=None, frozen=True),
-        Recipe("conv", frozen=True, checkpointing=True),
+        *((placement, Recipe("llama", checkpointing=True, accumulation=2, steps=3)) for placement in PLACEMENTS),
+        (ALL_ON_SSD, Recipe("gpt2", clip=None, frozen=True, steps=3)),
+        (HOST_WEIGHTS, Recipe("conv", frozen=True, checkpointing=True, steps=3)),
     ],
-    ids=lambda r: r.model,
+    ids=lambda value: value.model if isinstance(value, Recipe) else value,
 )
-def test_a_bound_of_zero_gives_the_bits_of_sync(recipe: Recipe, placement: str, tmp_path: Path) -> None:
+def test_a_bound_of_zero_gives_the_bits_of_sync(placement: str, recipe: Recipe, tmp_path: Path) -> None:
     outcome = train_async(recipe, memory_of(recipe, placement, tmp_path, 0), 0)
     outcome.assert_same_bits(train(recipe, RESIDENT))
     ssd = outcome.plan.bytes.get("ssd", {})  # type: ignore[union-attr]
@@ -127,7 +126,7 @@ def test_a_bound_of_zero_gives_the_bits_of_sync(recipe: Recipe, placement: str, 
 
 
 def test_a_bound_of_zero_gives_the_bits_of_sync_in_fp32(tmp_path: Path) -> None:
-    recipe = Recipe("llama", precision="fp32")
+    recipe = Recipe("llama", precision="fp32", steps=3)
     memory = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
     options: dict[str, Any] = {"precision": "fp32", "clip_grad_norm": 0.5}
     outcome = run(recipe.build(), memory, usual_loop(recipe), update="async", max_staleness=0, **options)
