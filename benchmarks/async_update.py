@@ -26,7 +26,8 @@ import torch
 import tyro
 
 import pagoda
-from pagoda.memory.ssd import PageFile
+from pagoda.memory.page import Run as Pages
+from pagoda.memory.ssd_tier import SSDTier
 from pagoda.models import build_model
 from pagoda.plan.placement import GRAD, RING_SLOTS, WEIGHT, Budgets
 from pagoda.plan.planner import Options, make_plan
@@ -76,23 +77,23 @@ class Run:
 
 @contextmanager
 def slow_ssd(bytes_per_s: float) -> Iterator[None]:
-    """Inside, reads and writes of page files take at least as long as at this rate in each direction."""
-    free_at = {"pread": 0.0, "pwrite": 0.0}
+    """Inside, reads and writes of the SSD tier take at least as long as at this rate in each direction."""
+    free_at = {"load": 0.0, "store": 0.0}
     lock = threading.Lock()
 
     def slowed(name: str) -> Any:
-        transfer = getattr(PageFile, name)
+        transfer = getattr(SSDTier, name)
 
-        def slow(self: PageFile, page: int, view: memoryview, offset: int = 0) -> None:
+        def slow(self: SSDTier, run: Pages, offset_bytes: int, view: memoryview) -> None:
             with lock:
                 begin = max(time.perf_counter(), free_at[name])
                 end = free_at[name] = begin + view.nbytes / bytes_per_s
-            transfer(self, page, view, offset)
+            transfer(self, run, offset_bytes, view)
             time.sleep(max(0.0, end - time.perf_counter()))
 
         return slow
 
-    with mock.patch.multiple(PageFile, pread=slowed("pread"), pwrite=slowed("pwrite")):
+    with mock.patch.multiple(SSDTier, load=slowed("load"), store=slowed("store")):
         yield
 
 

@@ -284,7 +284,7 @@ def squeeze(
     HOST_WEIGHTS keeps weights and gradients in RAM and every moment on SSD; ALL_ON_SSD has in RAM what streams
     through it; ARENA computes in the smallest memory of its own.
     """
-    options = Options(PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness)
+    options = Options(PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness)
     root, states = describe(model), pagoda.AdamW().states(precision)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None

@@ -18,7 +18,7 @@ from pagoda.train.metrics import read_metrics
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "stall_s",
-    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults",
+    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults", "staleness",
 ]  # fmt: skip
 LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update"}
 
@@ -153,10 +153,30 @@ def test_a_run_resumes_in_another_memory_split_with_the_same_bits(work: Workspac
     assert curve(work.metrics("parts")) == curve(whole)
 
 
+def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_checkpoint(work: Workspace) -> None:
+    settings = {"update": "async", "max_staleness": 2, "memory__host": "4MiB", "optim__schedule": "constant"}
+    metrics = work.train("run", checkpoint_every=3, **settings)
+    for line in metrics:
+        assert line["staleness"]
+        for seen in line["staleness"].values():  # type: ignore[attr-defined]
+            assert 0 <= seen["last"] <= seen["max"] <= 2
+            assert seen["mean"] <= seen["max"]
+    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", str(STEPS + 2)]) == 0
+    assert [line["step"] for line in work.metrics("run")] == list(range(1, STEPS + 3))
+    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "99", "--update", "sync"]) == 2
+
+
+def test_a_bound_of_zero_gives_the_bits_of_a_synchronous_run(work: Workspace) -> None:
+    whole = work.train("sync")
+    assert all(line["staleness"] == {} for line in whole)
+    lagging = work.train("async", update="async", max_staleness=0, memory__host="4MiB")
+    assert curve(lagging) == curve(whole)
+
+
 @pytest.fixture
-def running(work: Workspace) -> Iterator["subprocess.Popen[str]"]:
-    """A run of very many steps in a process of its own, past its second step."""
-    args = [sys.executable, "-m", "pagoda", *work.args("run", steps=1_000_000)]
+def running(work: Workspace, request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
+    """A run of very many steps in a process of its own, past its second step; a parameter is settings of it."""
+    args = [sys.executable, "-m", "pagoda", *work.args("run", steps=1_000_000, **getattr(request, "param", {}))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     metrics = work.root / "run" / "metrics.jsonl"
@@ -182,6 +202,21 @@ def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
     assert (work.root / "run" / "checkpoints" / f"step-{done:06d}").is_dir()
     assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", str(done + 1)]) == 0
     assert [line["step"] for line in work.metrics("run")] == list(range(1, done + 2))
+
+
+@pytest.mark.parametrize(
+    "running", [{"update": "async", "max_staleness": 2, "checkpoint_every": 1, "memory__host": "4MiB"}], indirect=True
+)
+def test_an_asynchronous_run_that_was_killed_goes_on_from_its_last_checkpoint(
+    work: Workspace, running: "subprocess.Popen[str]"
+) -> None:
+    running.kill()
+    running.communicate(timeout=120)
+    checkpoints = work.root / "run" / "checkpoints"
+    done = max(int(entry.name.removeprefix("step-")) for entry in checkpoints.iterdir() if entry.name[0] != ".")
+    steps = str(done + 2)
+    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", steps]) == 0
+    assert [line["step"] for line in work.metrics("run")] == list(range(1, done + 3))
 
 
 BAD_INPUT = {

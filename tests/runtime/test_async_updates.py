@@ -32,7 +32,7 @@ from zoo import (
 
 import pagoda
 from pagoda.memory import Arena
-from pagoda.memory.tier import SSDTier
+from pagoda.memory.ssd_tier import SSDTier
 from pagoda.plan.placement import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.runtime.construct import describe
@@ -204,7 +204,9 @@ def test_forward_and_backward_of_a_step_see_the_same_weights_though_newer_ones_a
     recipe = Recipe("llama", checkpointing=True)
 
     def norm_of_second_step(newer_before_backward: bool) -> float | None:
-        memory = memory_of(recipe, HOST_WEIGHTS, tmp_path, 1)
+        directory = tmp_path / str(newer_before_backward)
+        directory.mkdir()
+        memory = memory_of(recipe, HOST_WEIGHTS, directory, 1)
         model, optimizer = wrap(recipe.build(), memory, update="async", max_staleness=1)
         generator = torch.Generator().manual_seed(1)
         with no_updates(model) as release:
