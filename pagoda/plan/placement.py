@@ -1,6 +1,6 @@
 """Placement: which tier is home to each state of each unit, and how many pages each line of the ledger takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -489,10 +489,8 @@ class _Filler:
         if tier == HOST:
             needed, available = needed + self.reserved, available + self.reserved
             if self.asynchronous:
-                setting += (
-                    ", or lower max_staleness: asynchronous updates keep in RAM the gradients of max_staleness + 1 "
-                    f"steps, {format_bytes(self.layout.total_pages(GRAD) * page)} each"
-                )
+                grads = format_bytes(self.layout.total_pages(GRAD) * page)
+                setting += f", or lower max_staleness: RAM keeps gradients of max_staleness + 1 steps, {grads} each"
         raise BudgetError(
             f"The training state does not fit: {tier} needs at least {format_bytes(needed * page)} and has "
             f"{format_bytes(available * page)}, {format_bytes((needed - available) * page)} short. "
@@ -500,14 +498,3 @@ class _Filler:
             tier=tier,
             needed_bytes=needed * page,
         )
-
-
-def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
-    """tier -> line -> bytes, in the order a table shows them."""
-    buffers = (GRAD_QUEUE, LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS)
-    order: Sequence[str] = (*(s.name for s in layout.states), WEIGHT_BACK, GRAD, SPARE, *buffers)
-    return {
-        tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}
-        for tier in (DEVICE, HOST, SSD)
-        if (pages := placement.lines.get(tier))
-    }

@@ -8,6 +8,7 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
+from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, SSD, Kind, Op
 from pagoda.plan.placement import (
     BLOCK_ELEMENTS,
@@ -19,7 +20,6 @@ from pagoda.plan.placement import (
     Layout,
     Placement,
     Split,
-    bytes_by_state,
     place,
 )
 from pagoda.plan.ranks import Ranks

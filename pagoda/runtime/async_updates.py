@@ -67,6 +67,10 @@ class AsyncUpdater:
             progress.waiting.append(Part(record, tuple(segments)))
             self._lock.notify_all()
 
+    def lane(self, unit: LiveUnit) -> str:
+        """The lane that whoever waits for a unit's update waits for."""
+        return update_lane(self._store, unit.index)
+
     def staleness(self, unit: LiveUnit) -> int:
         """Steps whose gradients the front of a unit's weights would lack after a `swap`."""
         progress = self._progress[unit.index]
@@ -168,7 +172,7 @@ class AsyncUpdater:
                 progress.writing = False
                 self._lock.notify_all()
 
-        handles = Handle(update_lane(self._store, unit.index)), Handle("ssd_write")
+        handles = Handle(self.lane(unit)), Handle("ssd_write")
         handles[0].then(published)
         handles[1].then(written)
         try:

@@ -13,12 +13,10 @@ import torch
 from torch.profiler import record_function
 
 from pagoda.errors import NonFiniteGradientError, UsageError
-from pagoda.memory.slabs import SlabRegion
-from pagoda.memory.tier import MemoryTier
 from pagoda.optim.adamw import Hyper, Precision, step_scalars
 from pagoda.optim.kernels import kernels_for, warm_up
-from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
+from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.placement import LEASES, WEIGHT
 from pagoda.plan.planner import Plan
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.trace import Phase
@@ -29,16 +27,17 @@ from pagoda.runtime.device import Device, Event
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
-from pagoda.runtime.leases import Lease, Leases
+from pagoda.runtime.leases import Lease
 from pagoda.runtime.packing import Packing, outside_use
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
+from pagoda.runtime.regions import open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import BlockStream, Segment, Updater, non_finite_message, update_lane
+from pagoda.runtime.updates import BlockStream, Segment, Updater, non_finite_message
 
 Group = Mapping[str, Any]
 """One of torch's `param_groups`, as it stands when a step is taken."""
@@ -96,14 +95,15 @@ class Engine:
         kernels = kernels_for(precision)
         self.gradients = Gradients(
             self.store,
-            self._open_staging(plan),
+            open_staging(self.store),
             kernels,
             self._lanes,
             device,
             write_behind=not plan.options.update_under_backward,
             stalled=self._meter.stalled,
         )
-        self.leases = self._open_leases(plan, poison)
+        self._fetcher = Fetcher(self.store, self._lanes, device)
+        self.leases = open_leases(self.store, device, units, self._fill, poison)
         self.packing = Packing(self)
         self.packing.register(units)
         self.brackets = Brackets(self.packing, self.acquire, self._before_evaluation)
@@ -115,7 +115,7 @@ class Engine:
         else:
             self._updater = AsyncUpdater(self.store, units, stream)
             self._publisher = Publisher(
-                self._updater, units, plan.options.max_staleness, self._show_published, self._stalled_for_update
+                self._updater, units, plan.options.max_staleness, self._show_published, self._meter.stalled
             )
         self._stream = stream
         self.saver = Saver()
@@ -469,37 +469,6 @@ class Engine:
             peaks[SSD] = self.store.ssd.peak_bytes
         return peaks
 
-    def _open_leases(self, plan: Plan, poison: bool) -> Leases:
-        """Lease host-resident weights in place where compute can read them, and open the frames for the others."""
-        pages = plan.leased_pages()
-        tier = self.store.host
-        fetcher = Fetcher(self.store, self._lanes, self.device)
-        if plan.budgets.device is not None:
-            arena = self.device.arena(plan.placement.pages(DEVICE, LEASES) * plan.page_bytes)
-            tier = MemoryTier(DEVICE, arena, plan.page_bytes, poison=poison)
-        region = None
-        if plan.lease_tier is not None:
-            region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), plan.lease_slab)
-
-        def fill(unit: LiveUnit, into: torch.Tensor, free: Event) -> Handle:
-            if self._publisher is not None:
-                self._publisher.before_fetch(unit)
-            return fetcher.fill(unit, into, free)
-
-        leases = Leases(region, pages, self.store.dtype(WEIGHT), self.device, fill)
-        for unit in self.units:
-            if unit.index not in pages:
-                leases.add_home(unit, self.store.in_place(unit.index, WEIGHT, unit.spec.numel))
-        return leases
-
-    def _open_staging(self, plan: Plan) -> SlabRegion | None:
-        """Frames for gradients whose home is not host RAM."""
-        pages = plan.placement.pages(HOST, STAGING)
-        if not pages:
-            return None
-        widest = max(plan.layout.pages(unit, GRAD) for unit in plan.units)
-        return SlabRegion(self.store.host, pages, widest)
-
     def weights_changed(self, unit: LiveUnit) -> None:
         """A unit's weights were overwritten at home: leases and graphs that hold the old ones are out of date."""
         if self._publisher is None or not self._publisher.publish(unit):
@@ -514,8 +483,11 @@ class Engine:
             self.leases.move_home(unit, self.store.in_place(unit.index, WEIGHT, unit.spec.numel))
         self.leases.drop(unit)
 
-    def _stalled_for_update(self, unit: LiveUnit, seconds: float) -> None:
-        self._meter.stalled(update_lane(self.store, unit.index), seconds)
+    def _fill(self, unit: LiveUnit, into: torch.Tensor, free: Event) -> Handle:
+        """Start filling a lease."""
+        if self._publisher is not None:
+            self._publisher.before_fetch(unit)
+        return self._fetcher.fill(unit, into, free)
 
     def _may_fetch(self, unit: LiveUnit) -> bool:
         return self._publisher is None or self._publisher.may_fetch(unit)

@@ -42,7 +42,7 @@ class Publisher:
         units: Sequence[LiveUnit],
         max_staleness: int,
         changed: Callable[[LiveUnit], None],
-        stalled: Callable[[LiveUnit, float], None],
+        stalled: Callable[[str, float], None],
     ) -> None:
         self._updater = updater
         self._units = units
@@ -119,4 +119,4 @@ class Publisher:
         while self._updater.staleness(unit) > self._max_staleness:
             self._updater.wait(unit, self._max_staleness)
             self.publish(unit)
-        self._stalled(unit, time.perf_counter() - start)
+        self._stalled(self._updater.lane(unit), time.perf_counter() - start)

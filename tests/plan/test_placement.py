@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.memory import pages_for
+from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import (
     FETCH_RING,
@@ -18,7 +19,6 @@ from pagoda.plan.placement import (
     Budgets,
     Layout,
     Placement,
-    bytes_by_state,
     place,
 )
 

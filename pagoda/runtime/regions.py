@@ -1,0 +1,49 @@
+"""Regions: the frames that leases and staged gradients share, opened as the plan says."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pagoda.memory.slabs import SlabRegion
+from pagoda.memory.tier import MemoryTier
+from pagoda.plan.ops import DEVICE, HOST
+from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
+from pagoda.runtime.device import Device, Event
+from pagoda.runtime.lanes import Handle
+from pagoda.runtime.leases import Leases
+from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit
+
+
+def open_leases(
+    store: Store,
+    device: Device,
+    units: Sequence[LiveUnit],
+    fill: Callable[[LiveUnit, torch.Tensor, Event], Handle],
+    poison: bool,
+) -> Leases:
+    """Lease host-resident weights in place where compute can read them, and open the frames for the others."""
+    plan = store.plan
+    pages = plan.leased_pages()
+    tier = store.host
+    if plan.budgets.device is not None:
+        arena = device.arena(plan.placement.pages(DEVICE, LEASES) * plan.page_bytes)
+        tier = MemoryTier(DEVICE, arena, plan.page_bytes, poison=poison)
+    region = None
+    if plan.lease_tier is not None:
+        region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), plan.lease_slab)
+    leases = Leases(region, pages, store.dtype(WEIGHT), device, fill)
+    for unit in units:
+        if unit.index not in pages:
+            leases.add_home(unit, store.in_place(unit.index, WEIGHT, unit.spec.numel))
+    return leases
+
+
+def open_staging(store: Store) -> SlabRegion | None:
+    """Frames for gradients whose home is not host RAM."""
+    plan = store.plan
+    pages = plan.placement.pages(HOST, STAGING)
+    if not pages:
+        return None
+    widest = max(plan.layout.pages(unit, GRAD) for unit in plan.units)
+    return SlabRegion(store.host, pages, widest)
