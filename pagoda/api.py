@@ -204,7 +204,7 @@ def wrap(
     plan = make_plan(describe(model), states, memory.budgets(), options)
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
-    engine = Engine(plan, units, precision, memory.ssd_directories, clip_grad_norm, poison, device)
+    engine = Engine(plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device)
     try:
         Builder(model, engine.store).build(units)
         move_buffers(model, device.torch_device)

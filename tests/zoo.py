@@ -22,6 +22,7 @@ from transformers import (
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
+from pagoda.optim import Moments
 from pagoda.optim.adamw import Precision, StateSpec
 from pagoda.plan.placement import GRAD, RING_SLOTS, WEIGHT, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
@@ -163,6 +164,7 @@ class Recipe:
     announced: bool = False
     frozen: bool = False
     precision: str = "bf16"
+    moments: Moments = "fp32"
     steps: int = 5
 
     def build(self) -> nn.Module:
@@ -208,9 +210,12 @@ Loop = Callable[[nn.Module, Any, Outcome], None]
 """What a user writes: forward, backward, step. The optimizer is Pagoda's or a reference with the same methods."""
 
 
-def run(model: nn.Module, memory: pagoda.Memory, loop: Loop, *, lr: float = 1e-2, **wrap: Any) -> Outcome:
+def run(
+    model: nn.Module, memory: pagoda.Memory, loop: Loop, *, lr: float = 1e-2, moments: Moments = "fp32", **wrap: Any
+) -> Outcome:
     """Wrap a model, run a training loop over it and collect what it leaves behind."""
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=lr, weight_decay=0.1), memory=memory, **wrap)
+    rule = pagoda.AdamW(lr=lr, weight_decay=0.1, moments=moments)
+    model, optimizer = pagoda.wrap(model, rule, memory=memory, **wrap)
     outcome = Outcome()
     torch.manual_seed(2)
     loop(model, optimizer, outcome)
@@ -254,6 +259,7 @@ def train(recipe: Recipe, memory: pagoda.Memory) -> Outcome:
         recipe.build(),
         memory,
         usual_loop(recipe),
+        moments=recipe.moments,
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
@@ -278,6 +284,7 @@ def squeeze(
     clipping: bool = True,
     max_staleness: int | None = None,
     unit_limit: str = UNIT_LIMIT,
+    moments: Moments = "fp32",
 ) -> pagoda.Memory:
     """The smallest budgets under which a model trains in a placement.
 
@@ -285,7 +292,7 @@ def squeeze(
     through it; ARENA computes in the smallest memory of its own.
     """
     options = Options(PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness)
-    root, states = describe(model), pagoda.AdamW().states(precision)
+    root, states = describe(model), pagoda.AdamW(moments=moments).states(precision)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None
     host = 64 << 20
@@ -297,7 +304,8 @@ def squeeze(
         weights = layout.total_pages(WEIGHT)
         if max_staleness is not None:
             weights, grads = 2 * weights, (1 + max_staleness) * grads
-        host = (weights + grads + ring + layout.piece_pages) * PAGE
+        scales = sum(layout.total_pages(state.name) for state in layout.scales)
+        host = (weights + grads + ring + scales + layout.piece_pages) * PAGE
     elif placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD):
         host = least_host(root, states, Budgets(PAGE, device, 1 << 40), options)
     return pagoda.Memory(

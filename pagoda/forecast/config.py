@@ -38,6 +38,8 @@ class PlanConfig:
     """Forward and backward passes per optimizer step."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights and gradients in forward and backward; the master weights are fp32 either way."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """What AdamW keeps its moments in. Updates are taken to be as fast as with fp32."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What is left out follows from the hardware. Of a machine that is not this one, memory.ssd may be a size alone."""
     clip_grad_norm: float | None = 1.0

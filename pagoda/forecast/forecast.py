@@ -138,7 +138,7 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
         seq_len=config.seq_len,
         gradient_checkpointing=config.gradient_checkpointing,
     )
-    states = AdamW().states(config.precision)
+    states = AdamW(moments=config.moments).states(config.precision)
     activations = estimate_activations(subject, config.tokens, states[0].dtype.itemsize, config.gradient_checkpointing)
     try:
         budgets, notes = budgets_for(machine, config.memory, activations)

@@ -46,7 +46,7 @@ def _check(step: int, config: PlanConfig, machine: Machine) -> None:
         gradient_checkpointing=config.gradient_checkpointing,
         count_flops=False,
     )
-    states = AdamW().states(config.precision)
+    states = AdamW(moments=config.moments).states(config.precision)
     itemsize = states[0].dtype.itemsize
     activations = estimate_activations(subject, config.tokens, itemsize, config.gradient_checkpointing)
     budgets, _ = budgets_for(machine, config.memory, activations)

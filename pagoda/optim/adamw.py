@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from pagoda.errors import ConfigError
+from pagoda.optim.codecs import BLOCK, Key, Moments
 
 Precision = Literal["bf16", "fp32"]
 
@@ -43,6 +44,12 @@ def check_precision(precision: str) -> None:
     """Raises ConfigError unless ``precision`` is one of `Precision`."""
     if precision not in get_args(Precision):
         raise ConfigError(f"precision is {precision!r}; use one of {', '.join(get_args(Precision))}")
+
+
+def check_moments(moments: str) -> None:
+    """Raises ConfigError unless ``moments`` is one of `Moments`."""
+    if moments not in get_args(Moments):
+        raise ConfigError(f"AdamW moments is {moments!r}; use one of {', '.join(get_args(Moments))}")
 
 
 def gradient_dtype(precision: Precision) -> torch.dtype:
@@ -66,22 +73,32 @@ class StateSpec:
         """Elements of the state for ``numel`` of the parameter; also the first one's place, if ``per`` divides it."""
         return -(-numel // self.per)
 
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the state of a parameter of that shape: its own, or flat where elements stand for many."""
+        return parameter if self.per == 1 else (self.elements(math.prod(parameter)),)
+
     def nbytes(self, numel: int) -> int:
         """Bytes of the state for ``numel`` elements of the parameter."""
         return self.elements(numel) * self.dtype.itemsize
 
 
-_SPLIT_STATES = (
-    StateSpec("weight", torch.bfloat16),
-    StateSpec("weight_low", torch.int16),
-    StateSpec("exp_avg", torch.float32),
-    StateSpec("exp_avg_sq", torch.float32),
-)
-_WHOLE_STATES = (
-    StateSpec("weight", torch.float32),
-    StateSpec("exp_avg", torch.float32),
-    StateSpec("exp_avg_sq", torch.float32),
-)
+_WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
+    "bf16": (StateSpec("weight", torch.bfloat16), StateSpec("weight_low", torch.int16)),
+    "fp32": (StateSpec("weight", torch.float32),),
+}
+# Another codec has other names, so that a checkpoint of one is never taken for one of another.
+_MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
+    "fp32": (StateSpec("exp_avg", torch.float32), StateSpec("exp_avg_sq", torch.float32)),
+    "bf16": (StateSpec("exp_avg_bf16", torch.bfloat16), StateSpec("exp_avg_sq_bf16", torch.bfloat16)),
+    "8bit": (
+        StateSpec("exp_avg_8bit", torch.uint8),
+        StateSpec("exp_avg_sq_8bit", torch.uint8),
+        StateSpec("exp_avg_scale", torch.float32, per=BLOCK),
+        StateSpec("exp_avg_sq_scale", torch.float32, per=BLOCK),
+    ),
+}
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+"""The moments as torch names them, whatever they are kept in."""
 
 
 def _is_number(value: object) -> bool:
@@ -113,6 +130,11 @@ class AdamW:
     eps: added to the denominator, > 0.
     weight_decay: decoupled weight decay coefficient, >= 0.
 
+    Beside those of torch:
+    moments: what the moments are kept in between updates (`codecs`): "fp32", exact; "bf16", rounded stochastically;
+        "8bit", quantized in blocks.
+    seed: of the stochastic rounding.
+
     Raises ConfigError, naming the field, for a value outside its range.
     """
 
@@ -120,14 +142,25 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    moments: Moments = "fp32"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _check_settings(self.lr, self.betas, self.eps, self.weight_decay)
+        check_moments(self.moments)
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:
         """States of one parameter, in the order in which the kernels take them; the gradient is not one."""
         check_precision(precision)
-        return _SPLIT_STATES if precision == "bf16" else _WHOLE_STATES
+        return _WEIGHTS[precision] + _MOMENTS[self.moments]
+
+    def states_of(self, moment: str) -> tuple[StateSpec, ...]:
+        """The states that keep one of `MOMENT_NAMES`: codes, then scales."""
+        return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
+
+    def noise(self, name: str, step: int) -> Key | None:
+        """What a parameter's moments are rounded with at its update number ``step``; None where nothing is random."""
+        return Key.of(self.seed, name, step) if self.moments == "bf16" else None
 
     def defaults(self) -> dict[str, Any]:
         """Per-group settings for ``torch.optim.Optimizer``; schedulers change them in ``param_groups``."""

@@ -3,13 +3,14 @@
 For code off the hot path (setup, load, export, tests). Lane threads call `kernels` by address instead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pagoda.errors import ConfigError
 from pagoda.optim import kernels
 from pagoda.optim.adamw import AdamW, Precision, Scalars
+from pagoda.optim.codecs import BLOCK, Key, Moments
 
 
 def _precision(dtype: torch.dtype, what: str) -> Precision:
@@ -33,12 +34,19 @@ def _check(what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> i
     return tensor.data_ptr()
 
 
-def adamw_step(states: Mapping[str, torch.Tensor], gradient: torch.Tensor, scalars: Scalars) -> None:
-    """One AdamW step in place.
+def adamw_step(
+    states: Mapping[str, torch.Tensor],
+    gradient: torch.Tensor,
+    scalars: Scalars,
+    moments: Moments = "fp32",
+    noise: Key | None = None,
+) -> None:
+    """One AdamW step in place, on a whole parameter of N elements.
 
-    states: a contiguous CPU tensor of N elements for each of ``AdamW().states(precision)``, by name; the
-    dtype of "weight" tells the precision.
+    states: a contiguous CPU tensor for each of ``AdamW(moments=moments).states(precision)``, by name; the dtype of
+    "weight" tells the precision.
     gradient: N elements of the weight's dtype; only read.
+    noise: for bf16 moments, what they are rounded with.
     Raises ConfigError naming the first tensor that is missing or unfit.
     """
     if "weight" not in states:
@@ -46,12 +54,13 @@ def adamw_step(states: Mapping[str, torch.Tensor], gradient: torch.Tensor, scala
     weight = states["weight"]
     precision = _precision(weight.dtype, "weight")
     addresses = []
-    for spec in AdamW().states(precision):
+    for spec in AdamW(moments=moments).states(precision):
         if spec.name not in states:
             raise ConfigError(f"AdamW states are {sorted(states)}; {spec.name} is missing for {precision}")
-        addresses.append(_check(spec.name, states[spec.name], spec.dtype, weight.numel()))
+        addresses.append(_check(spec.name, states[spec.name], spec.dtype, spec.elements(weight.numel())))
     addresses.append(_check("gradient", gradient, weight.dtype, weight.numel()))
-    kernels.kernels_for(precision).adamw(*addresses, weight.numel(), *scalars)
+    rounding = () if noise is None else (0, *noise)
+    kernels.kernels_for(precision, moments).adamw(*addresses, weight.numel(), *rounding, *scalars)
 
 
 def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
@@ -98,3 +107,41 @@ def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -
         _check("master", master, torch.float32, n),
         n,
     )
+
+
+def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A parameter's moment in fp32, shape [N].
+
+    kept: the tensors of ``AdamW(moments=...).states_of(moment)``, whose dtype tells the codec.
+    Raises ConfigError for unfit tensors.
+    """
+    codes = kept[0]
+    if codes.dtype is not torch.uint8:
+        return codes.float()
+    n = codes.numel()
+    values = torch.empty(n)
+    decode = kernels.decode_signed if moment == "exp_avg" else kernels.decode_unsigned
+    decode(
+        _check(moment, codes, torch.uint8, n),
+        _check(f"{moment} scale", kept[1], torch.float32, -(-n // BLOCK)),
+        values.data_ptr(),
+        n,
+    )
+    return values
+
+
+def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, ...]:
+    """What keeps ``values`` (shape [N], fp32) as a parameter's moment: the tensors that `decode_moment` takes.
+
+    Nothing is rounded at random: bf16 rounds to nearest. Encoding what was decoded gives the same bits.
+    Raises ConfigError for unfit tensors.
+    """
+    if moments == "fp32":
+        return (values,)
+    if moments == "bf16":
+        return (values.to(torch.bfloat16),)
+    n = values.numel()
+    codes, scales = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // BLOCK))
+    encode = kernels.encode_signed if moment == "exp_avg" else kernels.encode_unsigned
+    encode(_check(moment, values, torch.float32, n), codes.data_ptr(), scales.data_ptr(), n)
+    return codes, scales

@@ -20,7 +20,17 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagoda.optim.adamw import Precision, Scalars, check_precision
+from pagoda.optim.adamw import Precision, Scalars, check_moments, check_precision
+from pagoda.optim.codecs import (
+    BLOCK,
+    LINES,
+    MAX_NOISY,
+    TENTH_STEPS,
+    TOP_SIGNED,
+    TOP_UNSIGNED,
+    ZERO_SIGNED,
+    Moments,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -77,10 +87,18 @@ def _lanes_intrinsic(_context: Any) -> Any:
     return types.CPointer(types.float64)(), codegen
 
 
+def _block_intrinsic(_context: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        return cgutils.alloca_once(builder, context.get_value_type(types.float32), size=2 * BLOCK)
+
+    return types.CPointer(types.float32)(), codegen
+
+
 _pointer = intrinsic(_pointer_intrinsic)
 _bits_to_fp32 = intrinsic(_bits_to_fp32_intrinsic)
 _fp32_to_bits = intrinsic(_fp32_to_bits_intrinsic)
 _lanes = intrinsic(_lanes_intrinsic)
+_block = intrinsic(_block_intrinsic)
 
 # Numba widens uint32 arithmetic to 64 bits; the casts below bring it back, so that it wraps and vectorises.
 
@@ -176,6 +194,350 @@ def adamw_fp32(weight: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int
         avg[i] = m
         avg_sq[i] = v
         master[i] = w
+
+
+# AdamW with bf16 moments, rounded stochastically.
+
+
+@_part
+def _noise(index: Any, low: Any, high: Any) -> Any:
+    x = np.uint32(np.uint32(index) ^ low)
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x7FEB352D))
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(15))) + high)
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+@_part
+def _round_noisily(value: Any, noise: Any) -> Any:
+    bits = _fp32_to_bits(value)
+    noise = noise if np.uint32(bits & np.uint32(0x7FFFFFFF)) < np.uint32(MAX_NOISY) else np.uint32(0)
+    return np.uint16(np.uint32(bits + noise) >> np.uint32(16))
+
+
+@_kernel
+def adamw_bf16_moments_bf16(
+    weight: int,
+    weight_low: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    gradient: int,
+    n: int,
+    index: int,
+    key_low: int,
+    key_high: int,
+    *scalars: float,
+) -> None:
+    """`adamw_bf16` with bf16 moments, rounded as `codecs` says: elements from number ``index`` of their parameter on.
+
+    Moves 18 bytes per element: 10 read, 8 written.
+    """
+    high = carray(_pointer(weight, np.uint16), n)
+    low = carray(_pointer(weight_low, np.int16), n)
+    avg = carray(_pointer(exp_avg, np.uint16), n)
+    avg_sq = carray(_pointer(exp_avg_sq, np.uint16), n)
+    grad = carray(_pointer(gradient, np.uint16), n)
+    rounded = _round_scalars(scalars)
+    first, second = np.uint32(key_low), np.uint32(key_high)
+    for i in range(n):
+        m, v = _bf16_to_fp32(avg[i]), _bf16_to_fp32(avg_sq[i])
+        w, m, v = _adamw(_join(high[i], low[i]), m, v, _bf16_to_fp32(grad[i]), rounded)
+        noise = _noise(index + i, first, second)
+        avg[i] = _round_noisily(m, np.uint32(noise & np.uint32(0xFFFF)))
+        avg_sq[i] = _round_noisily(v, np.uint32(noise >> np.uint32(16)))
+        high[i] = _high_half(w)
+        low[i] = _low_half(w)
+
+
+@_kernel
+def adamw_fp32_moments_bf16(
+    weight: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    gradient: int,
+    n: int,
+    index: int,
+    key_low: int,
+    key_high: int,
+    *scalars: float,
+) -> None:
+    """`adamw_fp32` with bf16 moments, as `adamw_bf16_moments_bf16`.
+
+    Moves 20 bytes per element: 12 read, 8 written.
+    """
+    master = carray(_pointer(weight, np.float32), n)
+    avg = carray(_pointer(exp_avg, np.uint16), n)
+    avg_sq = carray(_pointer(exp_avg_sq, np.uint16), n)
+    grad = carray(_pointer(gradient, np.float32), n)
+    rounded = _round_scalars(scalars)
+    first, second = np.uint32(key_low), np.uint32(key_high)
+    for i in range(n):
+        w, m, v = _adamw(master[i], _bf16_to_fp32(avg[i]), _bf16_to_fp32(avg_sq[i]), grad[i], rounded)
+        noise = _noise(index + i, first, second)
+        avg[i] = _round_noisily(m, np.uint32(noise & np.uint32(0xFFFF)))
+        avg_sq[i] = _round_noisily(v, np.uint32(noise >> np.uint32(16)))
+        master[i] = w
+
+
+# AdamW with 8-bit moments. The maps are computed rather than looked up: gathers are several times slower here.
+
+
+@_part
+def _magnitude(value: Any) -> Any:
+    return np.uint32(_fp32_to_bits(value) & np.uint32(0x7FFFFFFF))
+
+
+@_part
+def _map_value(place: Any) -> Any:
+    p = np.float32(1)
+    small = place < np.float32(16)
+    p = np.float32(1e-4) if small else p
+    f = place * np.float32(16) if small else place
+    small = f < np.float32(64)
+    p = p * np.float32(1e-2) if small else p
+    f = f * np.float32(4) if small else f
+    small = f < np.float32(128)
+    p = p * np.float32(1e-1) if small else p
+    f = f * np.float32(2) if small else f
+    return p * (f * np.float32(TENTH_STEPS) - np.float32(0.8))
+
+
+@_part
+def _decode_signed(code: Any) -> Any:
+    k = np.int32(np.int32(code) & np.int32(127))
+    value = _map_value(np.float32(k) * np.float32(2) + np.float32(1))
+    value = np.float32(1) if k == np.int32(127) else value
+    value = np.float32(0) if k == np.int32(0) else value
+    sign = np.uint32(np.uint32(code) >> np.uint32(7))
+    return _bits_to_fp32(np.uint32(_fp32_to_bits(value) | np.uint32(sign << np.uint32(31))))
+
+
+@_part
+def _decode_unsigned(code: Any) -> Any:
+    k = np.int32(code)
+    value = _map_value(np.float32(k) + np.float32(1.5))
+    value = np.float32(1) if k == np.int32(255) else value
+    return np.float32(0) if k == np.int32(0) else value
+
+
+@_part
+def _line(x: Any, e: Any) -> Any:
+    return x * np.float32(LINES[e][0]) + np.float32(LINES[e][1])
+
+
+@_part
+def _lower(a: Any, b: Any) -> Any:
+    return a if a < b else b
+
+
+@_part
+def _higher(a: Any, b: Any) -> Any:
+    return a if a > b else b
+
+
+@_part
+def _map_place(x: Any) -> Any:
+    # Spelled out, as a loop would not be unrolled before the loop over elements is vectorised.
+    u = _lower(_line(x, 0), _lower(_line(x, 1), _line(x, 2)))
+    return _lower(u, _lower(_lower(_line(x, 3), _line(x, 4)), _lower(_line(x, 5), _line(x, 6))))
+
+
+@_part
+def _nearest(u: Any) -> Any:
+    n = _bits_to_fp32(np.uint32(_fp32_to_bits(u) & np.uint32(0x7F800000)))
+    return u - np.float32(1) if u - n < np.float32(0.2) else u
+
+
+@_part
+def _encode_signed(value: Any, inverse: Any) -> Any:
+    x = _bits_to_fp32(_magnitude(value)) * inverse
+    u = _nearest(_higher(_map_place(x), np.float32(1)))
+    u = _lower(_higher(u, np.float32(1)), np.float32(126.5))
+    u = np.float32(127) if x >= np.float32(TOP_SIGNED) else u
+    u = np.float32(0) if x < np.float32(ZERO_SIGNED) else u
+    sign = np.uint32(np.uint32(_fp32_to_bits(value) >> np.uint32(24)) & np.uint32(128))
+    return np.uint8(np.uint32(np.uint32(np.int32(u)) | sign))
+
+
+@_part
+def _encode_unsigned(value: Any, inverse: Any) -> Any:
+    x = _bits_to_fp32(_magnitude(value)) * inverse
+    u = _nearest(_higher(_map_place(x) * np.float32(2), np.float32(2))) - np.float32(1)
+    u = _lower(_higher(u, np.float32(1)), np.float32(254.5))
+    u = np.float32(255) if x >= np.float32(TOP_UNSIGNED) else u
+    u = u if x > np.float32(0) else np.float32(0)
+    return np.uint8(np.int32(u))
+
+
+@_part
+def _scale(top: Any) -> Any:
+    # Of a block whose largest magnitude has the bits `top`; 0 or NaN where the block becomes zeros.
+    if top >= np.uint32(0x7F800000):
+        return np.float32(np.nan)
+    return _bits_to_fp32(top) if top >= np.uint32(0x00800000) else np.float32(0)
+
+
+@_part
+def _encode_block_signed(codes: Any, first: Any, values: Any, at: Any, count: Any, top: Any) -> Any:
+    scale = _scale(top)
+    if scale > np.float32(0):
+        inverse = np.float32(1) / scale
+        for i in range(count):
+            codes[first + i] = _encode_signed(values[at + i], inverse)
+    else:
+        for i in range(count):
+            codes[first + i] = np.uint8(0)
+    return scale
+
+
+@_part
+def _encode_block_unsigned(codes: Any, first: Any, values: Any, at: Any, count: Any, top: Any) -> Any:
+    scale = _scale(top)
+    if scale > np.float32(0):
+        inverse = np.float32(1) / scale
+        for i in range(count):
+            codes[first + i] = _encode_unsigned(values[at + i], inverse)
+    else:
+        for i in range(count):
+            codes[first + i] = np.uint8(0)
+    return scale
+
+
+@_kernel
+def adamw_bf16_moments_8bit(
+    weight: int,
+    weight_low: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    exp_avg_scale: int,
+    exp_avg_sq_scale: int,
+    gradient: int,
+    n: int,
+    *scalars: float,
+) -> None:
+    """`adamw_bf16` with moments quantized as `codecs` says; the first element is the first of a block.
+
+    Moves 14 bytes per element (8 read, 6 written) and 16 per block.
+    """
+    high = carray(_pointer(weight, np.uint16), n)
+    low = carray(_pointer(weight_low, np.int16), n)
+    avg = carray(_pointer(exp_avg, np.uint8), n)
+    avg_sq = carray(_pointer(exp_avg_sq, np.uint8), n)
+    blocks = (n + BLOCK - 1) // BLOCK
+    avg_scale = carray(_pointer(exp_avg_scale, np.float32), blocks)
+    avg_sq_scale = carray(_pointer(exp_avg_sq_scale, np.float32), blocks)
+    grad = carray(_pointer(gradient, np.uint16), n)
+    rounded = _round_scalars(scalars)
+    new = carray(_block(), 2 * BLOCK)
+    for block in range(blocks):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        scale, scale_sq = avg_scale[block], avg_sq_scale[block]
+        top, top_sq = np.uint32(0), np.uint32(0)
+        for j in range(count):
+            i = first + j
+            m, v = _decode_signed(avg[i]) * scale, _decode_unsigned(avg_sq[i]) * scale_sq
+            w, m, v = _adamw(_join(high[i], low[i]), m, v, _bf16_to_fp32(grad[i]), rounded)
+            high[i] = _high_half(w)
+            low[i] = _low_half(w)
+            new[j] = m
+            new[BLOCK + j] = v
+            top = max(top, _magnitude(m))
+            top_sq = max(top_sq, _magnitude(v))
+        avg_scale[block] = _encode_block_signed(avg, first, new, 0, count, top)
+        avg_sq_scale[block] = _encode_block_unsigned(avg_sq, first, new, BLOCK, count, top_sq)
+
+
+@_kernel
+def adamw_fp32_moments_8bit(
+    weight: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    exp_avg_scale: int,
+    exp_avg_sq_scale: int,
+    gradient: int,
+    n: int,
+    *scalars: float,
+) -> None:
+    """`adamw_fp32` with moments quantized, as `adamw_bf16_moments_8bit`.
+
+    Moves 16 bytes per element (10 read, 6 written) and 16 per block.
+    """
+    master = carray(_pointer(weight, np.float32), n)
+    avg = carray(_pointer(exp_avg, np.uint8), n)
+    avg_sq = carray(_pointer(exp_avg_sq, np.uint8), n)
+    blocks = (n + BLOCK - 1) // BLOCK
+    avg_scale = carray(_pointer(exp_avg_scale, np.float32), blocks)
+    avg_sq_scale = carray(_pointer(exp_avg_sq_scale, np.float32), blocks)
+    grad = carray(_pointer(gradient, np.float32), n)
+    rounded = _round_scalars(scalars)
+    new = carray(_block(), 2 * BLOCK)
+    for block in range(blocks):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        scale, scale_sq = avg_scale[block], avg_sq_scale[block]
+        top, top_sq = np.uint32(0), np.uint32(0)
+        for j in range(count):
+            i = first + j
+            m, v = _decode_signed(avg[i]) * scale, _decode_unsigned(avg_sq[i]) * scale_sq
+            w, m, v = _adamw(master[i], m, v, grad[i], rounded)
+            master[i] = w
+            new[j] = m
+            new[BLOCK + j] = v
+            top = max(top, _magnitude(m))
+            top_sq = max(top_sq, _magnitude(v))
+        avg_scale[block] = _encode_block_signed(avg, first, new, 0, count, top)
+        avg_sq_scale[block] = _encode_block_unsigned(avg_sq, first, new, BLOCK, count, top_sq)
+
+
+@_kernel
+def encode_signed(values: int, codes: int, scales: int, n: int) -> None:
+    """``n`` fp32 elements, from the first of a block on, to 8-bit codes of exp_avg and a scale for each block."""
+    value = carray(_pointer(values, np.float32), n)
+    code = carray(_pointer(codes, np.uint8), n)
+    scale = carray(_pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    for block in range((n + BLOCK - 1) // BLOCK):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        top = np.uint32(0)
+        for j in range(count):
+            top = max(top, _magnitude(value[first + j]))
+        scale[block] = _encode_block_signed(code, first, value, first, count, top)
+
+
+@_kernel
+def encode_unsigned(values: int, codes: int, scales: int, n: int) -> None:
+    """`encode_signed` for exp_avg_sq, whose elements are not below zero."""
+    value = carray(_pointer(values, np.float32), n)
+    code = carray(_pointer(codes, np.uint8), n)
+    scale = carray(_pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    for block in range((n + BLOCK - 1) // BLOCK):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        top = np.uint32(0)
+        for j in range(count):
+            top = max(top, _magnitude(value[first + j]))
+        scale[block] = _encode_block_unsigned(code, first, value, first, count, top)
+
+
+@_kernel
+def decode_signed(codes: int, scales: int, values: int, n: int) -> None:
+    """``n`` fp32 elements of exp_avg, from the first of a block on, from their codes and scales."""
+    code = carray(_pointer(codes, np.uint8), n)
+    scale = carray(_pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    value = carray(_pointer(values, np.float32), n)
+    for i in range(n):
+        value[i] = _decode_signed(code[i]) * scale[i // BLOCK]
+
+
+@_kernel
+def decode_unsigned(codes: int, scales: int, values: int, n: int) -> None:
+    """`decode_signed` for exp_avg_sq."""
+    code = carray(_pointer(codes, np.uint8), n)
+    scale = carray(_pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    value = carray(_pointer(values, np.float32), n)
+    for i in range(n):
+        value[i] = _decode_unsigned(code[i]) * scale[i // BLOCK]
 
 
 # Gradient kernels. Squares of fp32 values are exact in float64 and cannot overflow there, so a sum of squares
@@ -331,9 +693,10 @@ def join(weight: int, weight_low: int, master: int, n: int) -> None:
 
 
 class Kernels(NamedTuple):
-    """The kernels of one precision.
+    """The kernels of one precision and one way to keep moments.
 
-    adamw: ``(*addresses of the states in StateSpec order, gradient address, n, *Scalars)``
+    adamw: ``(*addresses of the states in StateSpec order, gradient address, n, *noise, *Scalars)``, where noise is
+        nothing, or for bf16 moments the first element's index in its parameter and the `Key`'s two numbers
     store_gradient, add_gradient: ``(dst address, src address, n) -> sum of squares``
     """
 
@@ -342,24 +705,35 @@ class Kernels(NamedTuple):
     add_gradient: Callable[[int, int, int], float]
 
 
-_BY_PRECISION: dict[str, Kernels] = {
-    "bf16": Kernels(adamw_bf16, store_gradient_bf16, add_gradient_bf16),
-    "fp32": Kernels(adamw_fp32, store_gradient_fp32, add_gradient_fp32),
+_ADAMW: dict[tuple[str, str], Callable[..., None]] = {
+    ("bf16", "fp32"): adamw_bf16,
+    ("bf16", "bf16"): adamw_bf16_moments_bf16,
+    ("bf16", "8bit"): adamw_bf16_moments_8bit,
+    ("fp32", "fp32"): adamw_fp32,
+    ("fp32", "bf16"): adamw_fp32_moments_bf16,
+    ("fp32", "8bit"): adamw_fp32_moments_8bit,
 }
 
 
-def kernels_for(precision: Precision) -> Kernels:
-    """Kernels for states and gradients of ``precision``; raises ConfigError for an unknown one."""
+def kernels_for(precision: Precision, moments: Moments = "fp32") -> Kernels:
+    """Kernels for weights and gradients of ``precision``; raises ConfigError for one that is not known."""
     check_precision(precision)
-    return _BY_PRECISION[precision]
+    check_moments(moments)
+    adamw = _ADAMW[precision, moments]
+    if precision == "bf16":
+        return Kernels(adamw, store_gradient_bf16, add_gradient_bf16)
+    return Kernels(adamw, store_gradient_fp32, add_gradient_fp32)
 
 
-def warm_up(precision: Precision) -> None:
-    """Compiles, or loads from Numba's cache, all that ``precision`` uses, so that no step waits for it."""
-    kernels = kernels_for(precision)
-    addresses = 5 if precision == "bf16" else 4
+def warm_up(precision: Precision, moments: Moments = "fp32") -> None:
+    """Compiles, or loads from Numba's cache, all that is used with these, so that no step waits for it."""
+    kernels = kernels_for(precision, moments)
+    numbers = {"fp32": 4, "bf16": 7, "8bit": 6}[moments] + (precision == "bf16")
     # The types of the arguments select the compiled version, hence calls on nothing rather than signatures.
-    kernels.adamw(*[0] * (addresses + 1), *[0.0] * len(Scalars._fields))
+    kernels.adamw(*[0] * (numbers + 1), *[0.0] * len(Scalars._fields))
+    if moments == "8bit":
+        for codec in (encode_signed, encode_unsigned, decode_signed, decode_unsigned):
+            codec(0, 0, 0, 0)
     kernels.store_gradient(0, 0, 0)
     kernels.add_gradient(0, 0, 0)
     if precision == "bf16":

@@ -1,10 +1,12 @@
 """The contract of `adamw` in plain torch, one operation at a time: every kernel must give its bits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
+from pagoda.optim import codecs
 from pagoda.optim.adamw import Scalars
+from pagoda.optim.codecs import BLOCK, Key
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,12 +23,16 @@ def join(weight: torch.Tensor, weight_low: torch.Tensor) -> torch.Tensor:
     return ((high << 16) + weight_low.to(torch.int64)).to(torch.int32).view(torch.float32)
 
 
-def adamw_step(states: Mapping[str, torch.Tensor], gradient: torch.Tensor, scalars: Scalars) -> None:
-    """One AdamW step in place, on any device.
+def adamw_step(
+    states: Mapping[str, torch.Tensor], gradient: torch.Tensor, scalars: Scalars, noise: Key | None = None
+) -> None:
+    """One AdamW step in place, on any device; with 8-bit moments, tensors are flat.
 
-    states: as named by ``AdamW().states(precision)``; gradient: of the weight's dtype and shape, only read.
+    states: as named by ``AdamW(moments=...).states(precision)``; gradient: of the weight's dtype and shape, only read;
+    noise: for bf16 moments, of the parameter that the tensors are.
     """
-    weight, m, v = states["weight"], states["exp_avg"], states["exp_avg_sq"]
+    weight = states["weight"]
+    m, v = _decoded(states)
     is_split = weight.dtype is torch.bfloat16
     w = join(weight, states["weight_low"]) if is_split else weight.clone()
     # Zero-dimensional tensors on the device: torch divides by a Python number on CUDA as a product.
@@ -35,12 +41,13 @@ def adamw_step(states: Mapping[str, torch.Tensor], gradient: torch.Tensor, scala
 
     g = gradient.float() * grad_scale
     w = w * decay
-    m.copy_(m * beta1 + g * one_minus_beta1)
-    v.copy_(v * beta2 + (g * g) * one_minus_beta2)
+    m = m * beta1 + g * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
     # torch's fp32 square root on the CPU is not always correctly rounded (MKL). Through float64 it is, as
     # rounding twice cannot hurt with 53 >= 2 * 24 + 2 bits (Figueroa 1995).
     denom = v.double().sqrt().float() / bias2_sqrt + eps
     w = w - step_size * (m / denom)
+    _encode(states, m, v, noise)
 
     if is_split:
         high, low = split(w)
@@ -48,3 +55,132 @@ def adamw_step(states: Mapping[str, torch.Tensor], gradient: torch.Tensor, scala
         states["weight_low"].copy_(low)
     else:
         weight.copy_(w)
+
+
+def random_bits(numel: int, key: Key, index: int = 0) -> torch.Tensor:
+    """The 32 random bits of elements [index, index + numel) of a parameter, shape [numel], int64."""
+    mask = 0xFFFFFFFF
+    x = (torch.arange(index, index + numel, dtype=torch.int64) & mask) ^ key.low
+    x = _times(x ^ (x >> 16), 0x7FEB352D)
+    x = ((x ^ (x >> 15)) + key.high) & mask
+    x = _times(x, 0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def round_noisily(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """bf16 of fp32 ``values``, stochastically rounded with 16 random bits each; both of one shape."""
+    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    quiet = (bits & 0x7FFFFFFF) >= codecs.MAX_NOISY
+    rounded = (bits + noise.masked_fill(quiet, 0)) >> 16
+    return rounded.to(torch.int16).view(torch.bfloat16)
+
+
+def decode_signed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """exp_avg in fp32, shape [N], from 8-bit codes, shape [N], and one scale a block."""
+    k = (codes & 127).float()
+    value = _map_value(k * 2 + 1)
+    value = torch.where(k == 127, 1.0, value).masked_fill(k == 0, 0.0)
+    return torch.where(codes >= 128, -value, value) * _spread(scales, codes)
+
+
+def decode_unsigned(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """exp_avg_sq, as `decode_signed`."""
+    k = codes.float()
+    value = _map_value(k + 1.5)
+    value = torch.where(k == 255, 1.0, value).masked_fill(k == 0, 0.0)
+    return value * _spread(scales, codes)
+
+
+def encode_signed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit codes, shape [N], and scales of fp32 exp_avg, shape [N]."""
+
+    def codes(x: torch.Tensor) -> torch.Tensor:
+        u = _nearest(_map_place(x).clamp(min=1)).clamp(1, 126.5)
+        u = torch.where(x >= _fp32(codecs.TOP_SIGNED), 127.0, u)
+        k = u.masked_fill(x < _fp32(codecs.ZERO_SIGNED), 0).to(torch.uint8)
+        return k | (torch.signbit(values).to(torch.uint8) << 7)
+
+    return _encoded(values, codes)
+
+
+def encode_unsigned(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of exp_avg_sq, as `encode_signed`."""
+
+    def codes(x: torch.Tensor) -> torch.Tensor:
+        u = (_nearest((_map_place(x) * 2).clamp(min=2)) - 1).clamp(1, 254.5)
+        u = torch.where(x >= _fp32(codecs.TOP_UNSIGNED), 255.0, u)
+        return u.masked_fill(x <= 0, 0).to(torch.uint8)
+
+    return _encoded(values, codes)
+
+
+def _decoded(states: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments in fp32."""
+    if "exp_avg" in states:
+        return states["exp_avg"], states["exp_avg_sq"]
+    if "exp_avg_bf16" in states:
+        return states["exp_avg_bf16"].float(), states["exp_avg_sq_bf16"].float()
+    return (
+        decode_signed(states["exp_avg_8bit"], states["exp_avg_scale"]),
+        decode_unsigned(states["exp_avg_sq_8bit"], states["exp_avg_sq_scale"]),
+    )
+
+
+def _encode(states: Mapping[str, torch.Tensor], m: torch.Tensor, v: torch.Tensor, noise: Key | None) -> None:
+    """Overwrite the moments."""
+    if "exp_avg" in states:
+        new = {"exp_avg": m, "exp_avg_sq": v}
+    elif "exp_avg_bf16" in states:
+        assert noise is not None
+        bits = random_bits(m.numel(), noise).view(m.shape)
+        new = {"exp_avg_bf16": round_noisily(m, bits & 0xFFFF), "exp_avg_sq_bf16": round_noisily(v, bits >> 16)}
+    else:
+        new = dict(zip(("exp_avg_8bit", "exp_avg_scale"), encode_signed(m), strict=True))
+        new |= zip(("exp_avg_sq_8bit", "exp_avg_sq_scale"), encode_unsigned(v), strict=True)
+    for name, value in new.items():
+        states[name].copy_(value)
+
+
+def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """``x * factor`` modulo 2**32, in halves, as 64 bits would overflow."""
+    return (x * (factor & 0xFFFF) + ((x * (factor >> 16) & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
+def _fp32(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _map_value(f: torch.Tensor) -> torch.Tensor:
+    p = torch.ones_like(f)
+    for below, factor, step in ((16, 16, 1e-4), (64, 4, 1e-2), (128, 2, 1e-1)):
+        small = f < below
+        p = torch.where(small, p * _fp32(step), p)
+        f = torch.where(small, f * factor, f)
+    return p * (f * _fp32(codecs.TENTH_STEPS) - _fp32(0.8))
+
+
+def _map_place(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x * _fp32(a) + _fp32(b) for a, b in codecs.LINES]).amin(0)
+
+
+def _nearest(u: torch.Tensor) -> torch.Tensor:
+    n = (u.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where(u - n < _fp32(0.2), u - 1, u)
+
+
+def _spread(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Every element's scale."""
+    return scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def _encoded(
+    values: torch.Tensor, codes_of: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales, where `codes_of` gives the codes of magnitudes that are divided by their scale."""
+    magnitudes = values.view(torch.int32) & 0x7FFFFFFF
+    padded = torch.nn.functional.pad(magnitudes, (0, -values.numel() % BLOCK))
+    top = padded.view(-1, BLOCK).amax(1)
+    scales = top.view(torch.float32).masked_fill(top < 0x00800000, 0.0).masked_fill(top >= 0x7F800000, torch.nan)
+    usable = _spread(scales, values) > 0
+    x = magnitudes.view(torch.float32) * _spread(1 / scales, values)
+    return codes_of(torch.where(usable, x, 0.0)).masked_fill(~usable, 0), scales

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from pagoda.errors import NonFiniteGradientError, UsageError
-from pagoda.optim.adamw import Hyper, Precision, step_scalars
+from pagoda.optim.adamw import AdamW, Hyper, Precision, step_scalars
 from pagoda.optim.kernels import kernels_for, warm_up
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import LEASES, WEIGHT
@@ -67,6 +67,7 @@ class Engine:
         plan: Plan,
         units: list[LiveUnit],
         precision: Precision,
+        rule: AdamW,
         directories: Mapping[Path, int | None],
         clip_grad_norm: float | None,
         poison: bool,
@@ -91,8 +92,9 @@ class Engine:
             "ssd_write": Lane("ssd_write", ssd_threads),
             "update": Lane("update", torch.get_num_threads()),
         }
-        warm_up(precision)
-        kernels = kernels_for(precision)
+        self._rule = rule
+        warm_up(precision, rule.moments)
+        kernels = kernels_for(precision, rule.moments)
         self.gradients = Gradients(
             self.store,
             open_staging(self.store),
@@ -374,12 +376,13 @@ class Engine:
             hyper = Hyper.from_group(self.group_of(unit, slot), unit.steps[slot], scale)
             self._used_groups[id(unit.params[slot])] = hyper
             scalars = step_scalars(hyper)
-            numel = placed.param.numel
+            noise = self._rule.noise(unit.name(slot), unit.steps[slot])
+            start, stop = placed.offset, placed.offset + placed.param.numel
             last = segments[-1] if segments else None
-            if last is not None and last.stop == placed.offset and last.scalars == scalars:
-                segments[-1] = Segment(last.start, placed.offset + numel, scalars)
+            if last is not None and last.stop == start and last.scalars == scalars and noise is None:
+                segments[-1] = Segment(last.start, stop, scalars)
             else:
-                segments.append(Segment(placed.offset, placed.offset + numel, scalars))
+                segments.append(Segment(start, stop, scalars, noise, start))
         self._norm_terms[unit.index] = record
         self.gradients.take(record)
         if not segments:

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from pagoda.errors import UsageError
-from pagoda.optim.adamw import AdamW
+from pagoda.optim.adamw import MOMENT_NAMES, AdamW
 from pagoda.plan.timeline import Timeline
 from pagoda.runtime.engine import Engine, Group
 from pagoda.runtime.hooks import ModelHooks
+from pagoda.runtime.moments import MomentTensors
 from pagoda.runtime.snapshot import Snapshot
 from pagoda.runtime.state_dicts import WeightStateDicts
 from pagoda.runtime.stats import StepStats
@@ -38,6 +39,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._hooks = ModelHooks(model, engine)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
+        self._moments = MomentTensors(engine.store, rule)
         self._slots = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
 
     @property
@@ -94,7 +96,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's own format, with every moment in RAM at once: 8 bytes a parameter. Prefer `save_checkpoint`."""
+        """torch's own format, with every moment in RAM in fp32: 8 bytes a parameter. Prefer `save_checkpoint`."""
         self._engine.drain()
         plain = super().state_dict()
         states: dict[int, dict[str, Any]] = {}
@@ -104,13 +106,17 @@ class PagedOptimizer(torch.optim.Optimizer):
                 unit, slot = self._slots[id(param)]
                 if unit.steps[slot]:
                     states[index] = {"step": torch.tensor(float(unit.steps[slot]))}
-                    for name in self._snapshot.moment_names:
-                        states[index][name] = self._snapshot.read(unit, slot, name)
+                    for name in MOMENT_NAMES:
+                        states[index][name] = self._moments.read(unit, slot, name)
                 index += 1
         return {**plain, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or the state of a `torch.optim.AdamW` over the same parameters in order."""
+        """Load what `state_dict` gave, or the state of a `torch.optim.AdamW` over the same parameters in order.
+
+        Moments are fp32 there, so they may come from a run that keeps them otherwise. What this one gave comes back
+        without a changed bit.
+        """
         self._engine.settle()
         states = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
@@ -120,9 +126,9 @@ class PagedOptimizer(torch.optim.Optimizer):
                 unit, slot = self._slots[id(param)]
                 state = states.get(index, {})
                 unit.steps[slot] = int(state.get("step", 0))
-                for name in self._snapshot.moment_names:
+                for name in MOMENT_NAMES:
                     value = state.get(name)
-                    self._snapshot.write(unit, slot, name, torch.zeros(param.shape) if value is None else value)
+                    self._moments.write(unit, slot, name, torch.zeros(param.shape) if value is None else value)
                 index += 1
 
     def save_checkpoint(self, directory: str | Path, extra: dict[str, Any] | None = None, *, wait: bool = True) -> None:

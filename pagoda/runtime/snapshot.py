@@ -33,18 +33,6 @@ class Snapshot:
         self._model = model
         self._engine = engine
         self._states = engine.plan.layout.states
-        self.moment_names = [s.name for s in self._states if s.name.startswith("exp_avg")]
-
-    def read(self, unit: LiveUnit, slot: int, state: str) -> torch.Tensor:
-        """One parameter's state, shape of the parameter, in the state's dtype."""
-        placed = unit.spec.slots[slot]
-        flat = self._engine.store.read(unit.index, state, placed.offset, placed.param.numel)
-        return flat.view(placed.param.shape)
-
-    def write(self, unit: LiveUnit, slot: int, state: str, value: torch.Tensor) -> None:
-        """Overwrite one parameter's state."""
-        flat = value.detach().to(self._engine.store.dtype(state)).reshape(-1)
-        self._engine.store.write(unit.index, state, unit.spec.slots[slot].offset, flat)
 
     def save(self, directory: Path, groups: list[dict[str, Any]], extra: dict[str, Any]) -> None:
         """Start writing a checkpoint of the state after the last `step()`; the saver's thread finishes it.
@@ -143,7 +131,7 @@ class Snapshot:
     def _specs(self, state: StateSpec) -> list[TensorSpec]:
         """The tensors of one state, in the order in which they are written."""
         return [
-            TensorSpec(unit.name(slot), state.dtype, unit.spec.slots[slot].param.shape)
+            TensorSpec(unit.name(slot), state.dtype, state.shape(unit.spec.slots[slot].param.shape))
             for unit, slot in self._slots(state.name)
         ]
 

@@ -5,13 +5,14 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import pages_for
 from pagoda.optim.adamw import Scalars
+from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import Kernels
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import GRAD, WEIGHT
@@ -24,11 +25,27 @@ from pagoda.runtime.unit import LiveUnit
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Adjoining elements [start, stop) of a unit that are updated with the same scalars."""
+    """Adjoining elements [start, stop) of a unit that are updated with the same scalars.
+
+    Where rounding is random, they are of one parameter.
+    """
 
     start: int
     stop: int
     scalars: Scalars
+    noise: Key | None = None
+    """What their moments are rounded with."""
+    origin: int = 0
+    """Where their parameter starts, for `noise`."""
+
+    def within(self, start: int, stop: int) -> "Segment":
+        """What of it lies in [start, stop)."""
+        return replace(self, start=max(start, self.start), stop=min(stop, self.stop))
+
+    @property
+    def arguments(self) -> tuple[float, ...]:
+        """What a kernel takes beside addresses and a number of elements."""
+        return self.scalars if self.noise is None else (self.start - self.origin, *self.noise, *self.scalars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +321,7 @@ class BlockStream:
         for start in range(0, total, self._block):
             stop = min(start + self._block, total)
             pieces = [
-                (part.record, Segment(max(start, s.start), min(stop, s.stop), s.scalars))
+                (part.record, s.within(start, stop))
                 for part in parts
                 for s in part.segments
                 if s.start < stop and s.stop > start
@@ -354,7 +371,7 @@ class BlockStream:
                 states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]
                 assert record.buffer is not None
                 at = record.buffer.data_ptr() + piece.start * record.buffer.element_size()
-                self._kernels.adamw(*states, at, piece.stop - piece.start, *piece.scalars)
+                self._kernels.adamw(*states, at, piece.stop - piece.start, *piece.arguments)
 
         touched = 2 * sum(state.nbytes(stop - start) for state in self._states)
         touched += (stop - start) * store.dtype(GRAD).itemsize

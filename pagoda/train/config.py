@@ -35,6 +35,9 @@ class OptimConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on every parameter."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """What the moments are kept in: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
+    (quantized in blocks of 256, 2). The last two change the algorithm."""
     warmup_steps: int = 0
     """Steps of linear warm-up to the peak."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -50,11 +53,18 @@ class OptimConfig:
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be 0 or more")
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
 
-    def build(self) -> "AdamW":
-        """The library's update rule."""
+    def build(self, seed: int) -> "AdamW":
+        """The library's update rule; `seed` is that of its rounding, if any."""
         from pagoda.optim import AdamW
 
-        return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        return AdamW(
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            moments=self.moments,
+            seed=seed,
+        )
 
     def lr_factor(self, step: int, steps: int) -> float:
         """Share of the peak learning rate at `step` (from 0) of `steps`: a pure function, with no state."""

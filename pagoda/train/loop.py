@@ -85,7 +85,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         _give_weights(config, built, console)
     model, optimizer = wrap(
         built,
-        config.optim.build(),
+        config.optim.build(config.seed),
         memory=memory,
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,

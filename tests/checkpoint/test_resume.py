@@ -73,7 +73,7 @@ class Run:
         self.optimizer: PagedOptimizer
         self.model, self.optimizer = pagoda.wrap(
             build(self.recipe, self.seed),
-            pagoda.AdamW(lr=1e-2, weight_decay=0.1),
+            pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=self.recipe.moments),
             memory=self.memory,
             precision=self.recipe.precision,  # type: ignore[arg-type]
             clip_grad_norm=self.recipe.clip,

@@ -65,7 +65,9 @@ def master_of(optimizer: PagedOptimizer, param: nn.Parameter) -> torch.Tensor:
     """The fp32 master, from the two states it is kept in."""
     optimizer.drain()
     unit, slot = optimizer._slots[id(param)]
-    return join(*(optimizer._snapshot.read(unit, slot, state) for state in ("weight", "weight_low")))
+    placed, read = unit.spec.slots[slot], optimizer._engine.store.read
+    halves = (read(unit.index, state, placed.offset, placed.param.numel) for state in ("weight", "weight_low"))
+    return join(*halves).view(placed.param.shape)
 
 
 def masters(model: nn.Module, optimizer: PagedOptimizer) -> dict[str, torch.Tensor]:

@@ -1,0 +1,121 @@
+"""Compressed moments: the same bits in every placement and layout, and what plans and state dicts say of them."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from zoo import ARENA_ALL_ON_SSD, PAGE, PLACEMENTS, RESIDENT, Outcome, Recipe, assert_placed, squeeze, train
+
+import pagoda
+from pagoda.optim import Moments
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, make_plan
+from pagoda.runtime.construct import describe
+
+RECIPE = Recipe("llama", clip=0.5, steps=4)
+codecs = pytest.mark.parametrize("moments", ["bf16", "8bit"])
+
+
+@cache
+def resident(recipe: Recipe) -> Outcome:
+    return train(recipe, RESIDENT)
+
+
+@codecs
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placement_does_not_change_a_bit(moments: Moments, placement: str, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, moments=moments)
+    outcome = train(recipe, squeeze(recipe.build(), placement, tmp_path, moments=moments))
+    assert_placed(outcome, placement)
+    outcome.assert_same_bits(resident(recipe))
+    assert resident(recipe).losses != resident(RECIPE).losses
+
+
+@codecs
+@pytest.mark.parametrize("layout", ["other pages", "one unit", "a unit for each module"])
+def test_layout_does_not_change_a_bit(moments: Moments, layout: str) -> None:
+    recipe = replace(RECIPE, moments=moments, frozen=True)
+    memory = {
+        "other pages": replace(RESIDENT, page_size=4 * PAGE),
+        "one unit": replace(RESIDENT, unit_limit="64MiB"),
+        "a unit for each module": replace(RESIDENT, unit_limit="4KiB"),
+    }[layout]
+    train(recipe, memory).assert_same_bits(resident(recipe))
+
+
+@codecs
+def test_updates_under_backward_and_fp32_weights_keep_the_promise(moments: Moments, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, moments=moments, clip=None, announced=True, precision="fp32")
+    memory = squeeze(
+        recipe.build(),
+        ARENA_ALL_ON_SSD,
+        tmp_path,
+        precision="fp32",
+        announced=1,
+        clipping=False,
+        moments=moments,
+    )
+    train(recipe, memory).assert_same_bits(resident(replace(recipe, announced=False)))
+
+
+def test_the_seed_is_that_of_the_rounding() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        rule = pagoda.AdamW(lr=1e-2, moments="bf16", seed=seed)
+        torch.manual_seed(0)
+        model, optimizer = pagoda.wrap(torch.nn.Linear(64, 64), rule, memory=RESIDENT)
+        for _ in range(3):
+            model(torch.ones(1, 64, dtype=torch.bfloat16)).float().square().sum().backward()
+            optimizer.step()
+        state = optimizer.state_dict()["state"][0]["exp_avg_sq"]
+        optimizer.close()
+        return state
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+@codecs
+def test_a_state_dict_is_fp32_and_loads_without_a_changed_bit(moments: Moments) -> None:
+    def wrapped(of: Moments) -> tuple[torch.nn.Module, pagoda.runtime.optimizer.PagedOptimizer]:
+        torch.manual_seed(0)
+        return pagoda.wrap(torch.nn.Linear(100, 70), pagoda.AdamW(lr=1e-2, moments=of), memory=RESIDENT)
+
+    def steps(model: torch.nn.Module, optimizer: pagoda.runtime.optimizer.PagedOptimizer) -> None:
+        for scale in (1.0, 0.5, 2.0):
+            model(torch.full((1, 100), scale, dtype=torch.bfloat16)).float().square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = wrapped(moments)
+    steps(model, optimizer)
+    state = optimizer.state_dict()
+    assert {s.dtype for s in state["state"][0].values()} == {torch.float32}
+    other_model, other = wrapped(moments)
+    other.load_state_dict(state)
+    other_model.load_state_dict(model.state_dict())
+    reloaded = other.state_dict()["state"]
+    assert all(torch.equal(v, reloaded[i][k]) for i, of in state["state"].items() for k, v in of.items())
+    _, exact = wrapped("fp32")
+    exact.load_state_dict(state)
+    assert torch.equal(exact.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+    for one in (optimizer, other, exact):
+        one.close()
+
+
+def test_the_plan_counts_what_each_codec_takes() -> None:
+    root = describe(RECIPE.build())
+    numel = sum(param.numel for param in root.walk())
+
+    def beside(moments: Moments) -> dict[str, int]:
+        states = pagoda.AdamW(moments=moments).states("bf16")
+        plan = make_plan(root, states, Budgets(1 << 40), Options(page_bytes=256, unit_limit=1 << 30))
+        lines = plan.bytes["host"]
+        return {name: lines[name] for name in lines if name.startswith("exp_avg")}
+
+    exact, half, eighth = beside("fp32"), beside("bf16"), beside("8bit")
+    assert sum(exact.values()) == pytest.approx(8 * numel, rel=0.05)
+    assert sum(half.values()) == sum(exact.values()) / 2
+    assert eighth["exp_avg_8bit"] == exact["exp_avg"] / 4
+    assert eighth["exp_avg_scale"] == eighth["exp_avg_sq_scale"]
+    assert eighth["exp_avg_scale"] == pytest.approx(eighth["exp_avg_8bit"] / 64, abs=256)
