@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.optim import kernels
+from pagoda.optim import codec_kernels, kernels
 from pagoda.optim.adamw import AdamW, Precision, Scalars
 from pagoda.optim.codecs import BLOCK, Key, Moments
 
@@ -120,7 +120,7 @@ def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
         return codes.float()
     n = codes.numel()
     values = torch.empty(n)
-    decode = kernels.decode_signed if moment == "exp_avg" else kernels.decode_unsigned
+    decode = codec_kernels.decode_signed if moment == "exp_avg" else codec_kernels.decode_unsigned
     decode(
         _check(moment, codes, torch.uint8, n),
         _check(f"{moment} scale", kept[1], torch.float32, -(-n // BLOCK)),
@@ -142,6 +142,6 @@ def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[
         return (values.to(torch.bfloat16),)
     n = values.numel()
     codes, scales = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // BLOCK))
-    encode = kernels.encode_signed if moment == "exp_avg" else kernels.encode_unsigned
+    encode = codec_kernels.encode_signed if moment == "exp_avg" else codec_kernels.encode_unsigned
     encode(_check(moment, values, torch.float32, n), codes.data_ptr(), scales.data_ptr(), n)
     return codes, scales

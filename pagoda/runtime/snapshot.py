@@ -172,7 +172,7 @@ class Snapshot:
         if manifest["states"] != wanted:
             raise CheckpointError(
                 f"{directory} holds the states {manifest['states']}, this run keeps {wanted}: "
-                "wrap with the precision and optimizer of the run that saved it."
+                "wrap with the precision, optimizer and moments of the run that saved it."
             )
         differing = checkpoint.steps.keys() ^ {unit.name(slot) for unit, slot in self._trainable()}
         if differing:

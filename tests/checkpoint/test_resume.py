@@ -18,6 +18,7 @@ from zoo import PAGE, RESIDENT, UNIT_LIMIT, VOCABULARY, Batch, Recipe, batch, lo
 
 import pagoda
 from pagoda.checkpoint.directory import MANIFEST, write_manifest
+from pagoda.optim import Moments
 from pagoda.runtime.optimizer import PagedOptimizer
 
 HALF = 2
@@ -178,6 +179,10 @@ CASES = [
     (Recipe("t5", frozen=True), "one_unit", "other_pages"),
     (Recipe("conv", clip=None, precision="fp32"), "other_pages", "one_unit"),
     (Recipe("batch_norm", clip=None, precision="fp32"), "resident", "on_ssd"),
+    (Recipe("llama", moments="bf16"), "on_ssd", "one_unit"),
+    (Recipe("llama", moments="bf16", precision="fp32"), "other_pages", "arena"),
+    (Recipe("llama", moments="8bit"), "one_unit", "on_ssd"),
+    (Recipe("t5", moments="8bit", frozen=True), "on_ssd", "other_pages"),
 ]
 
 
@@ -187,7 +192,9 @@ def uninterrupted(recipe: Recipe) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "before", "after"), CASES, ids=[f"{recipe.model}-{one}-{two}" for recipe, one, two in CASES]
+    ("recipe", "before", "after"),
+    CASES,
+    ids=[f"{recipe.model}-{recipe.moments}-{one}-{two}" for recipe, one, two in CASES],
 )
 def test_a_resumed_run_continues_bit_for_bit(recipe: Recipe, before: str, after: str, tmp_path: Path) -> None:
     saved = Run(recipe, PLACES[before](recipe, tmp_path)).train(0, HALF)
@@ -288,9 +295,17 @@ def test_a_checkpoint_of_other_frozen_parameters_is_refused(saved: Path) -> None
     assert_refused_untouched(Run(Recipe("llama", frozen=True), RESIDENT), saved, "does not belong to this model")
 
 
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_a_checkpoint_of_moments_kept_otherwise_is_refused(moments: Moments, saved: Path) -> None:
+    run = Run(Recipe("llama", moments=moments), RESIDENT)
+    with pytest.raises(pagoda.CheckpointError, match=f"this run keeps .*exp_avg_sq_{moments}.*moments of the run that"):
+        run.load(saved)
+    run.optimizer.close()
+
+
 def test_a_checkpoint_of_another_precision_is_refused(saved: Path) -> None:
     run = Run(Recipe("llama", precision="fp32"), RESIDENT)
-    assert_refused_untouched(run, saved, "wrap with the precision and optimizer of the run that saved it")
+    assert_refused_untouched(run, saved, "wrap with the precision, optimizer and moments of the run that saved it")
 
 
 @pytest.mark.parametrize(

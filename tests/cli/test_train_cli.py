@@ -317,3 +317,17 @@ def test_a_trace_that_cannot_be_made_is_refused_before_anything_is_written(
     assert main(work.args("run", **changes)) == 2
     assert complaint in capsys.readouterr().err
     assert not (work.root / "run").exists()
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_compressed_moments_train_and_resume_to_the_same_bits(
+    moments: str, work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"optim__moments": moments, "optim__schedule": "constant"}
+    whole = work.train("whole", **settings)
+    assert f"exp_avg_sq_{moments}" in capsys.readouterr().out
+    assert curve(whole) != curve(work.train("exact", optim__schedule="constant"))
+    work.train("parts", steps=3, checkpoint_every=3, memory__host="1GiB", memory__ssd=None, **settings)
+    resumed = ["--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS), "--memory.unit-limit", "64KiB"]
+    assert main(["train", *resumed]) == 0
+    assert curve(work.metrics("parts")) == curve(whole)
