@@ -27,7 +27,8 @@ from rich.table import Table
 from pagoda.calibrate.cpu import SCALARS
 from pagoda.calibrate.meter import cpu_name
 from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, roof_fp32, states_of
-from pagoda.optim import kernels
+from pagoda.optim import AdamW, Moments, Precision, kernels
+from pagoda.optim.flat import encode_moment
 
 
 @numba.njit(nogil=True)
@@ -91,6 +92,8 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
         made.append(Row(f"roof {precision}", moved, sweeper.arrays(roof, all_streams), []))
         if precision == "fp32":
             made.append(Row("torch fused fp32", moved, fused_sweep(params, gradient, states), []))
+        for moments in ("bf16", "8bit"):
+            made += compressed_rows(precision, moments, states, gradient, sweeper)
         pair = [filled(params, gradient.dtype, 1.0), gradient]
         for verb, plain, streams in (("store", roof_store, 2), ("add", roof_add, 3)):
             sweep = sweeper.addresses(getattr(kernel, f"{verb}_gradient"), pair)
@@ -98,6 +101,38 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
             made.append(Row(f"{verb} gradient {precision}", streams * width, sweep, [], name))
             made.append(Row(name, streams * width, sweeper.arrays(plain, pair), []))
     return made
+
+
+def compressed_rows(
+    precision: Precision, moments: Moments, states: list[torch.Tensor], gradient: torch.Tensor, sweeper: Sweeper
+) -> list[Row]:
+    """The update with compressed moments, and a plain kernel over its streams (scales, 1/32 byte, left out)."""
+    rule = AdamW(moments=moments)
+    *weights, exp_avg, exp_avg_sq = states
+    kept = dict(
+        zip((s.name for s in rule.states_of("exp_avg")), encode_moment("exp_avg", exp_avg, moments), strict=True)
+    )
+    kept |= zip(
+        (s.name for s in rule.states_of("exp_avg_sq")), encode_moment("exp_avg_sq", exp_avg_sq, moments), strict=True
+    )
+    specs = rule.states(precision)
+    tensors = [*weights, *(kept[spec.name] for spec in specs[len(weights) :])]
+    kernel = kernels.kernels_for(precision, moments).adamw
+    kernels.warm_up(precision, moments)
+    noise = rule.noise("weight", 100)
+
+    def block(start: int, n: int) -> None:
+        addresses = [t.data_ptr() + spec.nbytes(start) for t, spec in zip(tensors, specs, strict=True)]
+        rounding = () if noise is None else (start, *noise)
+        kernel(*addresses, gradient.data_ptr() + start * gradient.element_size(), n, *rounding, *SCALARS)
+
+    streams = [tensor for tensor, spec in zip(tensors, specs, strict=True) if spec.per == 1]
+    width = gradient.element_size()
+    moved = 2 * sum(tensor.element_size() for tensor in streams) + width
+    name = f"{precision}, moments {moments}"
+    plain = roof_bf16 if precision == "bf16" else roof_fp32
+    roof = Row(f"roof {name}", moved, sweeper.arrays(plain, [*streams, gradient]), [])
+    return [Row(f"adamw {name}", moved, sweeper(block), [], roof.name), roof]
 
 
 def measure(made: list[Row], repeats: int) -> None:
@@ -137,7 +172,7 @@ def dispatch_us() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="AdamW on the CPU against the memory roof")
-    parser.add_argument("--params", type=int, default=64 << 20, help="parameters (about 50 bytes each)")
+    parser.add_argument("--params", type=int, default=64 << 20, help="parameters (about 60 bytes each)")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 8))
     parser.add_argument("--block", type=int, default=1 << 20, help="elements of one kernel call")

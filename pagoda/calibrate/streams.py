@@ -69,7 +69,8 @@ class Sweeper:
 
     def arrays(self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """A sweep of a plain kernel that takes each tensor's block as integers, and a mask of zero."""
-        views = [tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy() for tensor in tensors]
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+        views = [tensor.view(integers[tensor.element_size()]).numpy() for tensor in tensors]
         mask = views[-1].dtype.type(0)
         return self(lambda start, n: kernel(*(view[start : start + n] for view in views), mask))
 
