@@ -180,7 +180,7 @@ CASES = [
     (Recipe("conv", clip=None, precision="fp32"), "other_pages", "one_unit"),
     (Recipe("batch_norm", clip=None, precision="fp32"), "resident", "on_ssd"),
     (Recipe("llama", moments="bf16"), "on_ssd", "one_unit"),
-    (Recipe("llama", moments="bf16", precision="fp32"), "other_pages", "arena"),
+    (Recipe("llama", moments="bf16", precision="fp32"), "other_pages", "on_ssd"),
     (Recipe("llama", moments="8bit"), "one_unit", "on_ssd"),
     (Recipe("t5", moments="8bit", frozen=True), "on_ssd", "other_pages"),
 ]
