@@ -118,7 +118,7 @@ def train(settings: Settings, memory: pagoda.Memory, steps: int, **wrap: Any) ->
     torch.manual_seed(0)
     with pagoda.init():
         model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
-    optim = OptimConfig(lr=1e-3, warmup_steps=20)
+    optim = OptimConfig(warmup_steps=20)
     model, optimizer = pagoda.wrap(model, optim.build(), memory=memory, clip_grad_norm=1.0, **wrap)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.lr_factor(step, settings.steps))
     batches = Batches(text=ByteText.open("stdlib"), batch_size=1, seq_len=settings.seq_len)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from pagoda.errors import ConfigError
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD, Kind, Op
 from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
@@ -35,8 +36,10 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timelin
     """One step of `plan` in steady state, on one rank of `hardware`.
 
     `tick_s` has the seconds of compute of each access of the plan's trace when nothing disturbs it; see `Compute`.
-    Raises ValueError when it does not have one number per access.
+    Raises ValueError when it does not have one number per access, ConfigError for asynchronous updates.
     """
+    if plan.options.max_staleness is not None:
+        raise ConfigError("Asynchronous updates are not simulated: leave max_staleness out of the plan's options.")
     if len(tick_s) != len(plan.trace.accesses) - 1:
         raise ValueError(f"{len(tick_s)} times of compute for a trace of {len(plan.trace.accesses) - 1} accesses")
     return Simulation(plan, hardware, tick_s).run()

@@ -165,6 +165,12 @@ def test_times_that_do_not_belong_to_the_trace_are_refused() -> None:
         simulate(plan, FAST, [1.0])
 
 
+def test_asynchronous_updates_are_not_simulated_as_if_they_were_synchronous() -> None:
+    plan = make_plan(tower(2, 64), STATES["bf16"], Budgets(LARGE), Options(max_staleness=1))
+    with pytest.raises(ConfigError, match="not simulated"):
+        simulate(plan, FAST, [1.0] * (len(plan.trace.accesses) - 1))
+
+
 def test_a_plan_with_ssd_needs_a_machine_whose_drive_is_known() -> None:
     root, options = tower(8, 256), Options(page_bytes=4096)
     plan = make_plan(root, STATES["bf16"], Budgets(6 << 20, ssd=LARGE), options)
