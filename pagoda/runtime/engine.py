@@ -378,9 +378,8 @@ class Engine:
             scalars = step_scalars(hyper)
             noise = self._rule.noise(unit.name(slot), unit.steps[slot])
             start, stop = placed.offset, placed.offset + placed.param.numel
-            last = segments[-1] if segments else None
-            if last is not None and last.stop == start and last.scalars == scalars and noise is None:
-                segments[-1] = Segment(last.start, stop, scalars)
+            if segments and noise is None and (segments[-1].stop, segments[-1].scalars) == (start, scalars):
+                segments[-1] = Segment(segments[-1].start, stop, scalars)
             else:
                 segments.append(Segment(start, stop, scalars, noise, start))
         self._norm_terms[unit.index] = record
