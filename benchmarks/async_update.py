@@ -51,7 +51,9 @@ class Settings:
     model: str = "llama-15m"
     steps: int = 300
     seq_len: int = 512
-    sync_steps: int = 60
+    sync_steps: int = 30
+    lr: float = 3e-4
+    """Peak learning rate, after 20 steps of warm-up and before a cosine."""
     max_staleness: int = 2
     stream_steps: float = 1.9
     """Seconds of one pass over the moments, in steps of training in memory."""
@@ -118,8 +120,8 @@ def train(settings: Settings, memory: pagoda.Memory, steps: int, **wrap: Any) ->
     torch.manual_seed(0)
     with pagoda.init():
         model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
-    optim = OptimConfig(warmup_steps=20)
-    model, optimizer = pagoda.wrap(model, optim.build(), memory=memory, clip_grad_norm=1.0, **wrap)
+    optim = OptimConfig(lr=settings.lr, warmup_steps=20)
+    model, optimizer = pagoda.wrap(model, optim.build(0), memory=memory, clip_grad_norm=1.0, **wrap)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.lr_factor(step, settings.steps))
     batches = Batches(text=ByteText.open("stdlib"), batch_size=1, seq_len=settings.seq_len)
     run = Run()
