@@ -1,8 +1,8 @@
 """Trains in forked processes and kills them: a program for tests, which imports everything once.
 
-It says "ready", then reads one request a line from stdin, as JSON, and answers each with a line: {"status": exit status,
-or minus the signal}. A request has "config" (a TrainConfig as JSON), "kill_after" (seconds from the fork to SIGKILL, or null) and
-"slow_s" (seconds that every write to a checkpoint takes longer).
+It says "ready", then reads one request a line from stdin, as JSON, and answers each with a line: {"status": exit
+status, or minus the signal}. A request has "config" (a TrainConfig as JSON), "kill_after" (seconds from the fork to
+SIGKILL, or null) and "slow_s" (seconds that every write to a checkpoint takes longer).
 """
 
 import io
