@@ -4,16 +4,18 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from pagoda.errors import CheckpointError, StorageError
+from pagoda.memory.ssd_tier import forget_commit
 
 FORMAT, VERSION = "pagoda-checkpoint", 2
 MANIFEST = "manifest.json"
+_REMOVED = ".removed"
 
 
 @contextmanager
@@ -41,6 +43,36 @@ def committed(directory: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove(directory: Path) -> None:
+    """Delete a checkpoint, and the commit of pages on SSD that it keeps.
+
+    It loses its name first, so that at no instant there is part of a checkpoint; what a crash leaves behind is deleted
+    by the next call beside it, or when the SSD directories are next opened. Raises StorageError.
+    """
+    reference = None
+    with suppress(CheckpointError):  # a damaged one keeps pages until the SSD directories are next opened
+        reference = commit_of(directory)
+    try:
+        for leftover in directory.parent.glob(f".*{_REMOVED}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        nameless = directory.with_name(f".{directory.name}{_REMOVED}")
+        directory.rename(nameless)
+        _sync(directory.parent)
+        if reference is not None:
+            forget_commit(reference)
+        shutil.rmtree(nameless)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"The checkpoint {directory} could not be deleted: {error}") from error
+
+
+def commit_of(directory: Path) -> dict[str, Any] | None:
+    """The reference to the pages on SSD that a checkpoint keeps, or None. Raises CheckpointError as `read_manifest`."""
+    paged: dict[str, Any] = read_manifest(directory).get("paged", {})
+    return paged.get("reference")
 
 
 def check_absent(directory: Path) -> None:

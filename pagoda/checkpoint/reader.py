@@ -1,6 +1,6 @@
 """Reading a checkpoint: its manifest and its tensors, wherever each of them is stored."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
@@ -9,12 +9,21 @@ from typing import Protocol, Self
 import torch
 
 from pagoda.checkpoint.directory import MANIFEST, read_manifest
+from pagoda.checkpoint.paged import PAGED, Pages
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec
 from pagoda.errors import CheckpointError
 
 BUFFERS = "buffers"
 """What a checkpoint has beside its states: the model's persistent buffers."""
-_MANIFEST_KINDS = {"states": list, "hashes": dict, "steps": dict, "param_groups": list, "rng": dict, "extra": object}
+_MANIFEST_KINDS = {
+    "states": list,
+    "parameters": list,
+    "hashes": dict,
+    "steps": dict,
+    "param_groups": list,
+    "rng": dict,
+    "extra": object,
+}
 
 
 class Source(Protocol):
@@ -39,7 +48,8 @@ class Checkpoint:
     Raises CheckpointError where the directory is no checkpoint, or something in it is missing or damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, places: Sequence[str | Path] = ()) -> None:
+        """`places`: directories in which pages on SSD are looked for, beside those in which they were."""
         self.directory = directory
         self.manifest = read_manifest(directory)
         self._check_manifest()
@@ -49,6 +59,12 @@ class Checkpoint:
                 file = TensorFile(directory / f"{state}.safetensors", self.manifest["hashes"].get(state, {}))
                 opened.enter_context(closing(file))
                 self._sources[state] = dict.fromkeys(file.specs, file)
+            self.pages: Pages | None = None
+            """What it keeps on SSD."""
+            if PAGED in self.manifest:
+                self.pages = opened.enter_context(closing(Pages(directory, self.manifest[PAGED], places)))
+                for state, source in self.pages.sources.items():
+                    self._merge(state, source)
             self.states = {state: self._dtype(state) for state in self.manifest["states"]}
             self._opened = opened.pop_all()
 
@@ -86,6 +102,12 @@ class Checkpoint:
     def close(self) -> None:
         """Close every file. Reading is over then."""
         self._opened.close()
+
+    def _merge(self, state: str, source: Source) -> None:
+        """Add the tensors of a state that are stored elsewhere; the order is that of the manifest."""
+        found = {**self._sources[state], **dict.fromkeys(source.specs, source)}
+        order = {name: index for index, name in enumerate(self.manifest["parameters"])}
+        self._sources[state] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def _check_manifest(self) -> None:
         """What any reader relies on; whether it fits a model is for whoever has the model."""

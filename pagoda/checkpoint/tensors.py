@@ -72,6 +72,16 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype."""
+    return _NAMES[dtype]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name. Raises KeyError when there is none."""
+    return _DTYPES[name]
+
+
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
     """(start, count) of pieces that cover `numel` elements."""
     for start in range(0, numel, PIECE_ELEMENTS):

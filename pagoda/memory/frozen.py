@@ -18,6 +18,9 @@ class Keeper(Protocol):
     def load_pinned(self, table: PageTable, into: memoryview) -> None:
         """Read pages of a pinned table."""
 
+    def add_to_frozen(self, frozen: "FrozenPages", run: Run) -> None:
+        """Keep one more run."""
+
     def commit_frozen(self, frozen: "FrozenPages", checkpoint: Path) -> Reference:
         """Make a freeze durable: the pages first, then their table."""
 
@@ -32,7 +35,7 @@ class Keeper(Protocol):
 
 
 class FrozenPages:
-    """The pages of a tier as they were at one instant, whatever has been stored since.
+    """The pages of a tier as they were at one instant, each run at its own, whatever has been stored since.
 
     Stores that find no free slot wait as long as its holder may yet free some: until `close`, or until the object is
     dropped. So close it (or leave its `with`) only after older commits have been forgotten.
@@ -42,6 +45,10 @@ class FrozenPages:
         self._tier = tier
         self._table = table
         self._reference: Reference | None = None
+
+    def add(self, run: Run) -> None:
+        """Keep a run that is not kept yet as it is now; what is under way to it ends first. Not after `commit`."""
+        self._tier.add_to_frozen(self, run)
 
     def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
         """Read whole pages as they were. Raises as `SSDTier.load` does."""

@@ -84,6 +84,12 @@ class SSDTier(Tier):
         _live[self._store.record.id] = self
 
     @property
+    def commits(self) -> frozenset[str]:
+        """Ids of the commits that keep slots of this store."""
+        with self._changed:
+            return frozenset(self._commits)
+
+    @property
     def capacity_bytes(self) -> int:
         """Bytes of all pages and spare slots."""
         return super().capacity_bytes + self._spare * self.page_bytes
@@ -163,6 +169,14 @@ class SSDTier(Tier):
             self._holds.append(_Hold(weakref.ref(frozen), kept))
             return frozen
 
+    def begin_freeze(self) -> "FrozenPages":
+        """A freeze of no pages yet: `FrozenPages.add` keeps each run as it is when that is called."""
+        with self._changed:
+            kept = PageTable.blank(self._table.pages)
+            frozen = FrozenPages(self, kept)
+            self._holds.append(_Hold(weakref.ref(frozen), kept))
+            return frozen
+
     def adopt(self, run: Run, committed: "CommittedPages", its_run: Run) -> bool:
         """Let a run have the content of committed pages, without I/O. False, and nothing has changed, when these are
         not this store's, or no longer committed: then copy.
@@ -227,6 +241,17 @@ class SSDTier(Tier):
         with self._changed:
             self._table.begin_load_of(table)
         self._read(table, into)
+
+    def add_to_frozen(self, frozen: FrozenPages, run: Run) -> None:
+        """Keep one more run; a store to it that is under way ends first."""
+        self._check_allocated(run)
+        with self._changed:
+            kept = self._hold(frozen).table.part(run.start, run.count)
+            self._wait_for_stores(run)
+            now = self._table.table(run.start, run.count)
+            self._table.pin(now)
+            kept.slots[:] = now.slots
+            kept.hashes[:] = now.hashes
 
     def commit_frozen(self, frozen: FrozenPages, checkpoint: Path) -> Reference:
         """Make a freeze durable: the pages first, then their table."""

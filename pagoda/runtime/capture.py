@@ -43,15 +43,28 @@ class Capture:
     live. The writer takes them in the order in which their next updates are expected. The updater calls
     `before_update` before it touches a block: pieces not written by then are copied to spare frames, as far as these
     go, and the update waits while the writer writes the others before anything else. Pieces on SSD are never copied.
+    Extents that stay on SSD have no pieces: they are added to `frozen` when their unit's turn comes.
 
     `_lock` guards all of it. Every piece is in one place: with the originals, among the urgent ones, among the copies,
     or in the hands of the updater (being copied) or the writer.
     """
 
-    def __init__(self, store: Store, pieces: Iterable[Piece], pending: Mapping[int, Handle]) -> None:
-        """`pieces` in the order of their next updates. `pending`: the handles of updates that belong to the capture."""
+    def __init__(
+        self,
+        store: Store,
+        pieces: Iterable[Piece],
+        pending: Mapping[int, Handle],
+        extents: Mapping[int, list[Run]],
+    ) -> None:
+        """`pieces` in the order of their next updates. `pending`: the handles of updates that belong to the capture.
+
+        `extents`: unit -> runs on SSD that are to be kept there.
+        """
         self._store = store
         self._pending = pending
+        self.frozen = store.ssd.begin_freeze() if store.ssd is not None and extents else None
+        """The pages on SSD, of all units once `pieces` has ended."""
+        self._extents = dict(extents)
         self._lock = threading.Condition()
         self._originals: dict[int, deque[Piece]] = {}
         for piece in pieces:
@@ -60,7 +73,7 @@ class Capture:
         self._copies: deque[Piece] = deque()
         self._writing: Piece | None = None
         self._left = sum(map(len, self._originals.values()))
-        self._ready = self._originals.keys() - pending.keys()
+        self._ready: set[int] = set()
         """Units whose states are those to capture."""
         self._error: BaseException | None = None
         self._over = False
@@ -68,16 +81,18 @@ class Capture:
         self._spare = PagePool(frames.count, frames.start)
         on_ssd = any(self._on_ssd(piece) for unit in self._originals.values() for piece in unit)
         self._bounce = self._spare.alloc(store.plan.layout.piece_pages) if on_ssd else None
+        for unit in {*self._originals, *self._extents} - pending.keys():
+            self._turn_to(unit)
         for unit, handle in pending.items():
             handle.then(lambda error, unit=unit: self._updated(unit, error))  # type: ignore[misc]
 
     def before_update(self, unit: int, update: Handle, start: int, stop: int) -> None:
         """Elements [start, stop) of a unit are about to change: capture them first. Called by the updater."""
-        if self._over or self._pending.get(unit) is update or unit not in self._originals:
+        if self._over or self._pending.get(unit) is update:
             return
         with self._lock:
-            self._ready.add(unit)
-            touched = [piece for piece in self._originals[unit] if piece.overlaps(start, stop)]
+            self._turn_to(unit)
+            touched = [piece for piece in self._originals.get(unit, ()) if piece.overlaps(start, stop)]
             if touched:
                 self._originals[unit] = deque(p for p in self._originals[unit] if not p.overlaps(start, stop))
             for piece in touched:
@@ -120,20 +135,27 @@ class Capture:
     def _updated(self, unit: int, error: BaseException | None) -> None:
         with self._lock:
             self._error = self._error or error
-            self._ready.add(unit)
+            if not self._over:
+                self._turn_to(unit)
             self._lock.notify_all()
 
+    def _turn_to(self, unit: int) -> None:
+        """The states of a unit are those to capture."""
+        self._ready.add(unit)
+        for run in self._extents.pop(unit, ()):
+            assert self.frozen is not None
+            self.frozen.add(run)
+
     def _take(self) -> Piece | None:
-        """The next piece to write, once there is one; None after the last."""
+        """The next piece to write, once there is one; None when every piece is written and every extent frozen."""
         with self._lock:
-            while self._left:
+            while True:
                 if self._error is not None:
                     raise self._error
                 self._writing = self._next()
-                if self._writing is not None:
-                    break
+                if self._writing is not None or not (self._left or self._extents):
+                    return self._writing
                 self._lock.wait()
-            return self._writing
 
     def _next(self) -> Piece | None:
         if self._urgent:

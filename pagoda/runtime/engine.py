@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from pagoda.errors import NonFiniteGradientError, UsageError
+from pagoda.memory.page import Run
 from pagoda.optim.adamw import AdamW, Hyper, Precision, step_scalars
 from pagoda.optim.kernels import kernels_for, warm_up
 from pagoda.plan.ops import HOST, SSD
@@ -83,6 +84,7 @@ class Engine:
         self._meter = Meter()
         self._step = 0
         self.device = device
+        self.ssd_directories = tuple(directories)
         self.store = Store(plan, directories, poison, device)
         ssd_threads = SSD_THREADS * max(1, len(directories))
         self._lanes = {
@@ -271,19 +273,17 @@ class Engine:
         self.drain()
         self.saver.settle()
 
-    def capture(self, pieces: Callable[[int], Iterable[Piece]]) -> Capture:
-        """Start capturing every state as the last `step()` leaves it. `pieces` gives those of a unit.
+    def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, list[Run]]) -> Capture:
+        """Start capturing every state as the last `step()` leaves it: `pieces` gives what of a unit is to be written.
 
         Asynchronous updates are drained first: only then is it known which of them belong to that state.
         """
-        pending: Mapping[int, Handle] = {}
-        if isinstance(self._updater, Updater):
-            pending = self._updater.pending()
-        else:
+        if not isinstance(self._updater, Updater):
             self.drain()
+        pending = self._updater.pending() if isinstance(self._updater, Updater) else {}
         expected = sorted(self.units, key=self._pilot.urgency, reverse=self.plan.options.update_under_backward)
-        capture = Capture(self.store, (piece for unit in expected for piece in pieces(unit.index)), pending)
-        self._stream.capture = capture
+        of_all = (piece for unit in expected for piece in pieces(unit.index))
+        capture = self._stream.capture = Capture(self.store, of_all, pending, extents)
         return capture
 
     def end_capture(self, capture: Capture) -> None:

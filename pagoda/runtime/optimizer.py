@@ -1,6 +1,6 @@
 """The optimizer the user holds: a real `torch.optim.Optimizer` whose state lives in pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,14 @@ class PagedOptimizer(torch.optim.Optimizer):
                     self._moments.write(unit, slot, name, torch.zeros(param.shape) if value is None else value)
                 index += 1
 
-    def save_checkpoint(self, directory: str | Path, extra: dict[str, Any] | None = None, *, wait: bool = True) -> None:
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        replaces: Iterable[str | Path] = (),
+    ) -> None:
         """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
 
         Atomic: `directory` appears complete or not at all. RAM used does not depend on the model's size. `extra`
@@ -140,8 +147,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         With `wait` False it returns at once, training goes on while the state of now is written, and an error of that
         is raised by the next `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()`. One checkpoint is
         written at a time: the next waits for it.
+
+        State on SSD stays where it is, and later updates go elsewhere, as long as no more checkpoints keep pages than
+        `wrap(keep_checkpoints=...)` says; else it is copied. `replaces` are checkpoints to delete once this one is
+        complete.
         """
-        self._snapshot.save(Path(directory), super().state_dict()["param_groups"], extra or {})
+        groups = super().state_dict()["param_groups"]
+        self._snapshot.save(Path(directory), groups, extra or {}, [Path(old) for old in replaces])
         if wait:
             self.wait_for_checkpoint()
 

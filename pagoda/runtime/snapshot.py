@@ -1,22 +1,25 @@
 """Snapshots: every state of a live model, parameter by parameter, to and from a checkpoint."""
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.directory import MANIFEST, check_absent, committed, write_manifest
+from pagoda.checkpoint.directory import MANIFEST, check_absent, commit_of, committed, remove, write_manifest
 from pagoda.checkpoint.model_config import model_record
+from pagoda.checkpoint.paged import PAGED, PagedParameter, PagedUnit, describe_pages
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.adamw import Hyper, StateSpec
-from pagoda.plan.placement import WEIGHT
+from pagoda.plan.ops import SSD
+from pagoda.plan.placement import SPARE, WEIGHT
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
@@ -34,11 +37,14 @@ class Snapshot:
         self._engine = engine
         self._states = engine.plan.layout.states
 
-    def save(self, directory: Path, groups: list[dict[str, Any]], extra: dict[str, Any]) -> None:
+    def save(
+        self, directory: Path, groups: list[dict[str, Any]], extra: dict[str, Any], replaces: Sequence[Path] = ()
+    ) -> None:
         """Start writing a checkpoint of the state after the last `step()`; the saver's thread finishes it.
 
-        One at a time: waits for the one before, and raises its error. Raises UsageError where updates under backward
-        have left the state after `step()` behind already.
+        One at a time: waits for the one before, and raises its error. `replaces` are checkpoints to delete once this
+        one is complete. Raises UsageError where updates under backward have left the state after `step()` behind
+        already.
         """
         if any(unit.updated for unit in self._engine.units):
             raise UsageError(
@@ -52,6 +58,7 @@ class Snapshot:
         self._buffer_specs(buffers)
         content = {
             "states": [state.name for state in self._states],
+            "parameters": [unit.name(slot) for unit, slot in self._slots(WEIGHT)],
             "steps": {unit.name(slot): unit.steps[slot] for unit, slot in self._trainable()},
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
             "rng": rng_state(),
@@ -60,20 +67,53 @@ class Snapshot:
         }
         content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
-        capture = self._engine.capture(self._pieces)
-        saver.start(lambda: self._write(directory, capture, copies, content))
+        kept = self._kept_on_ssd(replaces)
+        capture = self._engine.capture(
+            lambda unit: self._pieces(unit, kept.get(unit)),
+            {unit: list(paged.extents.values()) for unit, paged in kept.items()},
+        )
+        saver.start(lambda: self._write(directory, capture, kept, copies, content, replaces))
+
+    def _kept_on_ssd(self, replaces: Sequence[Path]) -> dict[int, PagedUnit]:
+        """unit -> what of it the checkpoint keeps as pages; empty where there is no room to keep one more."""
+        ssd, plan = self._engine.store.ssd, self._engine.plan
+        if ssd is None:
+            return {}
+        state_pages = sum(plan.placement.pages(SSD, state.name) for state in self._states)
+        room = plan.placement.pages(SSD, SPARE) // state_pages if state_pages else 0
+        going = set()
+        for old in replaces:
+            with suppress(CheckpointError):
+                going.add((commit_of(old) or {}).get("commit"))
+        if len(ssd.commits - going) >= room:
+            return {}
+        units = {unit.index: self._paged(unit) for unit in self._engine.units}
+        return {index: unit for index, unit in units.items() if unit.extents}
+
+    def _paged(self, unit: LiveUnit) -> PagedUnit:
+        """A unit's layout, and the states of it whose home is SSD."""
+        parameters = (PagedParameter(s.param.name, s.offset, s.param.shape, s.param.trainable) for s in unit.spec.slots)
+        runs = {state.name: self._engine.store.run(unit.index, state.name) for state in self._states}
+        return PagedUnit(tuple(parameters), {state: run for state, run in runs.items() if run is not None})
 
     def _write(
-        self, directory: Path, capture: Capture, buffers: dict[str, torch.Tensor], content: dict[str, Any]
+        self,
+        directory: Path,
+        capture: Capture,
+        kept: dict[int, PagedUnit],
+        buffers: dict[str, torch.Tensor],
+        content: dict[str, Any],
+        replaces: Sequence[Path],
     ) -> None:
         """On the saver's thread: fill the directory and commit it."""
+        complete = False
         try:
             with committed(directory) as folder, ExitStack() as opened:
 
                 def create(name: str, specs: list[TensorSpec]) -> TensorWriter:
                     return opened.enter_context(closing(TensorWriter(folder / f"{name}.safetensors", specs)))
 
-                files = {state.name: create(state.name, self._specs(state)) for state in self._states}
+                files = {state.name: create(state.name, self._specs(state, kept)) for state in self._states}
                 files[BUFFERS] = create(BUFFERS, self._buffer_specs(buffers))
                 for piece, data in capture.pieces():
                     files[piece.state].write(piece.name, piece.index, data)
@@ -83,27 +123,34 @@ class Snapshot:
                         files[BUFFERS].write(name, index, tensor_bytes(piece_of_it))
                 for file in files.values():
                     file.finish()
-                write_manifest(folder, {**content, "hashes": {name: file.hashes for name, file in files.items()}})
+                content["hashes"] = {name: file.hashes for name, file in files.items()}
+                if capture.frozen is not None:
+                    dtypes = {state.name: state.dtype for state in self._states}
+                    reference = capture.frozen.commit(directory)
+                    content[PAGED] = describe_pages(list(kept.values()), dtypes, reference)
+                write_manifest(folder, content)
+            complete = True
+            for old in replaces:
+                remove(old)
         finally:
             self._engine.end_capture(capture)
+            if capture.frozen is not None:  # last: stores may wait for the slots of what was replaced
+                capture.frozen.close() if complete else capture.frozen.release()
 
     def load(self, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Restore a checkpoint; returns its param groups and extra. Nothing changes before all of it is checked."""
         self._engine.settle()
         buffers = self._buffers()
-        with Checkpoint(directory) as checkpoint:
+        with Checkpoint(directory, self._engine.ssd_directories) as checkpoint:
             self._check_fits(checkpoint)
             for state in self._states:
                 checkpoint.check(state.name, self._specs(state))
             checkpoint.check(BUFFERS, self._buffer_specs(buffers))
             self._engine.zero_grad()
-            for state in self._states:
-                for unit, slot in self._slots(state.name):
-                    placed = unit.spec.slots[slot]
-                    for start, count in chunks(state.elements(placed.param.numel)):
-                        values = checkpoint.read(state.name, unit.name(slot), start, count)
-                        first = state.elements(placed.offset) + start
-                        self._engine.store.write(unit.index, state.name, first, values)
+            for unit in self._engine.units:
+                for state in self._states:
+                    if not self._adopt(checkpoint, unit, state.name):
+                        self._copy_in(checkpoint, unit, state)
             for name, buffer in buffers.items():
                 buffer.detach().copy_(checkpoint.read(BUFFERS, name, 0, buffer.numel()).view(buffer.shape))
             manifest = checkpoint.manifest
@@ -117,6 +164,23 @@ class Snapshot:
             group["betas"] = tuple(group["betas"])
         return manifest["param_groups"], manifest["extra"]
 
+    def _adopt(self, checkpoint: Checkpoint, unit: LiveUnit, state: str) -> bool:
+        """Let an extent have the pages that the checkpoint keeps in this very store; False where it does not."""
+        pages, ssd, run = checkpoint.pages, self._engine.store.ssd, self._engine.store.run(unit.index, state)
+        if pages is None or ssd is None or run is None:
+            return False
+        its_run = pages.extent(self._paged(unit).parameters, state)
+        return its_run is not None and ssd.adopt(run, pages.committed, its_run)
+
+    def _copy_in(self, checkpoint: Checkpoint, unit: LiveUnit, state: StateSpec) -> None:
+        """Copy one state of a unit from the checkpoint, parameter by parameter."""
+        for slot in range(len(unit.params) if state.name == WEIGHT else unit.trainable):
+            placed = unit.spec.slots[slot]
+            for start, count in chunks(state.elements(placed.param.numel)):
+                values = checkpoint.read(state.name, unit.name(slot), start, count)
+                first = state.elements(placed.offset) + start
+                self._engine.store.write(unit.index, state.name, first, values)
+
     def _slots(self, state: str) -> Iterator[tuple[LiveUnit, int]]:
         """Every parameter that has a state."""
         for unit in self._engine.units:
@@ -128,17 +192,20 @@ class Snapshot:
             for slot in range(unit.trainable):
                 yield unit, slot
 
-    def _specs(self, state: StateSpec) -> list[TensorSpec]:
-        """The tensors of one state, in the order in which they are written."""
+    def _specs(self, state: StateSpec, but: Mapping[int, PagedUnit] = MappingProxyType({})) -> list[TensorSpec]:
+        """The tensors of one state, in the order of the model, without what `but` has of it."""
         return [
             TensorSpec(unit.name(slot), state.dtype, state.shape(unit.spec.slots[slot].param.shape))
             for unit, slot in self._slots(state.name)
+            if unit.index not in but or state.name not in but[unit.index].extents
         ]
 
-    def _pieces(self, index: int) -> Iterator[Piece]:
-        """Every piece of every state of a unit."""
+    def _pieces(self, index: int, but: PagedUnit | None) -> Iterator[Piece]:
+        """Every piece of every state of a unit, without what `but` has of it."""
         unit = self._engine.units[index]
         for state in self._states:
+            if but is not None and state.name in but.extents:
+                continue
             for slot in range(len(unit.params) if state.name == WEIGHT else unit.trainable):
                 placed = unit.spec.slots[slot]
                 for number, (start, count) in enumerate(chunks(state.elements(placed.param.numel))):

@@ -1,9 +1,9 @@
 """The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
 
-What a resumed run may change: `steps`, `out`, `checkpoint_every`, `trace`, `plan` and everything under `memory` (any
-split over tiers gives the same bits), and `data` if its bytes are the same (a moved file). Everything else decides the
-bits of the run and stays as the run was started; `check_resumes` names what differs. With the cosine
-schedule, other `steps` mean other learning rates from there on.
+What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `trace`, `plan` and everything
+under `memory` (any split over tiers gives the same bits), and `data` if its bytes are the same (a moved file).
+Everything else decides the bits of the run and stays as the run was started; `check_resumes` names what differs. With
+the cosine schedule, other `steps` mean other learning rates from there on.
 """
 
 import json
@@ -19,7 +19,9 @@ from pagoda.settings import MemoryConfig, PlanMode, flag, require
 if TYPE_CHECKING:
     from pagoda.optim import AdamW
 
-_FREE_ON_RESUME = frozenset({"steps", "out", "checkpoint_every", "data", "resume", "plan", "trace", "trace_step"})
+_FREE_ON_RESUME = frozenset(
+    {"steps", "out", "checkpoint_every", "keep_checkpoints", "data", "resume", "plan", "trace", "trace_step"}
+)
 _T = TypeVar("_T")
 
 
@@ -115,6 +117,9 @@ class TrainConfig:
     """Continue the run in --out from its last checkpoint; settings not given are those of the run."""
     checkpoint_every: int = 0
     """Save a checkpoint every so many steps and at the end. 0: only when the run is interrupted."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep: older ones are deleted once a new one is complete. State on SSD is then kept in place, not
+    copied, and takes this many times more room there. 0: delete none, and copy."""
     plan: PlanMode | None = None
     """usual: the planner's first choice. search: the fastest of several plans, by simulation on this machine as
     `pagoda calibrate` measured it; any plan gives the same bits. By default search where the machine has been
@@ -133,6 +138,7 @@ class TrainConfig:
         if self.update == "async" and self.plan == "search":
             raise ConfigError("--plan search simulates synchronous updates only: leave it out with --update async")
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
+        require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "must be 0 or more")
         require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
         if self.clip_grad_norm is not None:
             require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")

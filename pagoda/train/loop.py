@@ -92,6 +92,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         accumulation_steps=config.accumulation_steps,
         update=config.update,
         max_staleness=config.max_staleness,
+        keep_checkpoints=config.keep_checkpoints if config.checkpoint_every else 0,
     )
     try:
         console.print(plan_table(plan_of(model)))
@@ -242,7 +243,11 @@ class _Loop:
             "scheduler": self.scheduler.state_dict(),
             "text": self.batches.text.fingerprint,
         }
-        self.optimizer.save_checkpoint(path, extra, wait=False)
+        self.optimizer.wait_for_checkpoint()
+        old = self.run_dir.all_checkpoints()
+        keep = self.config.keep_checkpoints
+        replaced = old[: max(0, len(old) + 1 - keep)] if keep else []
+        self.optimizer.save_checkpoint(path, extra, wait=False, replaces=[checkpoint.path for checkpoint in replaced])
         self.saved = Checkpoint(step, path)
 
     def _show_end(self, result: TrainResult) -> None:

@@ -77,21 +77,25 @@ class RunDir:
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
 
+    def all_checkpoints(self) -> list[Checkpoint]:
+        """Every complete checkpoint, by steps. A checkpoint has its name only while it is complete."""
+        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
+        steps = sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))
+        return [Checkpoint(step, self.checkpoint(step)) for step in steps if self.checkpoint(step).is_dir()]
+
     def latest(self) -> Checkpoint:
-        """The complete checkpoint with the most steps. A checkpoint has its name only once it is complete.
+        """The complete checkpoint with the most steps.
 
         Raises:
             CheckpointError: there is none.
         """
-        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
-        steps = [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
-        complete = [step for step in steps if self.checkpoint(step).is_dir()]
+        complete = self.all_checkpoints()
         if not complete:
             raise CheckpointError(
                 f"no complete checkpoint in {self.checkpoints}: the run stopped before its first."
                 " Start again with another --out, and a smaller --checkpoint-every"
             )
-        return Checkpoint(max(complete), self.checkpoint(max(complete)))
+        return complete[-1]
 
     def create(self, config: TrainConfig) -> None:
         """Makes the directory and writes the configuration, atomically.

@@ -28,7 +28,15 @@ def write(directory: Path, states: list[str] | None = None, low: dict[str, torch
         file.finish()
         hashes[state] = file.hashes
     states = ["weight", "weight_low"] if states is None else states
-    content = {"states": states, "hashes": hashes, "steps": {"a": 3}, "param_groups": [], "rng": {}, "extra": {}}
+    content = {
+        "states": states,
+        "parameters": ["a", "b"],
+        "hashes": hashes,
+        "steps": {"a": 3},
+        "param_groups": [],
+        "rng": {},
+        "extra": {},
+    }
     write_manifest(directory, content)
     return directory
 
