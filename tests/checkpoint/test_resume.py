@@ -240,7 +240,7 @@ def test_buffers_that_training_changed_come_back(tmp_path: Path) -> None:
 
 
 def test_the_weight_file_is_the_model_for_the_safetensors_library(tmp_path: Path) -> None:
-    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, 1)
+    run = Run(LLAMA, RESIDENT).train(0, 1)
     run.save(tmp_path / "step")
     stored = safetensors.torch.load_file(tmp_path / "step" / "weight.safetensors")
     state = run.model.state_dict()
