@@ -1,0 +1,176 @@
+"""A checkpoint of state on SSD keeps pages where they are: nothing is copied, nothing that is kept is overwritten."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from zoo import RESIDENT
+
+import pagoda
+from pagoda.checkpoint.directory import MANIFEST, read_manifest, remove
+from pagoda.checkpoint.paged import PAGED
+from pagoda.checkpoint.reader import Checkpoint
+from pagoda.memory.ssd_tier import SSDTier
+from pagoda.runtime.snapshot import Snapshot
+
+from .test_resume import HALF, LLAMA, PLACES, Run, on_ssd, uninterrupted
+
+
+def saved(directory: Path, ssd: Path) -> pagoda.Memory:
+    """A checkpoint of a run with everything on SSD, which has ended; returns its memory."""
+    memory = on_ssd(LLAMA, ssd)
+    run = Run(LLAMA, memory).train(0, HALF)
+    run.save(directory)
+    run.train(HALF, HALF + 1)
+    run.optimizer.close()
+    return memory
+
+
+def test_state_on_ssd_is_kept_and_not_copied(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    saved(tmp_path / "step", tmp_path / "ssd")
+    assert PAGED in read_manifest(tmp_path / "step")
+    for file in (tmp_path / "step").glob("*.safetensors"):
+        assert file.stat().st_size < 1000, "headers only"
+    with Checkpoint(tmp_path / "step") as checkpoint:
+        assert checkpoint.specs("weight").keys() == checkpoint.specs("exp_avg").keys()
+
+
+def test_a_run_of_the_same_geometry_adopts_pages_without_reading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssd").mkdir()
+    memory = saved(tmp_path / "step", tmp_path / "ssd")
+
+    def never(*_: object) -> None:
+        pytest.fail("a state was copied")
+
+    monkeypatch.setattr(Snapshot, "_copy_in", never)
+    resumed = Run(LLAMA, memory, seed=1).load(tmp_path / "step")
+    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_pages_are_loaded_into_any_geometry_and_directory(place: str, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    (tmp_path / "other").mkdir()
+    saved(tmp_path / "step", tmp_path / "ssd")
+    resumed = Run(LLAMA, PLACES[place](LLAMA, tmp_path / "other"), seed=1).load(tmp_path / "step")
+    resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+def test_checkpoints_beyond_those_that_have_room_are_copied(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path / "ssd"))
+    for step in range(2 * HALF):
+        run.train(step, step + 1)
+        run.save(tmp_path / f"step-{step}")
+    run.finish().assert_continues_as(uninterrupted(LLAMA))
+    assert [PAGED in read_manifest(tmp_path / f"step-{step}") for step in range(3)] == [True, False, False]
+
+
+def test_a_replaced_checkpoint_goes_once_the_new_one_is_complete(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path / "ssd"))
+    for step in range(2 * HALF):
+        run.train(step, step + 1)
+        old = [tmp_path / f"step-{step - 1}"] if step else []
+        extra = {"schedule": run.schedule.state_dict()}
+        run.optimizer.save_checkpoint(tmp_path / f"step-{step}", extra, wait=False, replaces=old)
+    run.optimizer.wait_for_checkpoint()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ssd", f"step-{2 * HALF - 1}"]
+    assert PAGED in read_manifest(tmp_path / f"step-{2 * HALF - 1}")
+    run.finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+def test_a_failed_checkpoint_keeps_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssd").mkdir()
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path / "ssd")).train(0, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pagoda.runtime.snapshot.write_manifest", full)
+        with pytest.raises(pagoda.StorageError, match="No space left"):
+            run.save(tmp_path / "step")
+    ssd = run.optimizer._engine.store.ssd
+    assert isinstance(ssd, SSDTier)
+    assert not ssd.commits
+    run.train(1, HALF)
+    run.save(tmp_path / "step")
+    assert PAGED in read_manifest(tmp_path / "step")
+    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+def test_a_removed_checkpoint_gives_its_room_back(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    saved(tmp_path / "step", tmp_path / "ssd")
+    assert list((tmp_path / "ssd").glob("pagoda-*"))
+    remove(tmp_path / "step")
+    assert not list((tmp_path / "ssd").glob("pagoda-*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["ssd"]
+
+
+# --- damage: a clear error, and the checkpoint before is whole ------------------------------------------------
+
+
+def two_checkpoints(tmp_path: Path) -> tuple[Path, Path]:
+    """One with all state in RAM, and a later one whose state is on SSD."""
+    (tmp_path / "ssd").mkdir()
+    run = Run(LLAMA, RESIDENT).train(0, HALF)
+    run.save(tmp_path / "first")
+    run.optimizer.close()
+    saved(tmp_path / "second", tmp_path / "ssd")
+    return tmp_path / "first", tmp_path / "second"
+
+
+def refused(broken: Path, whole: Path, message: str) -> None:
+    run = Run(LLAMA, RESIDENT, seed=1)
+    with pytest.raises(pagoda.CheckpointError, match=message):
+        run.load(broken)
+    run.load(whole).train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+def test_a_missing_ssd_directory_is_named(tmp_path: Path) -> None:
+    first, second = two_checkpoints(tmp_path)
+    shutil.rmtree(tmp_path / "ssd")
+    refused(second, first, "second cannot be read: .*ssd")
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_a_page_is_found(tmp_path: Path) -> None:
+    first, second = two_checkpoints(tmp_path)
+    (pages,) = (tmp_path / "ssd").glob("pagoda-*/pages")
+    with Checkpoint(second) as checkpoint:
+        assert checkpoint.pages is not None
+        slot = int(checkpoint.pages.committed._table.slots[checkpoint.pages.units[0].extents["weight"].start])
+        page = checkpoint.pages.committed.page_bytes
+    flip(pages, slot * page + 100)
+    refused(second, first, "second is damaged: .* cannot be read")
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_low", "exp_avg", "exp_avg_sq"])
+def test_a_flipped_bit_in_a_file_is_found(name: str, tmp_path: Path) -> None:
+    run = Run(LLAMA, RESIDENT).train(0, HALF)
+    run.save(tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    run.optimizer.close()
+    flip(tmp_path / "second" / f"{name}.safetensors", -1000)
+    refused(tmp_path / "second", tmp_path / "first", rf"{name}\.safetensors is damaged: elements 0 to")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
+    first, second = two_checkpoints(tmp_path)
+    manifest = second / MANIFEST
+    if damage == "truncated":
+        manifest.write_bytes(manifest.read_bytes()[:-10])
+    else:
+        flip(manifest, manifest.read_bytes().index(b'"steps"') + 60)
+    refused(second, first, r"manifest\.json is damaged")
