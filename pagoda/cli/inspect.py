@@ -1,6 +1,6 @@
-"""`pagoda inspect`: what page stores keep in a directory on an SSD, and whether it is still what was written."""
+"""`pagoda inspect`: what a directory keeps, page stores or checkpoints, and whether it is still what was written."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,35 +9,75 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from pagoda.errors import ConfigError, StorageError
+from pagoda.checkpoint.directory import MANIFEST
+from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.checkpoint.tensors import chunks
+from pagoda.errors import CheckpointError, ConfigError, StorageError
 from pagoda.memory.commits import Commit, StoreRecord, stores_in
 from pagoda.memory.committed import CommittedPages
 from pagoda.memory.sizes import format_bytes
+from pagoda.train.run_dir import RunDir
 
 _DAMAGED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """Show the page stores in a directory on an SSD: their commits, the checkpoints these belong to, and space."""
+    """Show what a directory keeps: the page stores on an SSD, with their commits and space; or checkpoints."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Directory that --memory.ssd named."""
+    """Directory that --memory.ssd named, a run's directory, or a checkpoint."""
     verify: bool = False
-    """Read every committed page and report those that are not what was written; then the exit code is 1."""
+    """Read everything and report what is not as it was written; then the exit code is 1."""
 
 
 def run_inspect(config: InspectConfig, console: Console) -> int:
     """Shows what is there, verifies it if asked to, and returns the exit code."""
     if not config.directory.is_dir():
         raise ConfigError(f"{config.directory} is not a directory")
+    if (config.directory / MANIFEST).exists():
+        return _DAMAGED if _show_checkpoint(config.directory, config.verify, console) else 0
+    checkpoints = RunDir(config.directory).all_checkpoints()
+    if checkpoints:
+        return _DAMAGED if sum(_show_checkpoint(c.path, config.verify, console) for c in checkpoints) else 0
     damaged = 0
     stores = stores_in(config.directory)
     for record, stripe in stores:
         damaged += _show(record, stripe, config.verify, console)
     if not stores:
-        _say(console, f"no page store in {config.directory}")
+        _say(console, f"no page store and no checkpoint in {config.directory}")
     return _DAMAGED if damaged else 0
+
+
+def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
+    """Prints one checkpoint; returns how many of its tensors are damaged, or 1 if it cannot be read at all."""
+    try:
+        with Checkpoint(directory) as checkpoint:
+            _say(console, f"checkpoint {directory}: {max(checkpoint.steps.values(), default=0)} updates")
+            for state in (*checkpoint.states, BUFFERS):
+                specs = checkpoint.specs(state).values()
+                on_ssd = checkpoint.pages.sources[state].specs if checkpoint.pages and state != BUFFERS else {}
+                size = format_bytes(sum(spec.nbytes for spec in specs))
+                _say(console, f"  {state}: {len(specs)} tensors, {size}; {len(on_ssd)} are pages on SSD")
+            found = list(_damage(checkpoint)) if verify else []
+    except CheckpointError as error:
+        found = [str(error)]
+    for what in found:
+        _say(console, f"  {what}")
+    if verify:
+        _say(console, f"  {len(found)} damaged" if found else "  every tensor is as it was written")
+    return len(found)
+
+
+def _damage(checkpoint: Checkpoint) -> Iterator[str]:
+    """Reads every tensor; yields what is wrong with each that is not as it was written."""
+    for state in (*checkpoint.states, BUFFERS):
+        for name, spec in checkpoint.specs(state).items():
+            try:
+                for start, count in chunks(spec.nbytes // spec.dtype.itemsize):
+                    checkpoint.read(state, name, start, count)
+            except CheckpointError as error:
+                yield str(error)
 
 
 def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> int:

@@ -10,6 +10,7 @@ import pagoda
 from pagoda.checkpoint.directory import MANIFEST, read_manifest, remove
 from pagoda.checkpoint.paged import PAGED
 from pagoda.checkpoint.reader import Checkpoint
+from pagoda.cli.main import main
 from pagoda.memory.ssd_tier import SSDTier
 from pagoda.runtime.snapshot import Snapshot
 
@@ -174,3 +175,18 @@ def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
     else:
         flip(manifest, manifest.read_bytes().index(b'"steps"') + 60)
     refused(second, first, r"manifest\.json is damaged")
+
+
+def test_inspect_shows_a_checkpoint_and_verifies_files_and_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = two_checkpoints(tmp_path)
+    for whole, pages in ((first, "0 are pages"), (second, "56 are pages")):
+        assert main(["inspect", str(whole), "--verify"]) == 0
+        shown = capsys.readouterr().out
+        assert pages in shown
+        assert "every tensor is as it was written" in shown
+    flip(first / "exp_avg.safetensors", -1000)
+    assert main(["inspect", str(first)]) == 0
+    assert main(["inspect", str(first), "--verify"]) == 1
+    assert "exp_avg.safetensors is damaged" in capsys.readouterr().out
