@@ -10,21 +10,20 @@ import multiprocessing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import tyro
 
 import pagoda
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.subject import find_subject
-from pagoda.models import build_model
+from training import Paged, Workload
 
-WARM_UP = ("llama-15m", 1, 32, True)
+WARM_UP = Workload("llama-15m", 1, 32)
 CASES = (
-    ("llama-15m", 8, 512, True),
-    ("llama-15m", 8, 512, False),
-    ("llama-110m", 4, 256, True),
-    ("gpt2", 2, 512, True),
-    ("gpt2", 2, 512, False),
+    Workload("llama-15m", 8, 512),
+    Workload("llama-15m", 8, 512, checkpointing=False),
+    Workload("llama-110m", 4, 256),
+    Workload("gpt2", 2, 512),
+    Workload("gpt2", 2, 512, checkpointing=False),
 )
 MIB = 1 << 20
 
@@ -44,32 +43,27 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
-def one_step(model: str, batch_size: int, seq_len: int, checkpointing: bool) -> int:
+def one_step(case: Workload) -> int:
     """Bytes of pages that a step took."""
-    with pagoda.init():
-        built = build_model(model, seq_len=seq_len, gradient_checkpointing=checkpointing)
-    built, optimizer = pagoda.wrap(built, pagoda.AdamW(), memory=pagoda.Memory(host="6GiB"), clip_grad_norm=1.0)
-    ids = torch.randint(256, (batch_size, seq_len))
-    built(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.drain()
-    pages = optimizer.stats.peak_bytes["host"]
-    optimizer.close()
+    paged = Paged(case, pagoda.Memory(host="6GiB"))
+    paged.step(next(case.batches()))
+    paged.optimizer.drain()
+    pages = paged.optimizer.stats.peak_bytes["host"]
+    paged.close()
     return pages
 
 
-def measure(case: tuple[str, int, int, bool]) -> Result:
-    model, batch_size, seq_len, checkpointing = case
-    subject = find_subject(model, batch_size=batch_size, seq_len=seq_len, count_flops=False)
-    estimate = estimate_activations(subject, batch_size * seq_len, 2, checkpointing)
-    one_step(*WARM_UP)
+def measure(case: Workload) -> Result:
+    subject = find_subject(case.model, batch_size=case.batch_size, seq_len=case.seq_len, count_flops=False)
+    estimate = estimate_activations(subject, case.tokens, 2, case.checkpointing)
+    one_step(WARM_UP)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = status("VmRSS")
-    pages = one_step(*case)
+    pages = one_step(case)
     beside = status("VmHWM") - before - pages
-    return Result(model, batch_size * seq_len, checkpointing, estimate.total // MIB, beside // MIB)
+    return Result(case.model, case.tokens, case.checkpointing, estimate.total // MIB, beside // MIB)
 
 
 def main(out: Path | None = None) -> None:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,12 +23,12 @@ from torch import nn
 
 import pagoda
 from pagoda.calibrate import calibrate, profile_compute
-from pagoda.models import build_model
 from pagoda.plan.compute import Compute
 from pagoda.plan.planner import Options, make_plan
 from pagoda.plan.simulate import simulate
 from pagoda.runtime.construct import describe
 from pagoda.runtime.device import PAST, Device, open_device
+from training import Paged, Plain, Workload
 
 PIECE = 64 << 20
 
@@ -36,9 +37,7 @@ PIECE = 64 << 20
 class Settings:
     """What every section measures with."""
 
-    model: str
-    batch_size: int
-    seq_len: int
+    workload: Workload
     device: str
     host: str | None
     ssd: Path | None
@@ -47,10 +46,6 @@ class Settings:
     @property
     def memory(self) -> pagoda.Memory:
         return pagoda.Memory(device=self.device, host=self.host, ssd=None if self.ssd is None else str(self.ssd))
-
-    @property
-    def tokens(self) -> int:
-        return self.batch_size * self.seq_len
 
 
 def ended(device: torch.device) -> float:
@@ -96,75 +91,47 @@ def _close(device: Device, *arenas: object) -> None:
         arena.close()  # type: ignore[attr-defined]
 
 
-def plain_steps(settings: Settings, torch_device: torch.device) -> list[float]:
-    """Seconds of steps of plain PyTorch with everything on the device: bf16 weights, fp32 master, fused AdamW."""
-    torch.manual_seed(0)
-    model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
-    params = list(model.to(device=torch_device, dtype=torch.bfloat16).parameters())
-    master = [p.detach().float().clone().requires_grad_() for p in params]
-    optimizer = torch.optim.AdamW(master, lr=1e-4, fused=True)
-
-    def step(ids: torch.Tensor) -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        for large, small in zip(master, params, strict=True):
-            assert small.grad is not None
-            large.grad, small.grad = small.grad.float(), None
-        nn.utils.clip_grad_norm_(master, 1.0)
-        optimizer.step()
-        with torch.no_grad():
-            for large, small in zip(master, params, strict=True):
-                small.copy_(large)
-                large.grad = None
-
-    return timed(settings, torch_device, step)
+def plain_steps(settings: Settings) -> list[float]:
+    """Seconds of steps of plain PyTorch with everything on the device."""
+    return timed(settings, Plain(settings.workload, settings.memory.torch_device))
 
 
 def paged_steps(settings: Settings) -> tuple[list[float], dict[str, object]]:
     """Seconds of steps under Pagoda, and what its last step says of itself."""
-    torch.manual_seed(0)
-    with pagoda.init():
-        model = build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-4), memory=settings.memory, clip_grad_norm=1.0)
-
-    def step(ids: torch.Tensor) -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-
+    paged = Paged(settings.workload, settings.memory)
     try:
-        seconds = timed(settings, settings.memory.torch_device, step)
-        stats = optimizer.stats
+        seconds = timed(settings, paged)
+        stats = paged.optimizer.stats
         said = {"stall_s": dict(stats.stall_s), "peak_bytes": dict(stats.peak_bytes), "faults": stats.faults}
     finally:
-        optimizer.close()
+        paged.close()
     return seconds, said
 
 
-def timed(settings: Settings, device: torch.device, step: Callable[[torch.Tensor], None]) -> list[float]:
+def timed(settings: Settings, trainer: Plain | Paged) -> list[float]:
     """Seconds of each step after three that warm up."""
-    generator = torch.Generator().manual_seed(0)
+    device = settings.memory.torch_device
     seconds = []
-    for _ in range(3 + settings.steps):
-        ids = torch.randint(256, (settings.batch_size, settings.seq_len), generator=generator).to(device)
+    for ids in islice(settings.workload.batches(device), 3 + settings.steps):
         start = ended(device)
-        step(ids)
+        trainer.step(ids)
         seconds.append(ended(device) - start)
     return seconds[3:]
 
 
 def step(settings: Settings) -> dict[str, object]:
     """Pagoda's step against plain PyTorch's with everything on the device."""
-    torch_device = settings.memory.torch_device
-    plain_s = statistics.median(plain_steps(settings, torch_device))
+    plain_s = statistics.median(plain_steps(settings))
     gc.collect()
     seconds, said = paged_steps(settings)
     paged_s = statistics.median(seconds)
     parameters = sum(p.numel() for p in _meta(settings).parameters())
-    flops = 6 * parameters * settings.tokens
+    flops = 6 * parameters * settings.workload.tokens
     return {
         "plain_s": plain_s,
         "paged_s": paged_s,
         "share_of_plain": plain_s / paged_s,
-        "tokens_per_s": settings.tokens / paged_s,
+        "tokens_per_s": settings.workload.tokens / paged_s,
         "tflop_per_s": flops / paged_s / 1e12,
         **said,
     }
@@ -174,9 +141,8 @@ def predict(settings: Settings) -> dict[str, object]:
     """The simulated step on this machine, calibrated now, against the measured one."""
     memory = settings.memory
     hardware = calibrate(settings.ssd, memory.torch_device)
-    profile = profile_compute(
-        settings.model, batch_size=settings.batch_size, seq_len=settings.seq_len, device=memory.torch_device
-    )
+    load = settings.workload
+    profile = profile_compute(load.model, batch_size=load.batch_size, seq_len=load.seq_len, device=memory.torch_device)
     root = describe(_meta(settings))
     plan = make_plan(root, pagoda.AdamW().states("bf16"), memory.budgets(), Options(clipping=True))
     predicted = simulate(plan, hardware, Compute.from_profile(profile, root).of_step(root, plan))
@@ -187,7 +153,7 @@ def predict(settings: Settings) -> dict[str, object]:
 
 def _meta(settings: Settings) -> nn.Module:
     with torch.device("meta"):
-        return build_model(settings.model, seq_len=settings.seq_len, gradient_checkpointing=True)
+        return settings.workload.build()
 
 
 SECTIONS: dict[str, Callable[[Settings], dict[str, object]]] = {"copies": copies, "step": step, "predict": predict}
@@ -205,14 +171,14 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Run the sections and print a table of their figures."""
-    settings = Settings(model, batch_size, seq_len, device, host, ssd, steps)
+    settings = Settings(Workload(model, batch_size, seq_len), device, host, ssd, steps)
     torch_device = settings.memory.torch_device
     name = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else "CPU arena"
     results: dict[str, object] = {
         "machine": name,
         "torch": torch.__version__,
         "model": model,
-        "tokens": settings.tokens,
+        "tokens": settings.workload.tokens,
     }
     table = Table("section", "figure", "value", title=name)
     for section in sections:

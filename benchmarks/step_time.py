@@ -1,7 +1,6 @@
 """Step time against plain PyTorch in memory, in one run: ratios, not seconds, are the result.
 
-Plain PyTorch does the same arithmetic: bf16 weights, fp32 master, the same gradient checkpointing and clipping, fused
-AdamW. Rounds interleave every variant, so that a noisy machine hurts all alike; ratios are taken per round and the
+Rounds interleave every variant, so that a noisy machine hurts all alike; ratios are taken per round and the
 median is reported. With state on SSD the limit is max(plain step, bytes / bandwidth), where bandwidth is what raw
 O_DIRECT reads and writes reach together in the same run.
 
@@ -14,106 +13,29 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import pagoda
 from pagoda.memory.arena import Arena
 from pagoda.memory.ssd import PageFile
-from pagoda.models import build_model
+from training import Paged, Plain, Workload
 
 PAGE = 4 << 20
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Tokens per step, and whether gradients are clipped."""
-
-    batch_size: int
-    seq_len: int
-    clip: float | None
-
-    @property
-    def tokens(self) -> int:
-        return self.batch_size * self.seq_len
-
-    @property
-    def name(self) -> str:
-        return f"{self.tokens} tokens, clipping {'off' if self.clip is None else 'on'}"
+def name_of(workload: Workload) -> str:
+    return f"{workload.tokens} tokens, clipping {'off' if workload.clip is None else 'on'}"
 
 
-WORKLOADS = (Workload(4, 512, 1.0), Workload(1, 512, None))
-
-
-class Plain:
-    """Plain PyTorch, everything in memory."""
-
-    def __init__(self, model_name: str, workload: Workload) -> None:
-        torch.manual_seed(0)
-        self.model = build_model(model_name, seq_len=workload.seq_len, gradient_checkpointing=True)
-        self.master = [p.detach().float().clone().requires_grad_() for p in self.model.parameters()]
-        self.model.to(torch.bfloat16).train()
-        self.optimizer = torch.optim.AdamW(self.master, lr=1e-4, fused=True)
-        self.clip = workload.clip
-
-    def step(self, ids: torch.Tensor) -> float:
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        params = list(self.model.parameters())
-        for master, param in zip(self.master, params, strict=True):
-            assert param.grad is not None
-            master.grad = param.grad.float()
-            param.grad = None
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.master, self.clip)
-        self.optimizer.step()
-        with torch.no_grad():
-            for master, param in zip(self.master, params, strict=True):
-                param.copy_(master)
-                master.grad = None
-        return float(loss)
-
-    def close(self) -> None:
-        pass
-
-
-class Paged:
-    """The same model under Pagoda."""
-
-    def __init__(self, model_name: str, workload: Workload, memory: pagoda.Memory) -> None:
-        torch.manual_seed(0)
-        with pagoda.init():
-            model = build_model(model_name, seq_len=workload.seq_len, gradient_checkpointing=True)
-        self.model, self.optimizer = pagoda.wrap(
-            model.train(),
-            pagoda.AdamW(lr=1e-4),
-            memory=memory,
-            clip_grad_norm=workload.clip,
-            accumulation_steps=1,
-        )
-
-    def step(self, ids: torch.Tensor) -> float:
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss)
-
-    def close(self) -> None:
-        self.optimizer.close()
-
-
-def state_on_ssd(model_name: str, directory: str, workload: Workload) -> pagoda.Memory:
+def state_on_ssd(directory: str, workload: Workload) -> pagoda.Memory:
     """Weights and gradients in RAM, every moment on SSD: a budget of exactly what that takes."""
     with pagoda.init():
-        model = build_model(model_name, seq_len=workload.seq_len, gradient_checkpointing=True)
-    numel = sum(p.numel() for p in model.parameters())
+        numel = sum(p.numel() for p in workload.build().parameters())
     # Weights and gradients, 2 bytes each, and room for pages and the ring; too little for any unit's moments.
     return pagoda.Memory(host=int(numel * 4 * 1.02) + (72 << 20), ssd=directory)
 
@@ -152,16 +74,16 @@ def raw_bandwidth(directory: str, gib: float = 1.5) -> tuple[float, float]:
     return rates["read"], rates["write"]
 
 
-def measure(model_name: str, workload: Workload, directory: str, rounds: int, console: Console) -> dict[str, object]:
+def measure(workload: Workload, directory: str, rounds: int, console: Console) -> dict[str, object]:
     """Interleaved rounds of one workload."""
     trainers = {
-        "plain": Plain(model_name, workload),
-        "ram": Paged(model_name, workload, pagoda.Memory(host="16GiB")),
-        "ssd": Paged(model_name, workload, state_on_ssd(model_name, directory, workload)),
+        "plain": Plain(workload),
+        "ram": Paged(workload, pagoda.Memory(host="16GiB")),
+        "ssd": Paged(workload, state_on_ssd(directory, workload)),
     }
     plan = pagoda.plan_of(trainers["ssd"].model)
     console.print({tier: dict(lines) for tier, lines in plan.bytes.items()})
-    generator = torch.Generator().manual_seed(0)
+    batches = workload.batches()
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     bandwidths = []
     moved = {"ssd_read": 0, "ssd_write": 0}
@@ -171,7 +93,7 @@ def measure(model_name: str, workload: Workload, directory: str, rounds: int, co
         for name, trainer in trainers.items():
             # Two steps back to back: the first one's updates run under the second, as in a long run.
             for last in (False, True):
-                ids = torch.randint(256, (workload.batch_size, workload.seq_len), generator=generator)
+                ids = next(batches)
                 start = time.perf_counter()
                 trainer.step(ids)
                 elapsed = time.perf_counter() - start
@@ -190,7 +112,7 @@ def measure(model_name: str, workload: Workload, directory: str, rounds: int, co
     ratios_ram = [r / p for r, p in zip(seconds["ram"], seconds["plain"], strict=True)]
     ratios_ssd = [s / max(p, ssd_s) for s, p in zip(seconds["ssd"], seconds["plain"], strict=True)]
     return {
-        "workload": workload.name,
+        "workload": name_of(workload),
         "seconds": {name: statistics.median(s) for name, s in seconds.items()},
         "all_seconds": seconds,
         "raw_ssd_bytes_per_s": {"read": read, "write": write},
@@ -205,7 +127,8 @@ def measure(model_name: str, workload: Workload, directory: str, rounds: int, co
 def main(ssd: str, model: str = "llama-215m", rounds: int = 5, out: Path | None = None) -> None:
     """Run both workloads and print the ratios (targets: RAM 1.05, SSD 1.10)."""
     console = Console()
-    results = [measure(model, workload, ssd, rounds, console) for workload in WORKLOADS]
+    workloads = (Workload(model, 4, 512, clip=1.0), Workload(model, 1, 512, clip=None))
+    results = [measure(workload, ssd, rounds, console) for workload in workloads]
     table = Table("workload", "plain s", "RAM s", "ratio", "SSD s", "SSD limit s", "ratio to limit")
     for r in results:
         s = r["seconds"]

@@ -1,54 +1,39 @@
 """The page of the papers' tables is what the code gives, and its formulas are the papers'."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "papers.py"
-
-
-@pytest.fixture(scope="module")
-def papers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("papers_tables", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+import papers
+from pagoda.models.papers import find_paper_shape
+from paper_tables.efficiency import efficiency, simulated_efficiency
+from paper_tables.memory import pagoda_bytes, zero_bytes
 
 
 @pytest.mark.parametrize(
     ("params", "ranks", "stage", "gigabytes"),
     [(7.5e9, 64, 1, 31.4), (7.5e9, 64, 2, 16.6), (7.5e9, 64, 3, 1.88), (1e12, 1024, 3, 15.6), (7.5e9, 1, 1, 120)],
 )
-def test_zeros_formula_gives_zeros_table(
-    papers: ModuleType, params: float, ranks: int, stage: int, gigabytes: float
-) -> None:
-    assert papers.zero_bytes(params, ranks, stage) / 1e9 == pytest.approx(gigabytes, rel=0.005)
+def test_zeros_formula_gives_zeros_table(params: float, ranks: int, stage: int, gigabytes: float) -> None:
+    assert zero_bytes(params, ranks, stage) / 1e9 == pytest.approx(gigabytes, rel=0.005)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 64, 1024])
-def test_a_ranks_plan_holds_zeros_formula_with_two_bytes_less(papers: ModuleType, ranks: int, stage: int) -> None:
-    params = papers.find_paper_shape("zero-7.5b").params
-    assert papers.pagoda_bytes("zero-7.5b", ranks, stage) == pytest.approx(
-        papers.zero_bytes(params, ranks, stage, other=10), rel=0.025
+def test_a_ranks_plan_holds_zeros_formula_with_two_bytes_less(ranks: int, stage: int) -> None:
+    params = find_paper_shape("zero-7.5b").params
+    assert pagoda_bytes("zero-7.5b", ranks, stage) == pytest.approx(
+        zero_bytes(params, ranks, stage, other=10), rel=0.025
     )
 
 
 @pytest.mark.parametrize(("bandwidth", "batch"), [(1e9, 4), (3e9, 16), (70e9, 1)])
 def test_without_overlap_the_simulator_agrees_with_zero_infinitys_formula_and_overlap_beats_it(
-    papers: ModuleType, bandwidth: float, batch: int
+    bandwidth: float, batch: int
 ) -> None:
-    simulated, _, intensity = papers.simulated_efficiency(bandwidth, batch, whole=True)
-    assert simulated == pytest.approx(papers.efficiency(intensity, bandwidth), rel=1e-3)
-    simulated, _, intensity = papers.simulated_efficiency(bandwidth, batch, whole=False)
-    assert simulated > 1.1 * papers.efficiency(intensity, bandwidth)
+    simulated, _, intensity = simulated_efficiency(bandwidth, batch, whole=True)
+    assert simulated == pytest.approx(efficiency(intensity, bandwidth), rel=1e-3)
+    simulated, _, intensity = simulated_efficiency(bandwidth, batch, whole=False)
+    assert simulated > 1.1 * efficiency(intensity, bandwidth)
 
 
-def test_the_page_is_what_the_script_writes(papers: ModuleType) -> None:
+def test_the_page_is_what_the_script_writes() -> None:
     assert papers.PAGE.read_text() == papers.page(), "run `python benchmarks/papers.py` and look at what changed"

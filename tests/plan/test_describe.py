@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_shape
-from pagoda.plan.describe import EMBEDDING, HEAD, forward_flops, module_spec, unit_flops
+from pagoda.plan.describe import EMBEDDING, HEAD, exchanged_elements, forward_flops, module_spec, unit_flops
 from pagoda.plan.units import ModuleSpec, discover
 
 GPT = PAPER_SHAPES["gpt-1b"]
@@ -101,6 +101,31 @@ def test_a_token_meets_top_k_experts(shape: PaperShape) -> None:
     experts = math.fsum(value for name, value in flops.items() if ".experts." in name)
     blocks = shape.layers + shape.decoder_layers
     assert experts == pytest.approx(blocks * shape.top_k * 2 * 2 * shape.hidden * shape.ffn)
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 4])
+@pytest.mark.parametrize("shape", [EXPERTS, GPT_EXPERTS], ids=["t5", "gpt"])
+def test_a_rank_has_its_part_of_the_experts_all_else_and_as_much_to_compute(shape: PaperShape, parallel: int) -> None:
+    whole, here = (list(module_spec(shape, 1, ranks).walk()) for ranks in (1, parallel))
+    experts, experts_here = ([p.numel for p in params if ".experts." in p.name] for params in (whole, here))
+    assert sum(experts_here) * parallel == sum(experts)
+    assert [p for p in here if ".experts." not in p.name] == [p for p in whole if ".experts." not in p.name]
+    flops = math.fsum(forward_flops(shape, 64, 32, 1, parallel).values())
+    assert flops == pytest.approx(math.fsum(forward_flops(shape, 64, 32).values()))
+
+
+def test_tokens_leave_for_the_experts_of_other_ranks_from_every_block() -> None:
+    sent = exchanged_elements(EXPERTS, tokens=100, expert_parallel=4)
+    assert list(sent) == [f"{block}.mlp.experts" for block in ("encoder.0", "encoder.1", "decoder.0")]
+    assert set(sent.values()) == {100 * EXPERTS.top_k * EXPERTS.hidden * 3 // 4}
+    assert exchanged_elements(EXPERTS, tokens=100, expert_parallel=1) == {}
+
+
+@pytest.mark.parametrize("parallel", [2, 3])
+def test_experts_that_ranks_do_not_divide_are_refused(parallel: int) -> None:
+    for shape in (GPT, replace(GPT_EXPERTS, experts=5)):
+        with pytest.raises(ValueError, match="experts"):
+            module_spec(shape, 1, parallel)
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20, 1 << 30])

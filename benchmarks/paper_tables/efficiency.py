@@ -1,0 +1,75 @@
+"""ZeRO-Infinity's efficiency by bandwidth beside that of simulated plans."""
+
+from collections.abc import Iterator
+
+from pagoda.models.papers import find_paper_shape
+from pagoda.plan.compute import Compute
+from pagoda.plan.describe import forward_flops
+from pagoda.plan.hardware import Cpu, Device, Figure, Hardware, Link, MatmulRate
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.simulate import simulate
+from paper_tables.common import GB, ROOM, STATES, UNIT_BYTES, tree
+
+PEAK = 70e12
+
+
+def efficiency(intensity: float, bytes_per_s: float) -> float:
+    """ZeRO-Infinity, arXiv 2104.07857, section 4.1: compute and transfers take turns."""
+    return intensity * bytes_per_s / (intensity * bytes_per_s + PEAK)
+
+
+def efficiency_table() -> Iterator[str]:
+    bandwidths = (1, 3, 6, 12, 25, 70, 150, 400, 1500)
+    yield f"| what moves | ait | {' | '.join(f'{b} GB/s' for b in bandwidths)} |"
+    yield f"|---|---:|{'---:|' * len(bandwidths)}"
+    rows: list[tuple[str, float]] = []
+    rows += [(f"weights, gradients; batch {b}", 1024.0 * b) for b in (1, 2, 4, 8, 16)]
+    rows += [(f"optimizer states; batch {b}", 1024.0 * b / 4) for b in (1, 2, 4, 8, 16)]
+    rows += [(f"activation checkpoints; hidden {h}", 24.0 * h) for h in (2048, 8192, 32768)]
+    for name, intensity in rows:
+        cells = " | ".join(f"{efficiency(intensity, b * GB):.0%}" for b in bandwidths)
+        yield f"| {name} | {intensity:,.0f} | {cells} |"
+
+
+def _one_gpu(bytes_per_s: float) -> Hardware:
+    """A V100 behind a link of one figure; RAM and updates never bind."""
+    assumed = "as the formula assumes"
+    endless, peak = Figure(1e18, assumed), Figure(PEAK, "arXiv 2104.07857")
+    rate = MatmulRate(peak, peak)
+    link = Figure(bytes_per_s, assumed)
+    return Hardware(
+        "one GPU",
+        Cpu(1, endless, endless, endless),
+        device=Device(endless, endless, rate, rate, endless),
+        link=Link(link, link, Figure(2 * bytes_per_s, assumed)),
+    )
+
+
+def simulated_efficiency(bytes_per_s: float, batch: int, whole: bool) -> tuple[float, float, float]:
+    """(efficiency in the simulator, bytes over the link per parameter, FLOPs per such byte) of 10B on one GPU.
+
+    `whole` makes the model one unit, so that nothing can overlap; else units of 512 MiB and room for four.
+    """
+    shape = find_paper_shape("gpt-10b")
+    root, hardware = tree(shape), _one_gpu(bytes_per_s)
+    options = Options(accumulation_steps=1, unit_limit=ROOM if whole else UNIT_BYTES)
+    plan = make_plan(root, STATES, Budgets(ROOM, ROOM if whole else 4 * UNIT_BYTES), options)
+    compute = Compute.from_flops(forward_flops(shape, 1024 * batch, 1024), PEAK)
+    timeline = simulate(plan, hardware, compute.of_step(root, plan))
+    moved = sum(timeline.bytes_moved[lane] for lane in ("h2d", "d2h"))
+    return compute.step_s / timeline.step_s, moved / shape.params, compute.step_s * PEAK / moved
+
+
+def overlap_table() -> Iterator[str]:
+    yield (
+        "| GB/s | batch | paper's formula | one unit: bytes/param | formula for those bytes | simulated "
+        "| units of 512 MiB: bytes/param | formula for those bytes | simulated |"
+    )
+    yield "|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for bandwidth, batch in ((1, 4), (3, 4), (3, 16), (12, 1), (12, 4), (70, 1)):
+        cells = [f"{efficiency(1024.0 * batch, bandwidth * GB):.1%}"]
+        for whole in (True, False):
+            simulated, moved, intensity = simulated_efficiency(bandwidth * GB, batch, whole)
+            cells += [f"{moved:.1f}", f"{efficiency(intensity, bandwidth * GB):.1%}", f"{simulated:.1%}"]
+        yield f"| {bandwidth} | {batch} | {' | '.join(cells)} |"

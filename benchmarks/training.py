@@ -1,0 +1,89 @@
+"""What the benchmarks train: one workload under plain PyTorch, with everything in one memory, and under Pagoda.
+
+Both do the same arithmetic: bf16 weights, an fp32 master, fused AdamW, the same gradient checkpointing and clipping.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import pagoda
+from pagoda.models import build_model
+
+LR = 1e-4
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and the tokens of a step."""
+
+    model: str
+    batch_size: int
+    seq_len: int
+    clip: float | None = 1.0
+    checkpointing: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    def build(self) -> nn.Module:
+        return build_model(self.model, seq_len=self.seq_len, gradient_checkpointing=self.checkpointing)
+
+    def batches(self, device: torch.device = CPU) -> Iterator[torch.Tensor]:
+        """Random tokens, the same ones every time."""
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield torch.randint(256, (self.batch_size, self.seq_len), generator=generator).to(device)
+
+
+class Plain:
+    """Plain PyTorch, everything in the memory of one device."""
+
+    def __init__(self, workload: Workload, device: torch.device = CPU) -> None:
+        torch.manual_seed(0)
+        model = workload.build()
+        self.master = [p.detach().to(device, copy=True).requires_grad_() for p in model.parameters()]
+        self.model = model.to(device, torch.bfloat16).train()
+        self.params = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.master, lr=LR, fused=True)
+        self.clip = workload.clip
+
+    def step(self, ids: torch.Tensor) -> None:
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        for master, param in zip(self.master, self.params, strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.master, self.clip)
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, param in zip(self.master, self.params, strict=True):
+                param.copy_(master)
+                master.grad = None
+
+    def close(self) -> None:
+        pass
+
+
+class Paged:
+    """The same model under Pagoda."""
+
+    def __init__(self, workload: Workload, memory: pagoda.Memory) -> None:
+        torch.manual_seed(0)
+        with pagoda.init():
+            model = workload.build()
+        self.model, self.optimizer = pagoda.wrap(
+            model.train(), pagoda.AdamW(lr=LR), memory=memory, clip_grad_norm=workload.clip, accumulation_steps=1
+        )
+
+    def step(self, ids: torch.Tensor) -> None:
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.optimizer.close()
