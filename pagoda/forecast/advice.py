@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any, TypeVar
 
 from pagoda.errors import BudgetError
 from pagoda.forecast.activations import estimate_activations
@@ -10,10 +11,11 @@ from pagoda.forecast.forecast import Forecast, Setting
 from pagoda.forecast.machine import budgets_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.compute import Compute
-from pagoda.plan.hardware import Drive, Figure, Hardware, Link
+from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, Link
 from pagoda.plan.ops import SSD
-from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.planner import Plan
 
+_Part = TypeVar("_Part", Hardware, Cpu, Link, Drive)
 _MOST_LINES = 3
 _WORTH = 0.02
 """A change that gives less is not worth a line."""
@@ -74,14 +76,16 @@ def _changes(forecast: Forecast, setting: Setting) -> Iterator[_Change]:
             f"Twice the RAM for pages ({format_bytes(host)})", replace(setting, budgets=replace(budgets, host=host))
         )
     if hardware.ssd is not None and SSD in forecast.bytes:
-        faster = replace(hardware, ssd=_faster_drive(hardware.ssd))
-        yield _Change("An SSD twice as fast", replace(setting, hardware=faster))
+        drive = _twice_as_fast(hardware.ssd, "read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")
+        yield _Change("An SSD twice as fast", replace(setting, hardware=replace(hardware, ssd=drive)))
     if hardware.link is not None:
-        faster = replace(hardware, link=_faster_link(hardware.link))
-        yield _Change("A link to the GPU twice as fast", replace(setting, hardware=faster))
+        link = _twice_as_fast(hardware.link, "h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s")
+        yield _Change("A link to the GPU twice as fast", replace(setting, hardware=replace(hardware, link=link)))
     if setting.ranks is not None:
-        yield _Change("Collectives twice as fast", replace(setting, hardware=_faster_network(hardware)))
-    yield _Change("Updates twice as fast", replace(setting, hardware=_faster_update(hardware)))
+        network = _twice_as_fast(hardware, "intra_node_bytes_per_s", "inter_node_bytes_per_s")
+        yield _Change("Collectives twice as fast", replace(setting, hardware=network))
+    cpu = _twice_as_fast(hardware.cpu, "update_params_per_s")
+    yield _Change("Updates twice as fast", replace(setting, hardware=replace(hardware, cpu=cpu)))
     if (larger := _twice_the_batch(forecast, setting)) is not None:
         yield _Change(f"Twice the sequences per pass (--batch-size {2 * config.batch_size})", larger, tokens=2.0)
     passes = 2 * config.accumulation_steps
@@ -106,9 +110,10 @@ def _twice_the_batch(forecast: Forecast, setting: Setting) -> Setting | None:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)
     except BudgetError:
         return None
+    subject = replace(setting.subject, exchanged={at: 2 * n for at, n in setting.subject.exchanged.items()})
     compute = _scaled(setting.compute, 2.0)
     from_flops = compute if setting.from_flops is setting.compute else _scaled(setting.from_flops, 2.0)
-    return replace(setting, budgets=budgets, from_flops=from_flops, compute=compute)
+    return replace(setting, subject=subject, budgets=budgets, from_flops=from_flops, compute=compute)
 
 
 def _what_would_fit(forecast: Forecast, setting: Setting) -> Iterator[str]:
@@ -137,7 +142,7 @@ def _without_clipping(setting: Setting) -> Setting:
 
 def _planned(setting: Setting) -> Plan | None:
     try:
-        return make_plan(setting.subject.root, setting.states, setting.budgets, setting.options, setting.ranks)
+        return setting.usual_plan()
     except BudgetError:
         return None
 
@@ -156,40 +161,13 @@ def _amounts(plan: Plan) -> str:
     return " and ".join(f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in plan.peak_bytes.items() if nbytes)
 
 
-def _twice(figure: Figure) -> Figure:
-    return replace(figure, value=2 * figure.value)
-
-
-def _faster_drive(drive: Drive) -> Drive:
-    return replace(
-        drive,
-        read_bytes_per_s=_twice(drive.read_bytes_per_s),
-        write_bytes_per_s=_twice(drive.write_bytes_per_s),
-        both_bytes_per_s=_twice(drive.both_bytes_per_s),
-    )
-
-
-def _faster_link(link: Link) -> Link:
-    return replace(
-        link,
-        h2d_bytes_per_s=_twice(link.h2d_bytes_per_s),
-        d2h_bytes_per_s=_twice(link.d2h_bytes_per_s),
-        both_bytes_per_s=_twice(link.both_bytes_per_s),
-    )
-
-
-def _faster_network(hardware: Hardware) -> Hardware:
-    inside, across = hardware.intra_node_bytes_per_s, hardware.inter_node_bytes_per_s
-    return replace(
-        hardware,
-        intra_node_bytes_per_s=inside and _twice(inside),
-        inter_node_bytes_per_s=across and _twice(across),
-    )
-
-
-def _faster_update(hardware: Hardware) -> Hardware:
-    cpu = hardware.cpu
-    return replace(hardware, cpu=replace(cpu, update_params_per_s=_twice(cpu.update_params_per_s)))
+def _twice_as_fast(part: _Part, *rates: str) -> _Part:
+    """A part of a machine with twice these rates, of which some may not be there."""
+    figures: dict[str, Figure | None] = {rate: getattr(part, rate) for rate in rates}
+    twice: dict[str, Any] = {
+        rate: figure and replace(figure, value=2 * figure.value) for rate, figure in figures.items()
+    }
+    return replace(part, **twice)
 
 
 def _scaled(compute: Compute, factor: float) -> Compute:

@@ -40,13 +40,31 @@ class Setting:
     ranks: Ranks | None = None
     mode: PlanMode = "search"
 
+    @property
+    def exchanges(self) -> Mapping[str, int]:
+        """Bytes of tokens that a rank sends to the experts of others in one forward pass, as `make_plan` takes them."""
+        return {module: n * self.states[0].dtype.itemsize for module, n in self.subject.exchanged.items()}
+
+    def usual_plan(self) -> Plan:
+        """The planner's first choice. Raises BudgetError when no plan fits."""
+        return make_plan(
+            self.subject.root, self.states, self.budgets, self.options, self.ranks, exchanges=self.exchanges
+        )
+
     def search(self) -> Choice:
         """The plan that a run takes, and beside it all others that fit, fastest first.
 
         Raises BudgetError when no plan fits.
         """
         found = search(
-            self.subject.root, self.states, self.budgets, self.options, self.hardware, self.from_flops, self.ranks
+            self.subject.root,
+            self.states,
+            self.budgets,
+            self.options,
+            self.hardware,
+            self.from_flops,
+            self.ranks,
+            self.exchanges,
         )
         if self.mode == "usual":
             found = found.usual()
@@ -137,6 +155,7 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         gradient_checkpointing=config.gradient_checkpointing,
+        expert_parallel=config.expert_parallel,
     )
     states = AdamW(moments=config.moments).states(config.precision)
     activations = estimate_activations(subject, config.tokens, states[0].dtype.itemsize, config.gradient_checkpointing)
@@ -146,19 +165,18 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
         return Forecast(config, machine, subject, activations, (), None, None, refusal)
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s
     times = Compute.from_flops(subject.forward_flops, rate.value, config.gradient_checkpointing)
-    options = options_of(config)
     setting = Setting(
-        subject, machine.hardware, times, times, budgets, options, states, machine.ranks, mode=config.plan
+        subject, machine.hardware, times, times, budgets, options_of(config), states, machine.ranks, mode=config.plan
     )
     try:
-        make_plan(subject.root, states, budgets, options, machine.ranks)
+        setting.usual_plan()
     except BudgetError as refusal:
         return Forecast(config, machine, subject, activations, notes, setting, None, refusal)
-    how = f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})."
+    how = f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
     if measure and machine.here and machine.hardware.device is None and subject.buildable:
         setting = replace(setting, compute=_measured(config, subject))
-        how = "compute: a layer and the head, measured here just now."
-    return Forecast(config, machine, subject, activations, (*notes, how), setting, setting.search(), None)
+        how = f"compute: a layer and the head, measured here just now; what chose the plan is {how[9:]}"
+    return Forecast(config, machine, subject, activations, (*notes, f"{how}."), setting, setting.search(), None)
 
 
 def _measured(config: PlanConfig, subject: Subject) -> Compute:

@@ -45,6 +45,7 @@ def _check(step: int, config: PlanConfig, machine: Machine) -> None:
         seq_len=config.seq_len,
         gradient_checkpointing=config.gradient_checkpointing,
         count_flops=False,
+        expert_parallel=config.expert_parallel,
     )
     states = AdamW(moments=config.moments).states(config.precision)
     itemsize = states[0].dtype.itemsize

@@ -47,7 +47,12 @@ def find_machine_for(config: PlanConfig) -> Machine:
         raise ConfigError(f"--nodes is {config.nodes}, but hardware {hardware.name!r} says nothing of a network")
     per_node = hardware.gpus_per_node
     count = config.nodes * per_node
-    ranks = Ranks(count, per_node, config.zero_stage) if count > 1 else None
+    experts = config.expert_parallel
+    if count % experts:
+        raise ConfigError(
+            f"--expert-parallel is {experts}, which does not divide the ranks, of which there are {count}"
+        )
+    ranks = Ranks(count, per_node, config.zero_stage, experts) if count > 1 else None
     return Machine(hardware, config.hardware == AUTO, ranks)
 
 

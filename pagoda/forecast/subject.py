@@ -1,12 +1,12 @@
 """The model that a forecast is about: its tree, its arithmetic and its widths, without its weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.errors import ConfigError
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
-from pagoda.plan.describe import forward_flops, module_spec
+from pagoda.plan.describe import exchanged_elements, forward_flops, module_spec
 from pagoda.plan.units import ModuleSpec
 
 
@@ -15,7 +15,10 @@ class Subject:
     """A model as a forecast needs it."""
 
     name: str
+    params: int
+    """Parameters, tied ones counted once; of all ranks where they divide experts."""
     root: ModuleSpec
+    """As one rank has it."""
     forward_flops: Mapping[str, float]
     """Module -> FLOPs of one forward pass of the batch; empty where nobody asked for it."""
     layers: int
@@ -26,35 +29,47 @@ class Subject:
     vocab: int
     buildable: bool
     """Whether `pagoda train` can build it; a paper's shape it cannot."""
-
-    @property
-    def params(self) -> int:
-        """Parameters, tied ones counted once."""
-        return sum(param.numel for param in self.root.walk())
+    exchanged: Mapping[str, int] = field(default_factory=dict)
+    """Module that holds a block's experts -> elements of tokens that a rank sends to others' in one forward pass."""
 
 
 def find_subject(
-    name: str, *, batch_size: int, seq_len: int, gradient_checkpointing: bool = True, count_flops: bool = True
+    name: str,
+    *,
+    batch_size: int,
+    seq_len: int,
+    gradient_checkpointing: bool = True,
+    count_flops: bool = True,
+    expert_parallel: int = 1,
 ) -> Subject:
     """The model called `name`: a paper's shape, or what `pagoda.models.build_model` builds.
 
-    Raises ConfigError: as `build_model`.
+    Raises ConfigError: as `build_model`; experts that `expert_parallel` ranks cannot divide.
     """
-    if name in PAPER_SHAPES:
-        return _of_paper(PAPER_SHAPES[name], batch_size * seq_len, seq_len)
+    shape = PAPER_SHAPES.get(name)
+    if expert_parallel > 1:
+        experts = 0 if shape is None else shape.experts
+        if not experts:
+            raise ConfigError(f"--expert-parallel is {expert_parallel}, but model {name!r} has no experts to divide")
+        if experts % expert_parallel:
+            raise ConfigError(f"--expert-parallel is {expert_parallel}, which does not divide {experts:,} experts")
+    if shape is not None:
+        return _of_paper(shape, batch_size * seq_len, seq_len, expert_parallel)
     return _of_transformers(name, batch_size, seq_len, gradient_checkpointing, count_flops)
 
 
-def _of_paper(shape: PaperShape, tokens: int, seq_len: int) -> Subject:
+def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int) -> Subject:
     return Subject(
         name=shape.name,
-        root=module_spec(shape),
-        forward_flops=forward_flops(shape, tokens, seq_len),
+        params=shape.params,
+        root=module_spec(shape, expert_parallel=expert_parallel),
+        forward_flops=forward_flops(shape, tokens, seq_len, expert_parallel=expert_parallel),
         layers=shape.layers + shape.decoder_layers,
         hidden=shape.hidden,
         ffn=shape.ffn * max(1, shape.top_k),
         vocab=shape.vocab,
         buildable=False,
+        exchanged=exchanged_elements(shape, tokens, expert_parallel),
     )
 
 
@@ -78,6 +93,7 @@ def _of_transformers(
     hidden = int(config.hidden_size)
     return Subject(
         name=name,
+        params=sum(param.numel for param in root.walk()),
         root=root,
         forward_flops=counted,
         layers=int(config.num_hidden_layers),

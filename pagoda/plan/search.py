@@ -64,10 +64,13 @@ class Choice:
         stall = best.timeline.stall_s.get(lane)
         chosen = [f"{bound} (compute waits {stall:.3g} s for it)." if stall else f"{bound}."]
         if self.others:
-            second = self.others[0]
-            more = second.timeline.step_s / best.timeline.step_s - 1
+            fastest = self.others[0]
+            more = fastest.timeline.step_s / best.timeline.step_s - 1
+            takes = f"takes {abs(more):.1%} {'longer' if more > 0 else 'less'}" if abs(more) >= 0.0005 else "is as fast"
+            kept = f", too little to leave {USUAL}" if best.name == USUAL and -_WORTH <= more <= -0.0005 else ""
             chosen.append(
-                f"Of {len(self.others) + 1} plans that fit: {best.name}. Next best, {more:+.1%}: {second.name}."
+                f"Of {len(self.others) + 1} plans that fit: {best.name}. The fastest other {takes}{kept}: "
+                f"{fastest.name}."
             )
         return tuple(chosen)
 

@@ -54,6 +54,17 @@ def test_json_is_all_it_prints(machine: Path) -> None:
     assert answer["params"] == 10_745_088
 
 
+def test_experts_are_divided_over_as_many_ranks_as_asked() -> None:
+    done = plan(
+        *("--model", "t5-moe-1.2t", "--hardware", "a100-40g", "--nodes", 32, "--expert-parallel", 256),
+        *("--batch-size", 16, "--seq-len", 512, "--json"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert answer["params"] > 1.2e12
+    assert any("experts over 256" in reason for reason in answer["reasons"])
+
+
 def test_what_does_not_fit_exits_with_1_and_says_what_would(machine: Path) -> None:
     done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--memory.host", "1MiB", "--json")
     assert (done.returncode, done.stderr) == (1, "")
@@ -71,6 +82,8 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(machine: Path) -> No
         (("--model", "gpt2", "--hardware", "h100", "--memory.host", "lots"), "memory.host"),
         (("--model", "gpt2", "--hardware", "rtx4090", "--nodes", "2"), "--nodes is 2"),
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "0"), "--batch-size is 0"),
+        (("--model", "gpt2", "--hardware", "h100", "--expert-parallel", "8"), "'gpt2' has no experts"),
+        (("--model", "t5-moe-1.2t", "--hardware", "h100", "--expert-parallel", "3"), "does not divide the ranks"),
     ],
 )
 def test_settings_that_cannot_be_used_exit_with_2(args: tuple[str, ...], complaint: str) -> None:

@@ -15,11 +15,12 @@ from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
 from pagoda.forecast.report import as_json
 from pagoda.forecast.subject import find_subject
-from pagoda.models.papers import gpt_of_step
+from pagoda.models.papers import find_paper_shape, gpt_of_step
 from pagoda.optim import AdamW
 from pagoda.plan.describe import module_spec
 from pagoda.plan.hardware import MatmulRate
 from pagoda.plan.machines import find_machine
+from pagoda.plan.ops import Kind
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.settings import MemoryConfig
@@ -96,6 +97,24 @@ def test_a_plan_that_is_hardly_faster_does_not_take_the_usual_ones_place() -> No
     assert one.plan == made(busy, plan="usual").plan
 
 
+@pytest.mark.parametrize(
+    ("faster", "said"),
+    [
+        (1.02, "The fastest other takes 2.0% longer: "),
+        (1.0, "The fastest other is as fast: "),
+        (0.996, "The fastest other takes 0.4% less, too little to leave the usual plan: "),
+        (0.9, "The fastest other takes 10.0% less: "),
+    ],
+)
+def test_the_next_plan_is_said_to_be_as_fast_as_it_is(faster: float, said: str) -> None:
+    choice = made(plan="usual").choice
+    assert choice is not None
+    other = replace(
+        choice.others[0], timeline=replace(choice.best.timeline, step_s=faster * choice.best.timeline.step_s)
+    )
+    assert said + other.name in replace(choice, others=(other,)).simulated[-1]
+
+
 def test_advice_is_what_planning_with_it_gives() -> None:
     tight = made(host="150MiB")
     advice = advise(tight)
@@ -165,6 +184,30 @@ def test_several_nodes_share_out_the_state_and_gather_it() -> None:
     assert as_json(two, ())["lanes"]["collective"]["busy_s"] > as_json(one, ())["lanes"]["collective"]["busy_s"]
 
 
+def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
+    settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40g", "seq_len": 512, "batch_size": 4}
+    config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)
+    one = forecast(config, find_machine_for(config))
+    shape = find_paper_shape("t5-moe-1.2t")
+    assert one.subject.params == shape.params
+    # A rank has the moments of its own experts whole, and a part of all others.
+    experts = 16 * (2304 // 256) * 2 * shape.hidden * shape.ffn
+    assert one.bytes["host"]["exp_avg"] == pytest.approx(4 * experts, rel=0.05)
+    tokens = [op for op in one.plan.ops if op.kind is Kind.ALL_TO_ALL]
+    assert len(tokens) == 4 * 16  # there and back, in forward and backward
+    assert {op.nbytes for op in tokens} == {2 * 4 * 512 * shape.hidden * 255 // 256}
+    assert as_json(one, ()).keys() == as_json(made(), ()).keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "complaint"),
+    [("gpt-13b", 2, "no experts"), ("gpt-2x192", 2, "no experts"), ("t5-moe-1.2t", 5, "does not divide 2,304")],
+)
+def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        find_subject(model, batch_size=1, seq_len=64, expert_parallel=parallel)
+
+
 def test_a_stage_that_shares_less_out_holds_more() -> None:
     held = []
     for stage in (1, 2, 3):
@@ -179,6 +222,8 @@ def test_a_stage_that_shares_less_out_holds_more() -> None:
         ({"hardware": "h10"}, "Did you mean 'h100'"),
         ({"hardware": "h100", "gpus_per_node": 9}, "1 to 8 GPUs"),
         ({"hardware": "rtx4090", "nodes": 2}, "nothing of a network"),
+        ({"hardware": "h100", "expert_parallel": 3}, "does not divide the ranks, of which there are 8"),
+        ({"hardware": "rtx4090", "expert_parallel": 2}, "does not divide the ranks, of which there are 1"),
         ({"hardware": "no/such/file.json"}, "cannot be read"),
     ],
 )
