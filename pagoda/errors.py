@@ -1,5 +1,8 @@
 """What Pagoda refuses, and why. Each message says what was asked, what there is, and what to change."""
 
+import difflib
+from collections.abc import Collection
+
 
 class PagodaError(Exception):
     """Base of every error Pagoda raises on purpose; the CLI prints it without a traceback and exits with 2."""
@@ -39,3 +42,10 @@ class NonFiniteGradientError(PagodaError, FloatingPointError):
 
 class CheckpointError(PagodaError):
     """A checkpoint is missing, incomplete, or does not belong to this model."""
+
+
+def unknown_name(name: str, known: Collection[str], refusal: str, offer: str) -> ConfigError:
+    """The refusal of a name that is not among the known ones: says which is closest, if any is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return ConfigError(f"{refusal}{hint} {offer}")

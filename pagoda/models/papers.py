@@ -5,14 +5,13 @@ T5 1.0: an encoder and a decoder, no biases, norms with a scale only, ReLU, rela
 encoder, decoder and head. With `experts`, every block's MLP is that many MLPs and a router in front of them.
 """
 
-import difflib
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, unknown_name
 
 PaperFamily = Literal["gpt", "t5"]
 
@@ -25,7 +24,7 @@ RELATIVE_BUCKETS = 32
 _STEPS = range(5, 100_000)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PaperShape:
     """A model as far as a plan needs it."""
 
@@ -78,38 +77,14 @@ class PaperShape:
 def _gpt(
     name: str, nominal: float, layers: int, hidden: int, heads: int, source: str, seq_len: int = 1024
 ) -> PaperShape:
-    return PaperShape(
-        name=name,
-        family="gpt",
-        nominal=nominal,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        ffn=4 * hidden,
-        vocab=GPT_VOCAB,
-        seq_len=seq_len,
-        source=source,
-    )
+    return PaperShape(name, "gpt", nominal, layers, hidden, heads, 4 * hidden, GPT_VOCAB, seq_len, source)
 
 
 def _t5(
     name: str, nominal: float, pairs: int, hidden: int, heads: int, ffn: int, source: str, experts: int = 0
 ) -> PaperShape:
-    return PaperShape(
-        name=name,
-        family="t5",
-        nominal=nominal,
-        layers=pairs,
-        decoder_layers=pairs,
-        hidden=hidden,
-        heads=heads,
-        ffn=ffn,
-        vocab=T5_VOCAB,
-        seq_len=512,
-        experts=experts,
-        top_k=1 if experts else 0,
-        source=source,
-    )
+    dense = PaperShape(name, "t5", nominal, pairs, hidden, heads, ffn, T5_VOCAB, 512, source, decoder_layers=pairs)
+    return replace(dense, experts=experts, top_k=1) if experts else dense
 
 
 _PATRICKSTAR = "PatrickStar, arXiv 2108.05818 and its examples/model_builder.py; 16 heads; vocabulary of GPT-2"
@@ -221,8 +196,7 @@ def find_paper_shape(name: str) -> PaperShape:
 
     Raises ConfigError: no such shape; the message lists the names and the closest one.
     """
-    if name in PAPER_SHAPES:
-        return PAPER_SHAPES[name]
-    close = difflib.get_close_matches(name, PAPER_SHAPES, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"unknown shape {name!r}.{hint} The papers' shapes: {', '.join(PAPER_SHAPES)}.")
+    if name not in PAPER_SHAPES:
+        offer = f"The papers' shapes: {', '.join(PAPER_SHAPES)}."
+        raise unknown_name(name, PAPER_SHAPES, f"unknown shape {name!r}.", offer)
+    return PAPER_SHAPES[name]

@@ -5,14 +5,13 @@ Llama shapes keep a 32,000-entry vocabulary and tie the output projection to the
 uses the first 256 entries. `parameter_count` counts a shape by building it, so no size is written down here.
 """
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, unknown_name
 from pagoda.models.papers import GPT_VOCAB
 
 Family = Literal["llama", "gpt2"]
@@ -108,9 +107,5 @@ def find_shape(name: str) -> Shape:
             raise ConfigError(f"model {name!r}: {hidden} is not a multiple of {_HEAD_WIDTH}, the width of a head")
         gpt = _gpt2(name, hidden, layers, hidden // _HEAD_WIDTH)
         return replace(gpt, settings=MappingProxyType({**gpt.settings, "vocab_size": GPT_VOCAB}))
-    close = difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(
-        f"unknown model {name!r}: neither a built-in shape nor a directory with a config.json.{hint}"
-        f" Built-in shapes: {', '.join(SHAPES)}, and gpt-<layers>x<hidden>."
-    )
+    refusal = f"unknown model {name!r}: neither a built-in shape nor a directory with a config.json."
+    raise unknown_name(name, SHAPES, refusal, f"Built-in shapes: {', '.join(SHAPES)}, and gpt-<layers>x<hidden>.")

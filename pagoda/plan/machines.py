@@ -5,12 +5,11 @@ hand; `pagoda calibrate` replaces both by measurements on a machine that is at h
 powers of 1024, so "80 GB" of either is 80 GiB here; drives are not.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from pagoda.errors import ConfigError
+from pagoda.errors import unknown_name
 from pagoda.plan.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate
 
 _GIB = float(1 << 30)
@@ -113,6 +112,23 @@ def _gen4_drives(count: int, system: str) -> Drive:
     )
 
 
+def _dgx(
+    name: str, model: str, cpu: tuple[int, float, str], device: Device, link: Link, nvlink: Figure, port: float
+) -> Hardware:
+    """A DGX of eight GPUs, eight drives, 2 TB of RAM and eight ports of `port` Gb/s to the network."""
+    sheet = f"NVIDIA DGX {model} datasheet"
+    return Hardware(
+        name=name,
+        cpu=_cpu(Figure(2048 * _GIB, f"{sheet}: 2 TB"), *cpu),
+        gpus_per_node=8,
+        device=device,
+        link=link,
+        ssd=_gen4_drives(8, sheet),
+        intra_node_bytes_per_s=nvlink,
+        inter_node_bytes_per_s=_network(8 * port, f"{sheet}: 8 x {port:.0f} Gb/s"),
+    )
+
+
 def _share(node: Figure, of: int) -> Figure:
     return Figure(node.value / of, f"1/{of} of the node: {node.source}")
 
@@ -148,6 +164,7 @@ _A100_LINK = _link(
     (15.8 * 8 + 2.3) / 8 * _GB,
     "Elixir's calibration of an 8xA100 node, all GPUs at once: 16.3 n + 8.7 GB/s down and 15.8 n + 2.3 up for n GPUs",
 )
+_A100_NVLINK = _nvlink(600 * _GB, "NVIDIA A100 SXM4")
 _GEN5_LINK = _link(55 * _GB, 55 * _GB, "assumed: 55 of the 64 GB/s of PCIe Gen5 x16")
 
 _A100_NODE = Hardware(
@@ -161,19 +178,10 @@ _A100_NODE = Hardware(
         Figure(3.5 * _GB, "assumed: one PCIe Gen3 drive's worth; the paper's figure is not at hand"),
         Figure(3.5 * _GB, "assumed: one PCIe Gen3 drive's worth; the paper's figure is not at hand"),
     ),
-    intra_node_bytes_per_s=_nvlink(600 * _GB, "NVIDIA A100 SXM4"),
+    intra_node_bytes_per_s=_A100_NVLINK,
     inter_node_bytes_per_s=_network(100, "100 Gb/s RDMA, articles on AngelPTM's ZeRO-Cache"),
 )
-_H100_NODE = Hardware(
-    name="h100",
-    cpu=_cpu(Figure(2048 * _GIB, "NVIDIA DGX H100 datasheet: 2 TB"), *_XEON_8480),
-    gpus_per_node=8,
-    device=_H100,
-    link=_GEN5_LINK,
-    ssd=_gen4_drives(8, "NVIDIA DGX H100 datasheet"),
-    intra_node_bytes_per_s=_nvlink(900 * _GB, "NVIDIA H100 SXM5"),
-    inter_node_bytes_per_s=_network(3200, "NVIDIA DGX H100 datasheet: 8 x 400 Gb/s"),
-)
+_H100_NODE = _dgx("h100", "H100", _XEON_8480, _H100, _GEN5_LINK, _nvlink(900 * _GB, "NVIDIA H100 SXM5"), 400)
 _H200_NODE = replace(_H100_NODE, name="h200", device=_H200)
 
 MACHINES: Mapping[str, Hardware] = MappingProxyType(
@@ -215,16 +223,7 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
                 ssd=_gen4_drives(4, "NVIDIA DGX A100 320GB datasheet"),
                 inter_node_bytes_per_s=_network(1600, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s"),
             ),
-            Hardware(
-                name="a100-80g",
-                cpu=_cpu(Figure(2048 * _GIB, "NVIDIA DGX A100 640GB datasheet: 2 TB"), *_EPYC_7742),
-                gpus_per_node=8,
-                device=_A100_80G,
-                link=_A100_LINK,
-                ssd=_gen4_drives(8, "NVIDIA DGX A100 640GB datasheet"),
-                intra_node_bytes_per_s=_nvlink(600 * _GB, "NVIDIA A100 SXM4"),
-                inter_node_bytes_per_s=_network(1600, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s"),
-            ),
+            _dgx("a100-80g", "A100 640GB", _EPYC_7742, _A100_80G, _A100_LINK, _A100_NVLINK, 200),
             _H100_NODE,
             _H200_NODE,
             Hardware(
@@ -271,8 +270,7 @@ def find_machine(name: str) -> Hardware:
 
     Raises ConfigError: no such machine; the message lists the names and the closest one.
     """
-    if name in MACHINES:
-        return MACHINES[name]
-    close = difflib.get_close_matches(name, MACHINES, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"unknown hardware {name!r}.{hint} Named machines: {', '.join(MACHINES)}; 'auto' is this one.")
+    if name not in MACHINES:
+        offer = f"Named machines: {', '.join(MACHINES)}; 'auto' is this one."
+        raise unknown_name(name, MACHINES, f"unknown hardware {name!r}.", offer)
+    return MACHINES[name]

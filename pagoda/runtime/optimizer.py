@@ -144,6 +144,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         Atomic: `directory` appears complete or not at all. RAM used does not depend on the model's size. `extra`
         must be JSON-able; `load_checkpoint` returns it.
 
+        Raises UsageError between backward and `step()` where units are updated under backward (`accumulation_steps`
+        announced, no clipping): some have had this step's update by then, and others have not.
+
         With `wait` False it returns at once, training goes on while the state of now is written, and an error of that
         is raised by the next `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()`. One checkpoint is
         written at a time: the next waits for it.
@@ -169,7 +172,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote, into whatever tiers this optimizer was wrapped with.
 
-        Raises CheckpointError when the directory is incomplete or holds another model.
+        Raises CheckpointError when the directory is incomplete or holds another model; UsageError between backward
+        and `step()` where units are updated under backward, as `save_checkpoint`. Gradients that no `step()` has
+        consumed are dropped.
         """
         groups, extra = self._snapshot.load(Path(directory))
         super().load_state_dict({"state": {}, "param_groups": groups})

@@ -4,8 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from pagoda.calibrate.table import figure_table
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
 from pagoda.memory.ssd import PageFile
-from pagoda.plan.hardware import Figure, Hardware, hardware_file, read_hardware, write_hardware
+from pagoda.plan.hardware import Hardware, hardware_file, read_hardware, write_hardware
 from pagoda.plan.machines import MACHINES
+from tests.plan.figures import walk
 
 CPU = torch.device("cpu")
 LEAST = Effort(
@@ -30,16 +30,6 @@ LEAST = Effort(
     file_bytes=256 << 20,
     gathered_bytes=1 << 20,
 )
-
-
-def walk(part: Any) -> Iterator[tuple[str, Figure]]:
-    """(field, figure) of everything in a hardware."""
-    for field in fields(part):
-        value = getattr(part, field.name)
-        if isinstance(value, Figure):
-            yield field.name, value
-        elif is_dataclass(value):
-            yield from walk(value)
 
 
 def left(directory: Path) -> list[Path]:

@@ -1,8 +1,7 @@
 """Every figure of a machine is positive and sourced, and a hardware file reads back as it was written."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from hypothesis import strategies as st
 from pagoda.errors import ConfigError
 from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, MatmulRate, read_hardware
 from pagoda.plan.machines import MACHINES, UPDATE_BYTES, find_machine
+
+from .figures import walk
 
 ASKED_FOR = ["v100-32g", "v100-32g-8", "a100-40g", "a100-80g", "h100", "h200", "h200-x1", "rtx4090"]
 
@@ -28,16 +29,6 @@ cpus = st.builds(
     Cpu, st.integers(1, 512), figures, figures, figures, st.none() | rates, st.none() | rates, maybe, maybe
 )
 drives = st.builds(Drive, figures, figures, figures, figures, figures, maybe)
-
-
-def walk(part: Any) -> Iterator[tuple[str, Figure]]:
-    """(field, figure) of everything in a hardware."""
-    for field in fields(part):
-        value = getattr(part, field.name)
-        if isinstance(value, Figure):
-            yield field.name, value
-        elif is_dataclass(value):
-            yield from walk(value)
 
 
 @pytest.mark.parametrize("name", MACHINES)

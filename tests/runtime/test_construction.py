@@ -424,7 +424,7 @@ def test_building_a_large_model_takes_the_ram_of_a_few_layers(tmp_path: Path) ->
     """400 MB of fp32 weights, everything on SSD: what grows is the ledger and the layer at hand."""
     environment = {**os.environ, "PAGODA_POISON": "0", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", _BUILD_LARGE, "80MiB", f"{tmp_path}:4GiB"],
+        [sys.executable, "-c", _BUILD_LARGE, "72MiB", f"{tmp_path}:4GiB"],
         env=environment,
         capture_output=True,
         text=True,
