@@ -14,6 +14,7 @@ from pagoda.plan.placement import (
     RING,
     SPARE,
     STAGING,
+    UNDO,
     WEIGHT_BACK,
     Layout,
     Placement,
@@ -23,7 +24,7 @@ from pagoda.plan.placement import (
 def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
     """tier -> line -> bytes, in the order a table shows them."""
     buffers = (GRAD_QUEUE, LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS)
-    order: Sequence[str] = (*(s.name for s in layout.states), WEIGHT_BACK, GRAD, SPARE, *buffers)
+    order: Sequence[str] = (*(s.name for s in layout.states), WEIGHT_BACK, GRAD, SPARE, UNDO, *buffers)
     return {
         tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}
         for tier in (DEVICE, HOST, SSD)

@@ -19,6 +19,7 @@ LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_
 COLLECTIVE_BUFFERS = "collective"
 CHECKPOINT = "checkpoint"
 SPARE = "spare"
+UNDO = "undo"
 
 RING_SLOTS = 4
 """Blocks in flight on SSD at once, at least: one being read, one updated, one written, one to spare."""
@@ -179,6 +180,7 @@ class Placement:
     weights on their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
     COLLECTIVE_BUFFERS hold whole gradients that several ranks add up; CHECKPOINT holds states that a checkpoint has not
     written yet when their next update comes; SPARE pages on SSD are for what changes while checkpoints keep theirs.
+    UNDO keeps the old states of speculated units beside the new: as pages on SSD, as copies of weights in RAM.
     """
 
     homes: Mapping[tuple[int, str], str]
@@ -187,6 +189,9 @@ class Placement:
     """tier -> line -> pages."""
     ring_slots: int = 0
     """Blocks the ring holds: RING_SLOTS, and more where RAM is left over, for reading ahead."""
+    speculated: frozenset[int] = frozenset()
+    """Units that are updated under backward as if nothing would be clipped; their old states are kept until that is
+    known. Each of their states is on SSD, except that weights may be in RAM."""
     reasons: tuple[str, ...] = field(default=())
 
     def home(self, unit: int, state: str) -> str:
@@ -210,6 +215,9 @@ class Split:
     """Most of the gradients."""
     leases_ahead: int = 2
     """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
+    undo_first: bool = False
+    """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
+    RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
 
     def __post_init__(self) -> None:
         for name, share in (("weight_share", self.weight_share), ("grad_share", self.grad_share)):
@@ -221,7 +229,8 @@ class Split:
     def __str__(self) -> str:
         return (
             f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
-            f"at most {self.leases_ahead} leases are fetched ahead (as set)."
+            f"at most {self.leases_ahead} leases are fetched ahead"
+            f"{'; copies for undoing updates come before moments' * self.undo_first} (as set)."
         )
 
 
@@ -235,6 +244,7 @@ def place(
     staging_buffers: int = 2,
     split: Split = USUAL_SPLIT,  # frozen
     keep_checkpoints: int | None = None,
+    speculate: bool = False,
 ) -> Placement:
     """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
 
@@ -248,9 +258,13 @@ def place(
     `keep_checkpoints` is for how many of them the weights and moments on SSD have spare pages, since a checkpoint
     keeps its pages as they are; None makes it one where that fits, else none.
 
+    With `speculate`, units whose moments are on SSD are updated before it is known whether that will stand, as far as
+    there is room to keep their old states: on SSD after checkpoints, in RAM after moments, or before them if `split`
+    says so.
+
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
-    return _Filler(layout, budgets, transient_gradients, staging_buffers, split, keep_checkpoints).fill()
+    return _Filler(layout, budgets, transient_gradients, staging_buffers, split, keep_checkpoints, speculate).fill()
 
 
 class _Filler:
@@ -264,8 +278,10 @@ class _Filler:
         staging_buffers: int,
         split: Split,
         keep_checkpoints: int | None,
+        speculate: bool,
     ) -> None:
         self.layout = layout
+        self.speculate = speculate and layout.ranks is None and not layout.scales  # scales live in RAM, without copies
         self.keep_checkpoints = keep_checkpoints
         self.budgets = budgets
         self.transient = transient
@@ -326,7 +342,7 @@ class _Filler:
             left -= lease_pages
         left -= sum(self.weight[u] for u in weights_in)
         staging, left, grads_in = self._gradients(left + least_staging, least_staging)
-        moments_in = self._prefix(self.moment, left)
+        moments_in = self._moments(left, weights_in)
         return self._placement(weights_in, moments_in, grads_in, staging, device, lease_pages)
 
     def _gradients(self, left: int, least: int) -> tuple[int, int, frozenset[int]]:
@@ -343,6 +359,47 @@ class _Filler:
             return staging, left - staging, frozenset()
         kept = self._prefix(self.grad, min(int(self.split.grad_share * grads), left - least))
         return least, left - least - sum(self.grad[u] for u in kept), kept
+
+    def _moments(self, left: int, weights_in: frozenset[int]) -> frozenset[int]:
+        """Units whose moments live in RAM; copies for undoing the updates of the others come first if so split."""
+        chosen = self._prefix(self.moment, left)
+        if not self.speculate or not self.split.undo_first:
+            return chosen
+        copies = {u.index: self._undo_pages(u) if u.index in weights_in else 0 for u in self.layout.units}
+        left -= sum(copies.values())
+        while chosen and sum(self.moment[u] - copies[u] for u in chosen) > left:
+            chosen -= {max(chosen)}
+        return chosen
+
+    def _undo_pages(self, unit: UnitSpec) -> int:
+        """Pages of a copy of what an update changes of a unit's weights."""
+        return self.layout.pages(unit, GRAD)
+
+    def _speculated(
+        self, resident: frozenset[int], weights_in: frozenset[int], host: dict[str, int], ssd: dict[str, int], left: int
+    ) -> frozenset[int]:
+        """Units to be speculated on, the last ones first, whose gradients come first; adds what they need to the lines.
+
+        `resident` units have moments in RAM, where an update takes little time. `left` is the room in RAM.
+        """
+        if not self.speculate or self.budgets.ssd is None:
+            return frozenset()
+        free = self.budgets.ssd // self.layout.page_bytes - sum(ssd.values()) - self._spare_pages(ssd)
+        in_ram = on_ssd = 0
+        chosen = set()
+        for unit in reversed(self.layout.units):
+            if unit.index in resident or not unit.trainable_numel:
+                continue
+            copies = self._undo_pages(unit) if unit.index in weights_in else 0
+            pages = self.moment[unit.index] + (0 if unit.index in weights_in else self.weight[unit.index])
+            if in_ram + copies <= left and on_ssd + pages <= free:
+                in_ram, on_ssd = in_ram + copies, on_ssd + pages
+                chosen.add(unit.index)
+        if chosen:
+            ssd[UNDO] = on_ssd
+        if in_ram:
+            host[UNDO] = in_ram
+        return frozenset(chosen)
 
     def _fixed_buffers(self) -> dict[str, int]:
         """Lines of host RAM that do not depend on where the other states live."""
@@ -434,12 +491,15 @@ class _Filler:
             homes.update({(unit.index, state.name): HOST for state in layout.scales})
         everything = len(layout.units)
         ring_slots = 0
+        speculated: frozenset[int] = frozenset()
         if grads_in != frozenset(u.index for u in layout.units):
             host[STAGING] = staging
         if lease_pages:
             host[FETCH_RING if self.separate else LEASES] = lease_pages
         if len(moments_in) < everything or len(weights_in) < everything:
             slot_pages = self._slot_pages(len(weights_in) < everything)
+            left = self.host - sum(host.values()) - RING_SLOTS * slot_pages
+            speculated = self._speculated(moments_in, weights_in, host, ssd, left)
             ring_slots = self._ring_slots(slot_pages, taken=sum(host.values()))
             host[RING] = ring_slots * slot_pages
             self.reasons.append(
@@ -447,6 +507,11 @@ class _Filler:
                 f"{everything - len(moments_in)} of {everything} units: RAM goes first to weights (most transfers "
                 "per byte), then gradients, then moments, in forward order (least slack)."
             )
+            if speculated:
+                self.reasons.append(
+                    f"{len(speculated)} of the {everything - len(moments_in)} units with moments on SSD are updated "
+                    "under backward as if nothing would be clipped, and their old states kept until that is known."
+                )
         elif ssd:
             self.reasons.append(
                 "Weights and moments fit in host RAM; SSD keeps room for gradients that cannot be used at once."
@@ -460,29 +525,39 @@ class _Filler:
         if self.budgets.ssd is not None:
             self._add_checkpoints(ssd, self.budgets.ssd // layout.page_bytes)
         lines[DEVICE] = dict(device)
-        return Placement(homes, {t: pages for t, pages in lines.items() if pages}, ring_slots, tuple(self.reasons))
+        taken = {tier: pages for tier, pages in lines.items() if pages}
+        return Placement(homes, taken, ring_slots, speculated, tuple(self.reasons))
 
     def _add_checkpoints(self, ssd: dict[str, int], available: int) -> None:
         """Add the spare pages of checkpoints to the lines of SSD, which has `available` pages."""
-        needed = sum(ssd.values())
+        needed = sum(ssd.values()) - ssd.get(UNDO, 0)
         if needed > available:
             self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
         state = needed - ssd.get(GRAD, 0)
         if state == 0:
             return
-        keep = self.keep_checkpoints
-        if keep is None:
-            keep = 1 if needed + state <= available else 0
-        if needed + keep * state > available:
-            self._refuse(SSD, needed + keep * state, available, "memory.ssd='DIR:SIZE', or lower keep_checkpoints")
+        spare = self._spare_pages(ssd)
+        if needed + spare > available:
+            self._refuse(SSD, needed + spare, available, "memory.ssd='DIR:SIZE', or lower keep_checkpoints")
+        keep = spare // state
         if keep:
-            ssd[SPARE] = keep * state
+            ssd[SPARE] = spare
             self.reasons.append(
                 f"SSD has room to keep the pages of {keep} checkpoint{'s' * (keep > 1)} beside those in use, so that "
                 "state on SSD is saved without copying it."
             )
         else:
             self.reasons.append("SSD has no room for the pages of a checkpoint: state on SSD is copied to save it.")
+
+    def _spare_pages(self, ssd: dict[str, int]) -> int:
+        """Pages on SSD for what changes while as many checkpoints as asked for, or as fit, keep theirs."""
+        needed = sum(ssd.values()) - ssd.get(UNDO, 0)
+        state = needed - ssd.get(GRAD, 0)
+        keep = self.keep_checkpoints
+        if keep is None:
+            available = (self.budgets.ssd or 0) // self.layout.page_bytes
+            keep = 1 if needed + state <= available else 0
+        return keep * state
 
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes

@@ -54,11 +54,20 @@ class Options:
     """Checkpoints whose pages on SSD are kept at once; None: one where there is room."""
     max_staleness: int | None = None
     """Bound of asynchronous updates, in steps; None: every update ends before the next forward of its unit."""
+    speculate: bool | None = None
+    """Update under backward as if nothing would be clipped: False never, None where there is room to undo it, True even
+    at the cost of moments in RAM."""
 
     @property
     def update_under_backward(self) -> bool:
         """True when a gradient is known to be final, and its scale too, as soon as it has arrived."""
         return self.accumulation_steps is not None and not self.clipping and self.max_staleness is None
+
+    @property
+    def may_speculate(self) -> bool:
+        """True when a gradient is known to be final as soon as it has arrived, but not its scale."""
+        announced = self.accumulation_steps is not None and self.max_staleness is None
+        return announced and self.clipping and self.speculate is not False
 
 
 @dataclass(frozen=True)
@@ -231,6 +240,9 @@ def make_plan(
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:
     """A placement, with smaller streaming buffers where the budget is tight."""
     refusals: list[BudgetError] = []
+    split = options.split or USUAL_SPLIT
+    if options.speculate:
+        split = replace(split, undo_first=True)
     for block_limit, staging_buffers in _BUFFERS:
         candidate = replace(layout, block_limit=block_limit)
         try:
@@ -239,8 +251,9 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
                 budgets,
                 options.update_under_backward,
                 staging_buffers,
-                options.split or USUAL_SPLIT,
+                split,
                 options.keep_checkpoints,
+                options.may_speculate,
             )
         except BudgetError as refusal:
             refusals.append(refusal)

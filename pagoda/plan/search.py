@@ -24,6 +24,7 @@ _SPLITS = {
     "one lease ahead of what is in use": Split(leases_ahead=1),
     "three leases ahead of what is in use": Split(leases_ahead=3),
     "four leases ahead of what is in use": Split(leases_ahead=4),
+    "copies for undoing updates come before moments": Split(undo_first=True),
 }
 """What is tried beside the usual split."""
 _FACTORS = (0.5, 2)

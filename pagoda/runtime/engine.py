@@ -34,6 +34,7 @@ from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.regions import open_leases, open_staging
 from pagoda.runtime.saver import Saver
+from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
@@ -123,6 +124,8 @@ class Engine:
             )
         self._stream = stream
         self.saver = Saver()
+        speculated_on = self._updater if isinstance(self._updater, Updater) else None
+        self._speculation = Speculation(plan.placement.speculated, self.gradients, speculated_on, self.saver)
         self._pilot = Pilot(plan, units, self.leases, self._meter, self._wait, self._may_fetch)
         self._due: list[LiveUnit] = []
         """Units whose update under backward waits for a graph to let go of their weights."""
@@ -146,6 +149,7 @@ class Engine:
                 f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
+        self._undo(unit)
         unit.used = True
         if self._publisher is not None:
             self._publisher.before_use(unit, phase)
@@ -172,6 +176,7 @@ class Engine:
             )
         if grad.layout is not torch.strided:
             raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
+        self._undo(unit)
         if unit.update is not None:
             unit.wait_for_update(self._wait)
         if self._manual_scale is not None:
@@ -185,10 +190,9 @@ class Engine:
                 f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
                 f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run."
             )
-        if self.plan.options.update_under_backward:
-            if record.complete and record.arrivals[slot] == announced:
-                self._due.append(unit)
-            self._update_due()
+        if record.complete and record.arrivals[slot] == announced:
+            self._due.append(unit)
+        self._update_due()
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -197,6 +201,7 @@ class Engine:
                 "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
             )
+        self._undo_all()
         self.gradients.clear()
         self._due.clear()
         self._manual_scale = None
@@ -251,9 +256,13 @@ class Engine:
             scale = self._manual_scale
         elif self.clip_grad_norm is not None:
             scale = self.scale_for(norm, self.clip_grad_norm)
+        if scale != 1.0:
+            self._undo_all()
         for record in self.gradients.records():
             self._queue_update(record, scale)
         had_gradients = bool(self._norm_terms)
+        if had_gradients:
+            self._speculation.end_of_step(clipped=scale != 1.0)
         self._clear_step()
         if self._publisher is not None:
             self._publisher.end_of_step()
@@ -264,6 +273,7 @@ class Engine:
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
         self.brackets.drop_interrupted()
+        self._undo_all()
         self._updater.drain()
         if self._publisher is not None:
             self._publisher.publish_idle()
@@ -278,6 +288,7 @@ class Engine:
 
         Asynchronous updates are drained first: only then is it known which of them belong to that state.
         """
+        self._undo_all()
         if not isinstance(self._updater, Updater):
             self.drain()
         pending = self._updater.pending() if isinstance(self._updater, Updater) else {}
@@ -352,6 +363,7 @@ class Engine:
 
     def _abandon(self) -> None:
         """Leave a step whose gradients are not finite: nothing of it may be applied or wait to be."""
+        self._undo_all()
         self.gradients.clear()
         for unit in self.units:
             for param in unit.params:
@@ -365,37 +377,73 @@ class Engine:
         self._clear_step()
 
     def _queue_update(self, record: UnitGradient, scale: float) -> None:
-        """Queue one unit's update with the hyperparameters as they are now."""
+        """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on."""
         unit = record.unit
-        segments: list[Segment] = []
-        record.used = [slot for slot in range(unit.trainable) if unit.params[slot].grad is not None]
-        for slot in record.used:
-            placed = unit.spec.slots[slot]
-            unit.params[slot].grad = None
-            unit.steps[slot] += 1
-            hyper = Hyper.from_group(self.group_of(unit, slot), unit.steps[slot], scale)
-            self._used_groups[id(unit.params[slot])] = hyper
-            scalars = step_scalars(hyper)
-            noise = self._rule.noise(unit.name(slot), unit.steps[slot])
-            start, stop = placed.offset, placed.offset + placed.param.numel
-            if segments and noise is None and (segments[-1].stop, segments[-1].scalars) == (start, scalars):
-                segments[-1] = Segment(segments[-1].start, stop, scalars)
-            else:
-                segments.append(Segment(start, stop, scalars, noise, start))
+        hypers = self._next_hypers(unit, scale)
+        segments = self._segments(unit, hypers)
         self._norm_terms[unit.index] = record
-        self.gradients.take(record)
+        kept = self._speculation.confirm(record, segments)
+        if kept is None:
+            self.gradients.take(record)
+        record.used = list(hypers)
+        for slot, hyper in hypers.items():
+            unit.params[slot].grad = None
+            unit.steps[slot] = hyper.step
+            self._used_groups[id(unit.params[slot])] = hyper
         if not segments:
             self.gradients.release(record)
             return
         if isinstance(self._updater, Updater):
             unit.version += 1
-            unit.update = self._updater.submit(record, segments, self._pilot.urgency(unit))
+            unit.update = kept or self._updater.submit(record, segments, self._pilot.urgency(unit))
         else:
             self._updater.submit(record, segments, self._pilot.urgency(unit))
         self.leases.drop(unit)
 
+    def _next_hypers(self, unit: LiveUnit, scale: float) -> dict[int, Hyper]:
+        """slot -> hyperparameters, as they are now, of the next update, for slots with a gradient."""
+        return {
+            slot: Hyper.from_group(self.group_of(unit, slot), unit.steps[slot] + 1, scale)
+            for slot in range(unit.trainable)
+            if unit.params[slot].grad is not None
+        }
+
+    def _segments(self, unit: LiveUnit, hypers: Mapping[int, Hyper]) -> list[Segment]:
+        """What an update with these hyperparameters, by slot, does; adjoining slots are one segment where they can be."""
+        segments: list[Segment] = []
+        for slot, hyper in hypers.items():
+            placed = unit.spec.slots[slot]
+            scalars = step_scalars(hyper)
+            noise = self._rule.noise(unit.name(slot), hyper.step)
+            start, stop = placed.offset, placed.offset + placed.param.numel
+            if segments and noise is None and (segments[-1].stop, segments[-1].scalars) == (start, scalars):
+                segments[-1] = Segment(segments[-1].start, stop, scalars)
+            else:
+                segments.append(Segment(start, stop, scalars, noise, start))
+        return segments
+
+    def _speculate(self, record: UnitGradient) -> None:
+        """Update a unit as `step()` will if it clips nothing."""
+        unit = record.unit
+        if not self._speculation.may_begin(unit):
+            return
+        if segments := self._segments(unit, self._next_hypers(unit, 1.0)):
+            self._speculation.begin(record, segments, self._pilot.urgency(unit))
+            self.leases.drop(unit)
+
+    def _undo(self, unit: LiveUnit) -> None:
+        """Have a unit as the last `step()` left it, for whoever reads or changes it before the next one."""
+        if self._speculation.undo(unit):
+            self.leases.drop(unit)
+
+    def _undo_all(self) -> None:
+        for unit in self._speculation.undo_all():
+            self.leases.drop(unit)
+
     def _update_due(self) -> None:
         """Queue updates under backward, except where a graph may still read the weights."""
+        if not self._due:
+            return
         waiting = []
         for unit in self._due:
             lease = self.leases.get(unit)
@@ -404,8 +452,11 @@ class Engine:
                 continue
             record = self.gradients.get(unit)
             assert record is not None
-            unit.updated = True
-            self._queue_update(record, 1.0)
+            if self.plan.options.update_under_backward:
+                unit.updated = True
+                self._queue_update(record, 1.0)
+            else:
+                self._speculate(record)
         self._due = waiting
 
     def _check_frozen(self) -> None:
@@ -444,6 +495,7 @@ class Engine:
     def _take_stats(self, norm: float | None, replanned: bool) -> None:
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
+        kept, undone = self._speculation.take_counts()
         self.stats = StepStats(
             step=self._step,
             grad_norm=norm,
@@ -456,6 +508,8 @@ class Engine:
             faults=meter.faults,
             replanned=replanned,
             staleness=self._publisher.staleness() if self._publisher is not None else {},
+            updates_kept=kept,
+            updates_undone=undone,
         )
         if meter.tape is not None:
             self._end_recording(meter.tape)

@@ -36,6 +36,10 @@ class UnitGradient:
         """Lane work and updates that touch the buffer; above zero its frames stay."""
         self.queued = False
         """True once an update that will consume it has been queued."""
+        self.lent = False
+        """True while the queued update may still have to be undone: then another one will need the gradient again."""
+        self.held = False
+        """True while an update counts among the users."""
         self.used: list[int] | None = None
         """Slots whose gradient the update takes, from when it is queued on."""
         self.arrivals = [0] * unit.trainable
@@ -155,6 +159,19 @@ class Gradients:
             record.queued = True
             del self._records[record.unit.index]
 
+    def lend(self, record: UnitGradient) -> None:
+        """An update that may be undone is about to read a gradient, which stays this step's until `take`."""
+        with self._lock:
+            record.queued = record.lent = True
+
+    def keep(self, record: UnitGradient) -> None:
+        """The update that a gradient was lent to stands: its frames are free once that has read it."""
+        with self._lock:
+            del self._records[record.unit.index]
+            reading, record.lent = record.lent, False
+        if not reading:
+            self.release(record)
+
     def clear(self) -> None:
         """Drop every gradient that no update has been queued for."""
         records, self._records = self._records, {}
@@ -168,17 +185,21 @@ class Gradients:
         With `block` False it gives up when that takes waiting for frames.
         """
         with self._lock:
-            return self._hold(record, block)
+            record.held = self._hold(record, block)
+            return record.held
 
     def release(self, record: UnitGradient) -> None:
-        """Nobody needs the gradient any more: its frames are free."""
+        """An update has read the gradient; unless it was lent, nobody needs it any more, and its frames are free."""
         with self._lock:
             record.queued = False
-            if record.run is not None:
+            if record.lent:
+                record.users -= record.held
+            elif record.run is not None:
                 self._drop_buffer(record)
             elif self._queueing and record.buffer is not None:
                 self._free[record.unit.index].append(record.buffer)
                 record.buffer = None
+            record.lent = record.held = False
             self._lock.notify_all()
 
     def _home(self, unit: LiveUnit) -> torch.Tensor | None:

@@ -48,6 +48,10 @@ class StepStats:
     """True when this step changed the plan, because the model was used in another order than planned."""
     staleness: Mapping[str, Staleness] = field(default_factory=dict)
     """unit -> how far its weights lag, with asynchronous updates; else empty."""
+    updates_kept: int = 0
+    """Units updated under backward before the norm was known, whose update stood: nothing was clipped."""
+    updates_undone: int = 0
+    """Units whose update under backward was undone: the gradients were clipped, or the states were asked for."""
 
 
 class Meter:

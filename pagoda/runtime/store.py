@@ -19,6 +19,7 @@ from pagoda.plan.placement import (
     RING,
     SPARE,
     STAGING,
+    UNDO,
     WEIGHT,
     WEIGHT_BACK,
 )
@@ -50,7 +51,7 @@ class Store:
         self.ssd: SSDTier | None = None
         if SSD in lines:
             assert directories, "a plan uses SSD only where there is a directory"
-            spare = placement.pages(SSD, SPARE)
+            spare = placement.pages(SSD, SPARE) + placement.pages(SSD, UNDO)
             self.ssd = SSDTier(SSD, directories, sum(lines[SSD].values()) - spare, page, spare)
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._runs: dict[tuple[int, str], Run] = {}
@@ -67,6 +68,9 @@ class Store:
                     numel = pages * page // layout.itemsize(state)
                     tensor = self.host.tensor(run, self.dtype(state), numel)
                     self._tensors[unit.index, state] = tensor.zero_() if state != GRAD else tensor
+            if unit.index in placement.speculated and placement.home(unit.index, WEIGHT) == HOST:
+                run = self.host.alloc(layout.pages(unit, GRAD))
+                self._tensors[unit.index, UNDO] = self.host.tensor(run, self.dtype(WEIGHT), unit.trainable_numel)
         self._gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
         slots = placement.ring_slots
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0

@@ -20,6 +20,7 @@ from pagoda.runtime.capture import Capture
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
 from pagoda.runtime.store import Store
+from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -78,6 +79,8 @@ class Update:
     """Ends when the new weights are in their home."""
     written: Handle = field(compare=False)
     """Ends when every state is."""
+    undo: Undo | None = field(default=None, compare=False)
+    """Keeps what an update that may have to be undone changes."""
 
 
 @dataclass
@@ -122,15 +125,51 @@ class Updater:
 
     def submit(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Handle:
         """Queue a unit's update; the handle ends when its new weights can be used."""
+        update = self._update(record, segments, urgency)
+        self.stands(update)
+        self._push(update)
+        return update.published
+
+    def speculate(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Update:
+        """Queue an update that may have to be undone: `stands` or `withdraw` ends that."""
+        update = self._update(record, segments, urgency)
+        update.undo = Undo(self._store, record.unit.index)
+        self._push(update)
+        return update
+
+    def stands(self, update: Update) -> None:
+        """An update belongs to the state that `drain` waits for."""
+        with self._lock:
+            self._latest[update.record.unit.index] = update.written
+
+    def withdraw(self, update: Update) -> None:
+        """An update that may have to be undone shall not be begun, if it has not been: then it ends at once."""
+        with self._lock:
+            if update not in self._queue:
+                return
+            self._queue.remove(update)
+            heapq.heapify(self._queue)
+        self._gradients.release(update.record)
+        update.written.finish()
+        update.published.finish()
+
+    def undo(self, update: Update) -> None:
+        """Have the states back that a unit had before an update that has ended, however it did."""
+        assert update.undo is not None
+        with self._lock:
+            self._stream.forget(update.record.unit.index)
+            update.undo.revert()
+
+    def _update(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Update:
         unit = record.unit
         published, written = Handle(update_lane(self._store, unit.index)), Handle("ssd_write")
-        update = Update(urgency, next(self._sequence), record, tuple(segments), published, written)
+        return Update(urgency, next(self._sequence), record, tuple(segments), published, written)
+
+    def _push(self, update: Update) -> None:
         with self._lock:
             self._stream.may_read_ahead = True
-            self._latest[unit.index] = update.written
             heapq.heappush(self._queue, update)
             self._lock.notify_all()
-        return update.published
 
     def pending(self) -> dict[int, Handle]:
         """unit -> what ends when its latest update has been written home, for updates that have not been."""
@@ -172,7 +211,7 @@ class Updater:
                 if name is not None:
                     raise NonFiniteGradientError(non_finite_message(name))
                 part = Part(current.record, current.segments)
-                self._stream.feed(current.record.unit, [part], current.published, current.written)
+                self._stream.feed(current.record.unit, [part], current.published, current.written, undo=current.undo)
             except BaseException as error:
                 self._gradients.release(current.record)
                 current.written.finish(error)
@@ -280,6 +319,13 @@ class BlockStream:
             Latch("ssd_read", reads).then(lambda _, slot=slot: self._release_slot(slot))  # type: ignore[misc]
         return [read for _, reads in dropped.values() for read in reads]
 
+    def forget(self, unit: int) -> None:
+        """The states of a unit are about to be what they were before its latest update, which has ended."""
+        if unit in self._written:
+            self._written[unit] = Latch("ssd_write", [])
+        if self._ahead.unit == unit:
+            self.drop_ahead()
+
     def _take_slot(self, unit: int, start: int, stop: int, weights: str) -> tuple[int, list[Handle]]:
         """A ring slot with a block of the unit in it or on its way, read ahead or from now on."""
         with self.lock:
@@ -298,16 +344,24 @@ class BlockStream:
             self.lock.notify_all()
 
     def feed(
-        self, unit: LiveUnit, parts: Sequence[Part], published: Handle, written: Handle, weights: WeightPath = IN_PLACE
+        self,
+        unit: LiveUnit,
+        parts: Sequence[Part],
+        published: Handle,
+        written: Handle,
+        weights: WeightPath = IN_PLACE,
+        undo: Undo | None = None,
     ) -> None:
         """Submit every block of one unit's update to the lanes, once its previous one is written.
 
         The gradients of `parts` are applied one after another. `published` ends when the new weights are in their
-        home, `written` when every state is.
+        home, `written` when every state is. `undo` keeps what is changed.
         """
         index = unit.index
         if index in self._written:
             self._written[index].wait()
+        if undo is not None:
+            undo.begin()
         self._written[index] = written
         with self.lock:
             self._successor[self._fed] = index
@@ -329,7 +383,7 @@ class BlockStream:
             if pieces or weights != IN_PLACE:
                 if (capture := self.capture) is not None:
                     capture.before_update(index, written, start, stop)
-                self._feed_block(unit, start, stop, pieces, streamed, weights, computed, writes)
+                self._feed_block(unit, start, stop, pieces, streamed, weights, undo, computed, writes)
         with self.lock:
             self.drop_ahead()  # blocks without a gradient
         all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *writes])
@@ -337,6 +391,8 @@ class BlockStream:
             all_computed.then(lambda _, record=part.record: self.finished(record))  # type: ignore[misc]
         ready = all_written if WEIGHT in streamed else all_computed
         ready.then(published.finish)
+        if undo is not None:
+            all_written.then(undo.ended)
         all_written.then(written.finish)
 
     def _feed_block(
@@ -347,6 +403,7 @@ class BlockStream:
         pieces: list[tuple[UnitGradient, Segment]],
         streamed: list[str],
         weights: WeightPath,
+        undo: Undo | None,
         computed: list[Handle],
         written: list[Handle],
     ) -> None:
@@ -366,6 +423,8 @@ class BlockStream:
         def compute() -> None:
             if old is not None:
                 ctypes.memmove(addresses[0], old.data_ptr() + start * itemsize, (stop - start) * itemsize)
+            if undo is not None:
+                undo.save(start, stop)
             for record, piece in pieces:
                 ahead = piece.start - start
                 states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]
