@@ -4,7 +4,11 @@ Rounds interleave every variant, so that a noisy machine hurts all alike; ratios
 median is reported. With state on SSD the limit is max(plain step, bytes / bandwidth), where bandwidth is what raw
 O_DIRECT reads and writes reach together in the same run.
 
-    python benchmarks/step_time.py --ssd DIR [--model llama-215m] [--rounds 5] [--out FILE]
+    python benchmarks/step_time.py --ssd DIR [--model llama-215m] [--rounds 5] [--speculate] [--clip 1.0] [--out FILE]
+
+With --speculate, every step clips, and the run with state on SSD updates under backward as if nothing would be clipped,
+with the RAM for copies of weights that this takes. A --clip that no norm reaches shows it at its best, a small one at
+its worst.
 """
 
 import json
@@ -32,12 +36,12 @@ def name_of(workload: Workload) -> str:
     return f"{workload.tokens} tokens, clipping {'off' if workload.clip is None else 'on'}"
 
 
-def state_on_ssd(directory: str, workload: Workload) -> pagoda.Memory:
+def state_on_ssd(directory: str, workload: Workload, speculate: bool) -> pagoda.Memory:
     """Weights and gradients in RAM, every moment on SSD: a budget of exactly what that takes."""
     with pagoda.init():
         numel = sum(p.numel() for p in workload.build().parameters())
     # Weights and gradients, 2 bytes each, and room for pages and the ring; too little for any unit's moments.
-    return pagoda.Memory(host=int(numel * 4 * 1.02) + (72 << 20), ssd=directory)
+    return pagoda.Memory(host=int(numel * (6 if speculate else 4) * 1.02) + (72 << 20), ssd=directory)
 
 
 def raw_bandwidth(directory: str, gib: float = 1.5) -> tuple[float, float]:
@@ -74,12 +78,12 @@ def raw_bandwidth(directory: str, gib: float = 1.5) -> tuple[float, float]:
     return rates["read"], rates["write"]
 
 
-def measure(workload: Workload, directory: str, rounds: int, console: Console) -> dict[str, object]:
+def measure(workload: Workload, directory: str, rounds: int, speculate: bool, console: Console) -> dict[str, object]:
     """Interleaved rounds of one workload."""
     trainers = {
         "plain": Plain(workload),
         "ram": Paged(workload, pagoda.Memory(host="16GiB")),
-        "ssd": Paged(workload, state_on_ssd(directory, workload)),
+        "ssd": Paged(workload, state_on_ssd(directory, workload, speculate), speculate),
     }
     plan = pagoda.plan_of(trainers["ssd"].model)
     console.print({tier: dict(lines) for tier, lines in plan.bytes.items()})
@@ -88,6 +92,7 @@ def measure(workload: Workload, directory: str, rounds: int, console: Console) -
     bandwidths = []
     moved = {"ssd_read": 0, "ssd_write": 0}
     stalls: list[dict[str, float]] = []
+    updates: list[dict[str, int]] = []
     for number in range(rounds + 1):
         bandwidths.append(raw_bandwidth(directory))
         for name, trainer in trainers.items():
@@ -102,7 +107,9 @@ def measure(workload: Workload, directory: str, rounds: int, console: Console) -
             if isinstance(trainer, Paged):
                 if name == "ssd" and number:
                     moved = {lane: trainer.optimizer.stats.bytes_moved[lane] for lane in moved}
-                    stalls.append(trainer.optimizer.stats.stall_s)
+                    stats = trainer.optimizer.stats
+                    stalls.append(stats.stall_s)
+                    updates.append({"kept": stats.updates_kept, "undone": stats.updates_undone})
                 trainer.optimizer.drain()
         console.print(f"round {number}:", {n: round(s[-1], 2) for n, s in seconds.items() if s})
     for trainer in trainers.values():
@@ -119,16 +126,24 @@ def measure(workload: Workload, directory: str, rounds: int, console: Console) -
         "ssd_bytes": moved,
         "ssd_limit_s": ssd_s,
         "stall_s": stalls,
+        "updates_under_backward": updates,
         "ratio_ram": statistics.median(ratios_ram),
         "ratio_ssd": statistics.median(ratios_ssd),
     }
 
 
-def main(ssd: str, model: str = "llama-215m", rounds: int = 5, out: Path | None = None) -> None:
+def main(
+    ssd: str,
+    model: str = "llama-215m",
+    rounds: int = 5,
+    speculate: bool = False,
+    clip: float = 1.0,
+    out: Path | None = None,
+) -> None:
     """Run both workloads and print the ratios (targets: RAM 1.05, SSD 1.10)."""
     console = Console()
-    workloads = (Workload(model, 4, 512, clip=1.0), Workload(model, 1, 512, clip=None))
-    results = [measure(workload, ssd, rounds, console) for workload in workloads]
+    workloads = (Workload(model, 4, 512, clip=clip), Workload(model, 1, 512, clip=clip if speculate else None))
+    results = [measure(workload, ssd, rounds, speculate, console) for workload in workloads]
     table = Table("workload", "plain s", "RAM s", "ratio", "SSD s", "SSD limit s", "ratio to limit")
     for r in results:
         s = r["seconds"]

@@ -72,12 +72,17 @@ class Plain:
 class Paged:
     """The same model under Pagoda."""
 
-    def __init__(self, workload: Workload, memory: pagoda.Memory) -> None:
+    def __init__(self, workload: Workload, memory: pagoda.Memory, speculate: bool | None = None) -> None:
         torch.manual_seed(0)
         with pagoda.init():
             model = workload.build()
         self.model, self.optimizer = pagoda.wrap(
-            model.train(), pagoda.AdamW(lr=LR), memory=memory, clip_grad_norm=workload.clip, accumulation_steps=1
+            model.train(),
+            pagoda.AdamW(lr=LR),
+            memory=memory,
+            clip_grad_norm=workload.clip,
+            accumulation_steps=1,
+            speculate=speculate,
         )
 
     def step(self, ids: torch.Tensor) -> None:

@@ -137,6 +137,7 @@ def wrap(
     clip_grad_norm: float | None = None,
     accumulation_steps: int | None = None,
     keep_checkpoints: int | None = None,
+    speculate: bool | None = None,
     update: Update = "sync",
     max_staleness: int = 1,
 ) -> tuple[Model, PagedOptimizer]:
@@ -153,6 +154,12 @@ def wrap(
     `keep_checkpoints` says of how many checkpoints the pages on SSD are kept at once. A checkpoint keeps them where
     they are instead of copying them, and training writes to others, so each takes as much of the SSD as the weights
     and moments there. Left out, it is one where that fits, else none: then checkpoints copy what is on SSD.
+
+    With clipping, `accumulation_steps` announced and state on SSD, units are also updated while backward still runs, as
+    if nothing would be clipped: each keeps its old states too, and where `step()` finds that the gradients are to be
+    clipped, these are taken back and updated anew. The bits are the same; `optimizer.stats` counts both outcomes.
+    `speculate` left out does so where there is room for the old states; True gives copies of weights, which that takes
+    where they live in RAM, precedence over moments in RAM; False does without.
 
     `update="async"` changes the algorithm: forward and backward do not wait for updates, so where these take longer
     than compute (states on SSD), weights lag. The forward of a unit reads weights that lack the gradients of at most
@@ -178,6 +185,11 @@ def wrap(
         raise ConfigError(f"update is {update!r}; use one of {', '.join(get_args(Update))}.")
     if max_staleness < 0:
         raise ConfigError(f"max_staleness is {max_staleness}; it must be 0 or more.")
+    if speculate and (clip_grad_norm is None or accumulation_steps is None or update == "async"):
+        raise ConfigError(
+            "speculate=True is for updates under backward with clipping: give clip_grad_norm and accumulation_steps, "
+            "and leave out update='async'."
+        )
     if any(is_paged(param) for param in model.parameters()):
         raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
     if not any(True for _ in model.parameters()):
@@ -200,6 +212,7 @@ def wrap(
         memory.split,
         keep_checkpoints,
         max_staleness if update == "async" else None,
+        speculate,
     )
     plan = make_plan(describe(model), states, memory.budgets(), options)
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)

@@ -46,6 +46,9 @@ class PlanConfig:
     """What is left out follows from the hardware. Of a machine that is not this one, memory.ssd may be a size alone."""
     clip_grad_norm: float | None = 1.0
     """Largest global norm of the gradient, or None for no clipping."""
+    speculate: bool | None = None
+    """With clipping and state on SSD, update under backward as if nothing would be clipped, and redo that where
+    something is. By default where there is room to keep the old state. The forecast step is not clipped."""
     gradient_checkpointing: bool = True
     """Recompute layers in backward instead of saving their activations."""
     plan: PlanMode = "search"

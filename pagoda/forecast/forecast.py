@@ -201,4 +201,5 @@ def options_of(config: PlanConfig) -> Options:
         None if memory.unit_limit is None else parse_bytes(memory.unit_limit, "memory.unit_limit"),
         config.accumulation_steps,
         config.clip_grad_norm is not None,
+        speculate=config.speculate,
     )

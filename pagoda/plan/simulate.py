@@ -69,6 +69,8 @@ class Simulation:
         self._updater = SimulatedUpdater(plan, self._lanes, self._rates)
         self._last_offload: dict[int, Task] = {}
         self._final = _final_backward(plan)
+        self._speculated: dict[int, Task] = {}
+        """unit -> its update under backward, whose gradient must be kept until `step()`: nothing is clipped here."""
 
     def run(self) -> Timeline:
         """The last of as many steps as it takes until two are equally long."""
@@ -106,8 +108,10 @@ class Simulation:
                 self._offload(unit, final=self._final.get(unit) == tick)
         while self._offloads:
             self._wait(self._offloads.popleft()[0])
-        if not self._plan.options.update_under_backward:
-            for unit in self._final:
+        for unit in self._final:
+            if unit in self._speculated:
+                self._gradients.updated(unit, self._speculated.pop(unit))
+            elif not self._plan.options.update_under_backward:
                 self._queue_update(unit)
         self._updater.pump()
         self._issue(last)
@@ -195,7 +199,7 @@ class Simulation:
             seconds = self._rates.seconds("ssd_write", whole)
             spill = self._lanes.submit("ssd_write", f"spill {spec.name}", whole, seconds, [task])
             self._gradients.spilled(unit, spill)
-        if final and plan.options.update_under_backward:
+        if final and (plan.options.update_under_backward or unit in plan.placement.speculated):
             self._queue_update(unit)
             self._updater.pump()
 
@@ -203,7 +207,10 @@ class Simulation:
         self._drop_lease(unit)
         settled = [self._last_offload[unit]]
         published = self._updater.queue(unit, settled, reload=not self._gradients.holds(unit))
-        self._gradients.updated(unit, published)
+        if unit in self._plan.placement.speculated:
+            self._speculated[unit] = published
+        else:
+            self._gradients.updated(unit, published)
 
     def _wait(self, task: Task | None) -> None:
         if task is None or task.done:

@@ -236,7 +236,9 @@ class SimulatedGradients:
 
     def updated(self, unit: int, task: Task) -> None:
         """A unit's gradient is used up once `task` has ended."""
-        if unit in self._staged:
+        if task.done and unit in self._staged:
+            self._drop(unit)
+        elif unit in self._staged:
             self._staged[unit] = task
 
             def used() -> None:

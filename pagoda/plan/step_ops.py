@@ -20,7 +20,7 @@ class StepOps:
         self._layout = layout
         self._placement = placement
         self._under_backward = under_backward
-        """Whether units are updated under backward."""
+        """Whether every unit is updated under backward; those that are speculated on are in any case."""
         self._exchanges = exchanges
         self._trainable = frozenset(u.index for u in layout.units if u.trainable_numel)
 
@@ -32,11 +32,11 @@ class StepOps:
         for tick, unit in self._gradients(trace):
             final_backward[unit] = tick
             ops += self._gradient(self._layout.units[unit], tick)
-        if self._under_backward:
-            order = sorted(final_backward.items(), key=lambda item: item[1])
-        else:
-            seen = dict.fromkeys(a.unit for a in trace.accesses if a != STEP and a.unit in self._trainable)
-            order = [(unit, last) for unit in seen]
+        early = self._trainable if self._under_backward else self._placement.speculated
+        order = [(u, tick) for u, tick in sorted(final_backward.items(), key=lambda item: item[1]) if u in early]
+        if not self._under_backward:
+            late = self._trainable - {unit for unit, _ in order}
+            order += dict.fromkeys((a.unit, last) for a in trace.accesses if a != STEP and a.unit in late)
         for unit, tick in order:
             ops += self._update(self._layout.units[unit], tick)
         ops += self._all_to_alls(trace)

@@ -409,7 +409,7 @@ class Engine:
         }
 
     def _segments(self, unit: LiveUnit, hypers: Mapping[int, Hyper]) -> list[Segment]:
-        """What an update with these hyperparameters, by slot, does; adjoining slots are one segment where they can be."""
+        """What an update with these hyperparameters, by slot, does; adjoining slots are one segment where possible."""
         segments: list[Segment] = []
         for slot, hyper in hypers.items():
             placed = unit.spec.slots[slot]

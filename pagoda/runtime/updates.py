@@ -157,7 +157,7 @@ class Updater:
         """Have the states back that a unit had before an update that has ended, however it did."""
         assert update.undo is not None
         with self._lock:
-            self._stream.forget(update.record.unit.index)
+            self._stream.forget(update.record.unit.index, update.written)
             update.undo.revert()
 
     def _update(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Update:
@@ -319,9 +319,11 @@ class BlockStream:
             Latch("ssd_read", reads).then(lambda _, slot=slot: self._release_slot(slot))  # type: ignore[misc]
         return [read for _, reads in dropped.values() for read in reads]
 
-    def forget(self, unit: int) -> None:
-        """The states of a unit are about to be what they were before its latest update, which has ended."""
-        if unit in self._written:
+    def forget(self, unit: int, written: Handle) -> None:
+        """The states of a unit are about to be what they were before the update that `written` is of, however it ended.
+        An error of the one before stays.
+        """
+        if self._written.get(unit) is written:
             self._written[unit] = Latch("ssd_write", [])
         if self._ahead.unit == unit:
             self.drop_ahead()

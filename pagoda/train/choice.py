@@ -51,6 +51,7 @@ def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, .
         precision=config.precision,
         memory=config.memory,
         clip_grad_norm=config.clip_grad_norm,
+        speculate=config.speculate,
         gradient_checkpointing=config.gradient_checkpointing,
     )
     made = forecast(asked, _here(asked, memory), measure=False)

@@ -1,9 +1,9 @@
 """The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
 
-What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `trace`, `plan` and everything
-under `memory` (any split over tiers gives the same bits), and `data` if its bytes are the same (a moved file).
-Everything else decides the bits of the run and stays as the run was started; `check_resumes` names what differs. With
-the cosine schedule, other `steps` mean other learning rates from there on.
+What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `trace`, `plan`, `speculate` and
+everything under `memory` (any split over tiers gives the same bits), and `data` if its bytes are the same (a moved
+file). Everything else decides the bits of the run and stays as the run was started; `check_resumes` names what differs.
+With the cosine schedule, other `steps` mean other learning rates from there on.
 """
 
 import json
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from pagoda.optim import AdamW
 
 _FREE_ON_RESUME = frozenset(
-    {"steps", "out", "checkpoint_every", "keep_checkpoints", "data", "resume", "plan", "trace", "trace_step"}
+    {
+        "steps",
+        "out",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "data",
+        "resume",
+        "plan",
+        "trace",
+        "trace_step",
+        "speculate",
+    }
 )
 _T = TypeVar("_T")
 
@@ -102,6 +113,10 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     clip_grad_norm: float | None = 1.0
     """Largest global norm of the gradient, or None for no clipping."""
+    speculate: bool | None = None
+    """With clipping and state on SSD, update under backward as if nothing would be clipped, and redo that where
+    something is: the same bits. By default where there is room to keep the old state; --speculate gives the copies of
+    weights that this takes in RAM precedence over other state there."""
     update: Literal["sync", "async"] = "sync"
     """async: forward and backward do not wait for updates, whose results lag by some steps. For state on an SSD that is
     slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""

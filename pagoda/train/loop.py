@@ -89,6 +89,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         memory=memory,
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
+        speculate=config.speculate,
         accumulation_steps=config.accumulation_steps,
         update=config.update,
         max_staleness=config.max_staleness,
@@ -219,6 +220,8 @@ class _Loop:
             peak_bytes=dict(stats.peak_bytes),
             prefetch_hit_rate=stats.prefetch_hit_rate,
             faults=stats.faults,
+            updates_kept=stats.updates_kept,
+            updates_undone=stats.updates_undone,
             staleness={unit: asdict(seen) for unit, seen in stats.staleness.items()},
         )
 

@@ -34,6 +34,10 @@ class StepMetrics:
     """Share of the fetches compute asked for that were done or under way."""
     faults: int
     """Accesses the plan did not foresee, served on demand."""
+    updates_kept: int = 0
+    """Units updated under backward before the norm was known, rightly: nothing was clipped."""
+    updates_undone: int = 0
+    """Units updated under backward whose update was undone, and done anew."""
     staleness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """With asynchronous updates: unit -> steps that its weights lagged, in this step (last) and so far (max, mean)."""
 

@@ -1,0 +1,357 @@
+"""Updates under backward before the norm is known: the same bits whether they stand or are undone, and both counted."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, batch, llama, loss_of, run, squeeze
+
+import pagoda
+from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
+from pagoda.memory.page import Run
+from pagoda.memory.ssd_tier import SSDTier
+from pagoda.plan.placement import GRAD, UNDO
+from pagoda.runtime import speculation
+from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.runtime.saver import Saver
+
+LIMIT = 0.5
+CLIPPED, CALM = 30.0, 1e-3
+"""Factors of the loss with which its gradients are clipped, and are not."""
+PATTERNS = {"never": "......", "always": "xxxxxx", "every second": ".x.x.x", "random": "..x.xx..x"}
+PLACEMENTS = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
+Between = Callable[[nn.Module, Any, Outcome], None]
+"""What a user does between backward and `step()`."""
+
+
+@pytest.fixture(autouse=True)
+def always_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "CALM_STEPS", 0)
+
+
+def built() -> nn.Module:
+    torch.manual_seed(0)
+    return llama().train()
+
+
+def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.Memory:
+    """The smallest budgets, and room for copies of weights in RAM."""
+    memory = squeeze(built(), placement, directory, announced=accumulation)
+    if placement != HOST_WEIGHTS:
+        return memory
+    assert isinstance(memory.host, int)
+    return replace(memory, host=memory.host + sum(p.numel() for p in built().parameters()) * 2 + 16 * PAGE)
+
+
+class Training:
+    """Steps some of which are clipped, with something done between the backward and the step of one of them."""
+
+    def __init__(self, pattern: str, accumulation: int = 1, between: Between | None = None, at: int = 2) -> None:
+        self.pattern, self.accumulation, self.between, self.at = pattern, accumulation, between, at
+        self.counts: list[tuple[int, int]] = []
+        """Updates kept and undone in each step."""
+
+    def __call__(self, model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for step, sign in enumerate(self.pattern):
+            for _ in range(self.accumulation):
+                loss = loss_of(model(**batch("llama", generator))) * (CLIPPED if sign == "x" else CALM)
+                loss.backward()
+                outcome.losses.append(loss.item())
+            if self.between is not None and step == self.at:
+                self.between(model, optimizer, outcome)
+            optimizer.step()
+            optimizer.zero_grad()
+            outcome.norms.append(optimizer.stats.grad_norm)
+            if optimizer.stats.grad_norm is not None:
+                assert (optimizer.stats.grad_norm > LIMIT) == (sign == "x")
+            self.counts.append((optimizer.stats.updates_kept, optimizer.stats.updates_undone))
+
+
+def train(
+    training: Training, memory: pagoda.Memory, speculate: bool | None = True, accumulation: int | None = None
+) -> Outcome:
+    return run(
+        built(),
+        memory,
+        training,
+        clip_grad_norm=LIMIT,
+        accumulation_steps=accumulation or training.accumulation,
+        speculate=speculate,
+    )
+
+
+@cache
+def reference(pattern: str, accumulation: int) -> Outcome:
+    return train(Training(pattern, accumulation), RESIDENT, speculate=False)
+
+
+def check(training: Training, memory: pagoda.Memory) -> Outcome:
+    """Train speculatively and, for comparison, resident."""
+    outcome = train(training, memory)
+    outcome.assert_same_bits(train(Training(training.pattern, 1, training.between, training.at), RESIDENT, False))
+    return outcome
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
+def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int, tmp_path: Path) -> None:
+    training = Training(pattern, accumulation)
+    outcome = train(training, memory_of(placement, tmp_path, accumulation))
+    outcome.assert_same_bits(reference(pattern, accumulation))
+    for sign, (kept, undone) in zip(pattern, training.counts, strict=True):
+        assert (kept == 0 and undone > 1) if sign == "x" else (kept > 1 and undone == 0)
+    plan = outcome.plan
+    assert plan is not None
+    assert training.counts[-1][0] + training.counts[-1][1] <= len(plan.placement.speculated)
+    assert plan.bytes["ssd"][UNDO] > 0
+    copied = sum(plan.layout.pages(plan.units[unit], GRAD) for unit in plan.placement.speculated) * PAGE
+    assert plan.bytes["host"].get(UNDO, 0) == (copied if placement == HOST_WEIGHTS else 0)
+
+
+def test_without_it_no_update_is_begun_and_the_bits_are_the_same(tmp_path: Path) -> None:
+    training = Training(PATTERNS["random"])
+    outcome = train(training, memory_of(ALL_ON_SSD, tmp_path), speculate=False)
+    outcome.assert_same_bits(reference(training.pattern, 1))
+    assert set(training.counts) == {(0, 0)}
+
+
+def test_it_pauses_until_some_steps_were_not_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "CALM_STEPS", 3)
+    training = Training(".x..x......")
+    train(training, memory_of(ALL_ON_SSD, tmp_path)).assert_same_bits(reference(training.pattern, 1))
+    assert [bool(kept) for kept, _ in training.counts] == [True] + [False] * 7 + [True] * 3
+    assert [bool(undone) for _, undone in training.counts] == [False, True] + [False] * 9
+
+
+def gathered(model: nn.Module, _optimizer: Any, outcome: Outcome) -> None:
+    with pagoda.gathered(model):
+        outcome.losses.append(sum(p.double().sum().item() for p in model.parameters()))
+
+
+def gathered_to_modify(model: nn.Module, _optimizer: Any, _outcome: Outcome) -> None:
+    with pagoda.gathered(model, modify=True):
+        for param in model.parameters():
+            param.data.mul_(0.5)
+
+
+def evaluation(model: nn.Module, _optimizer: Any, outcome: Outcome) -> None:
+    with torch.no_grad():
+        outcome.losses.append(loss_of(model(**batch("llama", torch.Generator().manual_seed(5)))).item())
+
+
+def state_dicts(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    outcome.losses += [weight.double().sum().item() for weight in model.state_dict().values()]
+    for state in optimizer.state_dict()["state"].values():
+        outcome.losses += [value.double().sum().item() for value in state.values()]
+
+
+def drained(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+    optimizer.drain()
+
+
+def another_learning_rate(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.1
+
+
+def gradients_dropped(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+    optimizer.zero_grad()
+
+
+def one_gradient_dropped(model: nn.Module, _optimizer: Any, _outcome: Outcome) -> None:
+    next(model.parameters()).grad = None
+    for param in list(model.parameters())[3:20:4]:
+        param.grad = None
+
+
+def clipped_by_hand(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+    optimizer.clip_grad_norm_(1e-6)
+
+
+def another_backward(model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+    with pytest.raises(UsageError, match="announced"):
+        loss_of(model(**batch("llama", torch.Generator().manual_seed(5)))).backward()
+    optimizer.zero_grad()
+
+
+def gradients_that_are_not_finite(model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+    optimizer.zero_grad()
+    (loss_of(model(**batch("llama", torch.Generator().manual_seed(5)))) * torch.nan).backward()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+
+
+def interrupted_backward(model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+    optimizer.zero_grad()
+
+    def interrupt(_grad: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.embed_tokens.register_forward_hook(lambda _m, _i, out: out.register_hook(interrupt) and None)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model(**batch("llama", torch.Generator().manual_seed(5)))).backward()
+    hook.remove()
+    optimizer.zero_grad()
+
+
+BETWEEN = (
+    gathered,
+    gathered_to_modify,
+    evaluation,
+    state_dicts,
+    drained,
+    another_learning_rate,
+    gradients_dropped,
+    one_gradient_dropped,
+    clipped_by_hand,
+    another_backward,
+    gradients_that_are_not_finite,
+    interrupted_backward,
+)
+
+
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD])
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+def test_whatever_is_done_before_the_step_finds_the_old_state(between: Between, placement: str, tmp_path: Path) -> None:
+    training = Training(".....", between=between)
+    check(training, memory_of(placement, tmp_path))
+    assert all(kept and not undone for kept, undone in (*training.counts[:2], *training.counts[3:]))
+    assert training.counts[2][1] > 0
+
+
+def test_closing_before_the_step_leaves_the_old_state_and_frees_every_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    model, optimizer = pagoda.wrap(
+        built(),
+        pagoda.AdamW(lr=1e-2),
+        memory=memory_of(ALL_ON_SSD, tmp_path),
+        clip_grad_norm=LIMIT,
+        accumulation_steps=1,
+        speculate=True,
+    )
+    (loss_of(model(**batch("llama", torch.Generator().manual_seed(1)))) * CALM).backward()
+    optimizer.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, wait: bool, tmp_path: Path) -> None:
+    """Saved between backward and step, and after a step with the next ones running on: each resumes with the bits."""
+    pages, checkpoints = tmp_path / "pages", tmp_path / "checkpoints"
+    pages.mkdir()
+
+    def save(name: str) -> Between:
+        def between(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+            if isinstance(optimizer, PagedOptimizer):
+                optimizer.save_checkpoint(checkpoints / name, {}, wait=wait)
+
+        return between
+
+    checkpoints.mkdir()
+    training = Training("..x..", between=save("before"), at=1)
+    outcome = train(training, memory_of(placement, pages))
+    outcome.assert_same_bits(reference(training.pattern, 1))
+    first = train(Training("."), RESIDENT, False)
+
+    def resumed(model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+        optimizer.load_checkpoint(checkpoints / "before")
+
+    loaded = run(built(), RESIDENT, resumed, clip_grad_norm=LIMIT, accumulation_steps=1)
+    loaded.losses, loaded.norms = first.losses, first.norms
+    loaded.assert_same_bits(first)
+
+
+def test_nothing_is_begun_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = False
+    monkeypatch.setattr(Saver, "pending", property(lambda _: pending))
+    counts = []
+
+    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        nonlocal pending
+        for written in (False, True, False):
+            pending = written
+            training = Training(".")
+            training(model, optimizer, outcome)
+            counts.append(bool(training.counts[0][0]))
+
+    run(built(), memory_of(ALL_ON_SSD, tmp_path), loop, clip_grad_norm=LIMIT, accumulation_steps=1, speculate=True)
+    assert counts == [True, False, True]
+
+
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD])
+def test_an_update_that_failed_before_the_step_is_done_anew(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every speculated update some block's state cannot be written; those that `step()` queues can be."""
+    store, submit = SSDTier.store, speculation.Speculation.begin
+    doomed: set[int] = set()
+
+    def begin(self: speculation.Speculation, record: Any, segments: Any, urgency: float) -> None:
+        before = self._updater.pending().get(record.unit.index)  # type: ignore[union-attr]
+        if before is not None:
+            before.wait()
+        doomed.update(run.start for run in runs(self, record.unit.index))
+        submit(self, record, segments, urgency)
+        self._open[record.unit.index].written.wait_until_done()
+
+    def runs(self: speculation.Speculation, unit: int) -> list[Run]:
+        owned = (self._gradients._store.run(unit, state) for state in ("exp_avg", "exp_avg_sq"))
+        return [run for run in owned if run is not None]
+
+    def broken(tier: SSDTier, run: Run, offset_bytes: int, data: memoryview) -> None:
+        if run.start in doomed:
+            doomed.discard(run.start)
+            raise StorageError("the disk failed")
+        store(tier, run, offset_bytes, data)
+
+    monkeypatch.setattr(speculation.Speculation, "begin", begin)
+    monkeypatch.setattr(SSDTier, "store", broken)
+    training = Training("...")
+    train(training, memory_of(placement, tmp_path)).assert_same_bits(reference(training.pattern, 1))
+    assert all(undone and not kept for kept, undone in training.counts)
+    assert len(training.counts) == 3
+
+
+def test_an_error_of_the_update_before_is_not_taken_for_one_of_the_speculated_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that `step()` asked for and that could not be written is lost, whatever is undone afterwards."""
+    store = SSDTier.store
+    broken = threading.Event()
+
+    def fail(tier: SSDTier, run: Run, offset_bytes: int, data: memoryview) -> None:
+        if broken.is_set():
+            raise StorageError("the disk failed")
+        store(tier, run, offset_bytes, data)
+
+    monkeypatch.setattr(SSDTier, "store", fail)
+
+    model, optimizer = pagoda.wrap(
+        built(),
+        pagoda.AdamW(lr=1e-2),
+        memory=memory_of(HOST_WEIGHTS, tmp_path),
+        clip_grad_norm=LIMIT,
+        accumulation_steps=1,
+        speculate=True,
+    )
+    Training("x")(model, optimizer, Outcome())
+    optimizer.drain()
+    broken.set()
+    Training("x")(model, optimizer, Outcome())
+    for written in optimizer._engine._updater.pending().values():  # type: ignore[union-attr]
+        written.wait_until_done()
+    broken.clear()
+    with pytest.raises(StorageError, match="the disk failed"):
+        Training("..")(model, optimizer, Outcome())
+    with suppress(StorageError):
+        optimizer.close()
