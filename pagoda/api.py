@@ -18,8 +18,9 @@ from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
 from pagoda.optim.adamw import AdamW, Precision, check_precision
-from pagoda.plan.placement import Budgets, Split
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.split import Split
 from pagoda.runtime.construct import Builder, check_batch_norms, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine

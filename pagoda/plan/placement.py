@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from pagoda.errors import BudgetError, ConfigError
+from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
+from pagoda.plan.fit import beside_copies, first_that_fit, last_that_fit
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.split import USUAL_SPLIT, Split
 from pagoda.plan.units import UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
@@ -201,42 +203,6 @@ class Placement:
         return self.lines.get(tier, {}).get(line, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """How host RAM is divided where not everything fits it. The defaults are a good guess; `pagoda train --plan search`
-    tries others.
-
-    Raises ConfigError for a share or a number that cannot be.
-    """
-
-    weight_share: float = 1.0
-    """Most of the weights, in pages, that RAM is home to."""
-    grad_share: float = 1.0
-    """Most of the gradients."""
-    leases_ahead: int = 2
-    """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
-    undo_first: bool = False
-    """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
-    RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
-
-    def __post_init__(self) -> None:
-        for name, share in (("weight_share", self.weight_share), ("grad_share", self.grad_share)):
-            if not 0 <= share <= 1:
-                raise ConfigError(f"split.{name} is {share}; it must be from 0 to 1.")
-        if self.leases_ahead < 1:
-            raise ConfigError(f"split.leases_ahead is {self.leases_ahead}; it must be at least 1.")
-
-    def __str__(self) -> str:
-        return (
-            f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
-            f"at most {self.leases_ahead} leases are fetched ahead"
-            f"{'; copies for undoing updates come before moments' * self.undo_first} (as set)."
-        )
-
-
-USUAL_SPLIT = Split()
-
-
 def place(
     layout: Layout,
     budgets: Budgets,
@@ -258,9 +224,8 @@ def place(
     `keep_checkpoints` is for how many of them the weights and moments on SSD have spare pages, since a checkpoint
     keeps its pages as they are; None makes it one where that fits, else none.
 
-    With `speculate`, units whose moments are on SSD are updated before it is known whether that will stand, as far as
-    there is room to keep their old states: on SSD after checkpoints, in RAM after moments, or before them if `split`
-    says so.
+    With `speculate`, units with moments on SSD are updated before it is known whether that will stand, where there is
+    room to keep their old states: on SSD after checkpoints, in RAM after moments, or before them if `split` says so.
 
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
@@ -319,13 +284,13 @@ class _Filler:
         ring_states = self._ring_pages(weights_on_ssd=False)
         left = self.host - ring_states - least_staging
         most = int(self.split.weight_share * sum(self.weight.values()))
-        weights_in = self._prefix(self.weight, min(most, left))
+        weights_in = first_that_fit(self.weight, min(most, left))
         lease_pages = 0
         if LEASES in self.buffers:
             left -= self._ring_pages(weights_on_ssd=True) - ring_states
             if left < 0:
                 self._refuse(HOST, self.host - left, self.host, "memory.host, or lower memory.unit_limit")
-            weights_in = self._prefix(self.weight, min(most, left))
+            weights_in = first_that_fit(self.weight, min(most, left))
         elif len(weights_in) < len(self.layout.units):
             lease_pages = self.layout.lease_pages(self.split.leases_ahead)
             least = self.layout.lease_pages(ahead=1)
@@ -338,11 +303,14 @@ class _Filler:
                 needed = min(streamed, resident, everything)
                 self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
             lease_pages = min(lease_pages, left)
-            weights_in = self._prefix(self.weight, min(most, left - lease_pages))
+            weights_in = first_that_fit(self.weight, min(most, left - lease_pages))
             left -= lease_pages
         left -= sum(self.weight[u] for u in weights_in)
         staging, left, grads_in = self._gradients(left + least_staging, least_staging)
-        moments_in = self._moments(left, weights_in)
+        moments_in = first_that_fit(self.moment, left)
+        if self.speculate and self.split.undo_first:
+            copies = {u.index: self._undo_pages(u, weights_in)[0] for u in self.layout.units}
+            moments_in = beside_copies(moments_in, self.moment, copies, left)
         return self._placement(weights_in, moments_in, grads_in, staging, device, lease_pages)
 
     def _gradients(self, left: int, least: int) -> tuple[int, int, frozenset[int]]:
@@ -357,49 +325,14 @@ class _Filler:
         if self.transient:
             staging = min(left, 4 * self.widest_grad)
             return staging, left - staging, frozenset()
-        kept = self._prefix(self.grad, min(int(self.split.grad_share * grads), left - least))
+        kept = first_that_fit(self.grad, min(int(self.split.grad_share * grads), left - least))
         return least, left - least - sum(self.grad[u] for u in kept), kept
 
-    def _moments(self, left: int, weights_in: frozenset[int]) -> frozenset[int]:
-        """Units whose moments live in RAM; copies for undoing the updates of the others come first if so split."""
-        chosen = self._prefix(self.moment, left)
-        if not self.speculate or not self.split.undo_first:
-            return chosen
-        copies = {u.index: self._undo_pages(u) if u.index in weights_in else 0 for u in self.layout.units}
-        left -= sum(copies.values())
-        while chosen and sum(self.moment[u] - copies[u] for u in chosen) > left:
-            chosen -= {max(chosen)}
-        return chosen
-
-    def _undo_pages(self, unit: UnitSpec) -> int:
-        """Pages of a copy of what an update changes of a unit's weights."""
-        return self.layout.pages(unit, GRAD)
-
-    def _speculated(
-        self, resident: frozenset[int], weights_in: frozenset[int], host: dict[str, int], ssd: dict[str, int], left: int
-    ) -> frozenset[int]:
-        """Units to be speculated on, the last ones first, whose gradients come first; adds what they need to the lines.
-
-        `resident` units have moments in RAM, where an update takes little time. `left` is the room in RAM.
-        """
-        if not self.speculate or self.budgets.ssd is None:
-            return frozenset()
-        free = self.budgets.ssd // self.layout.page_bytes - sum(ssd.values()) - self._spare_pages(ssd)
-        in_ram = on_ssd = 0
-        chosen = set()
-        for unit in reversed(self.layout.units):
-            if unit.index in resident or not unit.trainable_numel:
-                continue
-            copies = self._undo_pages(unit) if unit.index in weights_in else 0
-            pages = self.moment[unit.index] + (0 if unit.index in weights_in else self.weight[unit.index])
-            if in_ram + copies <= left and on_ssd + pages <= free:
-                in_ram, on_ssd = in_ram + copies, on_ssd + pages
-                chosen.add(unit.index)
-        if chosen:
-            ssd[UNDO] = on_ssd
-        if in_ram:
-            host[UNDO] = in_ram
-        return frozenset(chosen)
+    def _undo_pages(self, unit: UnitSpec, weights_in: frozenset[int]) -> tuple[int, int]:
+        """Pages, in RAM and on SSD, that keep the old states of a unit with moments on SSD beside the new."""
+        if unit.index in weights_in:  # what an update changes of weights is as large as a gradient
+            return self.layout.pages(unit, GRAD), self.moment[unit.index]
+        return 0, self.moment[unit.index] + self.weight[unit.index] if unit.trainable_numel else 0
 
     def _fixed_buffers(self) -> dict[str, int]:
         """Lines of host RAM that do not depend on where the other states live."""
@@ -420,16 +353,6 @@ class _Filler:
         """Pages of one piece of a gradient on its way from a separate device."""
         widest = max(unit.trainable_numel for unit in self.layout.units)
         return pages_for(min(widest, BOUNCE_ELEMENTS) * self.layout.itemsize(GRAD), self.layout.page_bytes)
-
-    def _prefix(self, pages: dict[int, int], room: int) -> frozenset[int]:
-        """The first units, in forward order, whose pages fit `room`."""
-        chosen = set()
-        for unit in self.layout.units:
-            room -= pages[unit.index]
-            if room < 0:
-                break
-            chosen.add(unit.index)
-        return frozenset(chosen)
 
     def _slot_pages(self, weights_on_ssd: bool) -> int:
         weight = (self.layout.weight,) if weights_on_ssd else ()
@@ -499,7 +422,12 @@ class _Filler:
         if len(moments_in) < everything or len(weights_in) < everything:
             slot_pages = self._slot_pages(len(weights_in) < everything)
             left = self.host - sum(host.values()) - RING_SLOTS * slot_pages
-            speculated = self._speculated(moments_in, weights_in, host, ssd, left)
+            if self.speculate:
+                free = (self.budgets.ssd or 0) // layout.page_bytes - sum(ssd.values()) - self._spare_pages(ssd)
+                needs = {u.index: self._undo_pages(u, weights_in) for u in layout.units if u.index not in moments_in}
+                speculated, undo = last_that_fit(needs, (left, free))
+                for tier, pages in zip((host, ssd), undo, strict=True):
+                    tier.update({UNDO: pages} if pages else {})
             ring_slots = self._ring_slots(slot_pages, taken=sum(host.values()))
             host[RING] = ring_slots * slot_pages
             self.reasons.append(
@@ -539,8 +467,7 @@ class _Filler:
         spare = self._spare_pages(ssd)
         if needed + spare > available:
             self._refuse(SSD, needed + spare, available, "memory.ssd='DIR:SIZE', or lower keep_checkpoints")
-        keep = spare // state
-        if keep:
+        if keep := spare // state:
             ssd[SPARE] = spare
             self.reasons.append(
                 f"SSD has room to keep the pages of {keep} checkpoint{'s' * (keep > 1)} beside those in use, so that "
@@ -553,11 +480,9 @@ class _Filler:
         """Pages on SSD for what changes while as many checkpoints as asked for, or as fit, keep theirs."""
         needed = sum(ssd.values()) - ssd.get(UNDO, 0)
         state = needed - ssd.get(GRAD, 0)
-        keep = self.keep_checkpoints
-        if keep is None:
-            available = (self.budgets.ssd or 0) // self.layout.page_bytes
-            keep = 1 if needed + state <= available else 0
-        return keep * state
+        if self.keep_checkpoints is not None:
+            return self.keep_checkpoints * state
+        return state if needed + state <= (self.budgets.ssd or 0) // self.layout.page_bytes else 0
 
     def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
         page = self.layout.page_bytes

@@ -14,15 +14,14 @@ from pagoda.plan.placement import (
     BLOCK_ELEMENTS,
     GRAD,
     LEASES,
-    USUAL_SPLIT,
     WEIGHT,
     Budgets,
     Layout,
     Placement,
-    Split,
     place,
 )
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.split import USUAL_SPLIT, Split
 from pagoda.plan.step_ops import StepOps
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within

@@ -9,10 +9,11 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
-from pagoda.plan.placement import Budgets, Split
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.simulate import simulate
+from pagoda.plan.split import Split
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.units import ModuleSpec
 

@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.adamw import AdamW, Hyper, Precision, step_scalars
+from pagoda.optim.adamw import AdamW, Hyper, Precision
 from pagoda.optim.kernels import kernels_for, warm_up
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import LEASES, WEIGHT
@@ -29,6 +28,7 @@ from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
 from pagoda.runtime.leases import Lease
+from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_used, next_hypers, segments_of
 from pagoda.runtime.packing import Packing, outside_use
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
@@ -39,11 +39,7 @@ from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import BlockStream, Segment, Updater, non_finite_message
-
-Group = Mapping[str, Any]
-"""One of torch's `param_groups`, as it stands when a step is taken."""
-
+from pagoda.runtime.updates import BlockStream, Updater, non_finite_message
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
@@ -125,7 +121,9 @@ class Engine:
         self._stream = stream
         self.saver = Saver()
         speculated_on = self._updater if isinstance(self._updater, Updater) else None
-        self._speculation = Speculation(plan.placement.speculated, self.gradients, speculated_on, self.saver)
+        self._speculation = Speculation(
+            plan.placement.speculated, self.gradients, speculated_on, self.saver, self.leases.drop
+        )
         self._pilot = Pilot(plan, units, self.leases, self._meter, self._wait, self._may_fetch)
         self._due: list[LiveUnit] = []
         """Units whose update under backward waits for a graph to let go of their weights."""
@@ -149,7 +147,7 @@ class Engine:
                 f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
-        self._undo(unit)
+        self._speculation.undo(unit)
         unit.used = True
         if self._publisher is not None:
             self._publisher.before_use(unit, phase)
@@ -176,7 +174,7 @@ class Engine:
             )
         if grad.layout is not torch.strided:
             raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
-        self._undo(unit)
+        self._speculation.undo(unit)
         if unit.update is not None:
             unit.wait_for_update(self._wait)
         if self._manual_scale is not None:
@@ -201,7 +199,7 @@ class Engine:
                 "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
             )
-        self._undo_all()
+        self._speculation.undo_all()
         self.gradients.clear()
         self._due.clear()
         self._manual_scale = None
@@ -244,8 +242,8 @@ class Engine:
         self.brackets.drop_interrupted()
         if self._meter.tape is not None:
             self._meter.tape.access("step")
-        self._check_hyper()
-        self._check_frozen()
+        check_hypers_are_as_used(self.units, self._used_groups, self.group_of)
+        check_frozen(self.units)
         try:
             norm = self.grad_norm()
         except NonFiniteGradientError:
@@ -257,7 +255,7 @@ class Engine:
         elif self.clip_grad_norm is not None:
             scale = self.scale_for(norm, self.clip_grad_norm)
         if scale != 1.0:
-            self._undo_all()
+            self._speculation.undo_all()
         for record in self.gradients.records():
             self._queue_update(record, scale)
         had_gradients = bool(self._norm_terms)
@@ -273,7 +271,7 @@ class Engine:
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
         self.brackets.drop_interrupted()
-        self._undo_all()
+        self._speculation.undo_all()
         self._updater.drain()
         if self._publisher is not None:
             self._publisher.publish_idle()
@@ -288,7 +286,7 @@ class Engine:
 
         Asynchronous updates are drained first: only then is it known which of them belong to that state.
         """
-        self._undo_all()
+        self._speculation.undo_all()
         if not isinstance(self._updater, Updater):
             self.drain()
         pending = self._updater.pending() if isinstance(self._updater, Updater) else {}
@@ -363,7 +361,7 @@ class Engine:
 
     def _abandon(self) -> None:
         """Leave a step whose gradients are not finite: nothing of it may be applied or wait to be."""
-        self._undo_all()
+        self._speculation.undo_all()
         self.gradients.clear()
         for unit in self.units:
             for param in unit.params:
@@ -379,8 +377,8 @@ class Engine:
     def _queue_update(self, record: UnitGradient, scale: float) -> None:
         """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on."""
         unit = record.unit
-        hypers = self._next_hypers(unit, scale)
-        segments = self._segments(unit, hypers)
+        hypers = next_hypers(unit, self.group_of, scale)
+        segments = segments_of(unit, hypers, self._rule)
         self._norm_terms[unit.index] = record
         kept = self._speculation.confirm(record, segments)
         if kept is None:
@@ -400,45 +398,12 @@ class Engine:
             self._updater.submit(record, segments, self._pilot.urgency(unit))
         self.leases.drop(unit)
 
-    def _next_hypers(self, unit: LiveUnit, scale: float) -> dict[int, Hyper]:
-        """slot -> hyperparameters, as they are now, of the next update, for slots with a gradient."""
-        return {
-            slot: Hyper.from_group(self.group_of(unit, slot), unit.steps[slot] + 1, scale)
-            for slot in range(unit.trainable)
-            if unit.params[slot].grad is not None
-        }
-
-    def _segments(self, unit: LiveUnit, hypers: Mapping[int, Hyper]) -> list[Segment]:
-        """What an update with these hyperparameters, by slot, does; adjoining slots are one segment where possible."""
-        segments: list[Segment] = []
-        for slot, hyper in hypers.items():
-            placed = unit.spec.slots[slot]
-            scalars = step_scalars(hyper)
-            noise = self._rule.noise(unit.name(slot), hyper.step)
-            start, stop = placed.offset, placed.offset + placed.param.numel
-            if segments and noise is None and (segments[-1].stop, segments[-1].scalars) == (start, scalars):
-                segments[-1] = Segment(segments[-1].start, stop, scalars)
-            else:
-                segments.append(Segment(start, stop, scalars, noise, start))
-        return segments
-
     def _speculate(self, record: UnitGradient) -> None:
         """Update a unit as `step()` will if it clips nothing."""
         unit = record.unit
-        if not self._speculation.may_begin(unit):
-            return
-        if segments := self._segments(unit, self._next_hypers(unit, 1.0)):
+        if self._speculation.may_begin(unit):
+            segments = segments_of(unit, next_hypers(unit, self.group_of, 1.0), self._rule)
             self._speculation.begin(record, segments, self._pilot.urgency(unit))
-            self.leases.drop(unit)
-
-    def _undo(self, unit: LiveUnit) -> None:
-        """Have a unit as the last `step()` left it, for whoever reads or changes it before the next one."""
-        if self._speculation.undo(unit):
-            self.leases.drop(unit)
-
-    def _undo_all(self) -> None:
-        for unit in self._speculation.undo_all():
-            self.leases.drop(unit)
 
     def _update_due(self) -> None:
         """Queue updates under backward, except where a graph may still read the weights."""
@@ -458,30 +423,6 @@ class Engine:
             else:
                 self._speculate(record)
         self._due = waiting
-
-    def _check_frozen(self) -> None:
-        """A parameter that was frozen at `wrap` has no optimizer state, so it cannot be trained later."""
-        for unit in self.units:
-            for slot in range(unit.trainable, len(unit.params)):
-                if unit.params[slot].requires_grad:
-                    raise UsageError(
-                        f"{unit.name(slot)!r} was frozen when wrap() placed it, so it has no optimizer state: wrap the "
-                        "model with it trainable (and freeze it afterwards, if need be)."
-                    )
-
-    def _check_hyper(self) -> None:
-        """Hyperparameters must be what the updates under backward used."""
-        for unit in self.units:
-            if not unit.updated:
-                continue
-            for slot in range(unit.trainable):
-                used = self._used_groups.get(id(unit.params[slot]))
-                if used is not None and used != Hyper.from_group(self.group_of(unit, slot), used.step):
-                    raise UsageError(
-                        "param_groups changed between backward and step(), but units were updated under backward "
-                        "with the old values. Change them before backward or after step(), or leave out "
-                        "wrap(accumulation_steps=...)."
-                    )
 
     def _wait(self, handle: Handle) -> None:
         if handle.done:

@@ -10,9 +10,10 @@ from torch import nn
 from pagoda.errors import UsageError
 from pagoda.optim.adamw import MOMENT_NAMES, AdamW
 from pagoda.plan.timeline import Timeline
-from pagoda.runtime.engine import Engine, Group
+from pagoda.runtime.engine import Engine
 from pagoda.runtime.hooks import ModelHooks
 from pagoda.runtime.moments import MomentTensors
+from pagoda.runtime.next_update import Group
 from pagoda.runtime.snapshot import Snapshot
 from pagoda.runtime.state_dicts import WeightStateDicts
 from pagoda.runtime.stats import StepStats

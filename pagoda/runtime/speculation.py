@@ -1,6 +1,6 @@
 """Speculation: updates under backward as if nothing will be clipped, which `step()` lets stand or has undone."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle
@@ -24,12 +24,23 @@ class Speculation:
     for. Only the compute thread calls this class.
     """
 
-    def __init__(self, units: Collection[int], gradients: Gradients, updater: Updater | None, saver: Saver) -> None:
-        """`units` are those that there is room to undo: none with asynchronous updates, whose `updater` is None."""
+    def __init__(
+        self,
+        units: Collection[int],
+        gradients: Gradients,
+        updater: Updater | None,
+        saver: Saver,
+        end_lease: Callable[[LiveUnit], None],
+    ) -> None:
+        """`units` are those that there is room to undo: none with asynchronous updates, whose `updater` is None.
+
+        `end_lease` is told of units whose weights are about to be others, or are so.
+        """
         self._units = units
         self._gradients = gradients
         self._updater = updater
         self._saver = saver
+        self._end_lease = end_lease
         self._open: dict[int, Update] = {}
         """unit -> its update, neither kept nor undone."""
         self._calm = CALM_STEPS
@@ -43,10 +54,13 @@ class Speculation:
         return self._calm >= CALM_STEPS and not self._saver.pending
 
     def begin(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> None:
-        """Queue a unit's update, for the gradient and the hyperparameters that are there now."""
+        """Queue a unit's update, for the gradient and the hyperparameters that are there now; none without elements."""
+        if not segments:
+            return
         assert self._updater is not None
         self._gradients.lend(record)
         self._open[record.unit.index] = self._updater.speculate(record, segments, urgency)
+        self._end_lease(record.unit)
 
     def confirm(self, record: UnitGradient, segments: Sequence[Segment]) -> Handle | None:
         """Keep a unit's update, if it is the one that `segments` say; else undo it, if it was begun.
@@ -70,30 +84,28 @@ class Speculation:
         self._kept += 1
         return update.published
 
-    def undo(self, unit: LiveUnit) -> bool:
-        """Have a unit's states as the last `step()` left them; False if they are. An error of the update is forgotten:
-        whatever caused it will show again.
+    def undo(self, unit: LiveUnit) -> None:
+        """Have a unit's states as the last `step()` left them. An error of the update is forgotten: whatever caused it
+        will show again.
         """
         update = self._open.pop(unit.index, None)
         if update is None:
-            return False
+            return
         assert self._updater is not None
         self._updater.withdraw(update)
         update.written.wait_until_done()
         self._updater.undo(update)
+        self._end_lease(unit)
         self._undone += 1
-        return True
 
-    def undo_all(self) -> list[LiveUnit]:
-        """Undo every update that has not been kept; returns their units."""
+    def undo_all(self) -> None:
+        """Undo every update that has not been kept."""
         updates = list(self._open.values())
         for update in updates:
             assert self._updater is not None
             self._updater.withdraw(update)
-        units = [update.record.unit for update in updates]
-        for unit in units:
-            self.undo(unit)
-        return units
+        for update in updates:
+            self.undo(update.record.unit)
 
     def end_of_step(self, clipped: bool) -> None:
         """A step has taken all gradients."""

@@ -1,0 +1,41 @@
+"""How host RAM is divided where not everything fits it."""
+
+from dataclasses import dataclass
+
+from pagoda.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How host RAM is divided where not everything fits it. The defaults are a good guess; `pagoda train --plan search`
+    tries others.
+
+    Raises ConfigError for a share or a number that cannot be.
+    """
+
+    weight_share: float = 1.0
+    """Most of the weights, in pages, that RAM is home to."""
+    grad_share: float = 1.0
+    """Most of the gradients."""
+    leases_ahead: int = 2
+    """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
+    undo_first: bool = False
+    """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
+    RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
+
+    def __post_init__(self) -> None:
+        for name, share in (("weight_share", self.weight_share), ("grad_share", self.grad_share)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"split.{name} is {share}; it must be from 0 to 1.")
+        if self.leases_ahead < 1:
+            raise ConfigError(f"split.leases_ahead is {self.leases_ahead}; it must be at least 1.")
+
+    def __str__(self) -> str:
+        return (
+            f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
+            f"at most {self.leases_ahead} leases are fetched ahead"
+            f"{'; copies for undoing updates come before moments' * self.undo_first} (as set)."
+        )
+
+
+USUAL_SPLIT = Split()

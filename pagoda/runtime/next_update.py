@@ -1,0 +1,65 @@
+"""What the next update of a unit is, by the hyperparameters as they are now; what may not change before it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pagoda.errors import UsageError
+from pagoda.optim.adamw import AdamW, Hyper, step_scalars
+from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updates import Segment
+
+Group = Mapping[str, Any]
+"""One of torch's `param_groups`, as it stands when a step is taken."""
+
+GroupOf = Callable[[LiveUnit, int], Group]
+"""The param group of a unit's parameter, by slot."""
+
+
+def next_hypers(unit: LiveUnit, group_of: GroupOf, scale: float) -> dict[int, Hyper]:
+    """slot -> hyperparameters, as they are now, of the next update, for slots with a gradient; `scale` clips it."""
+    return {
+        slot: Hyper.from_group(group_of(unit, slot), unit.steps[slot] + 1, scale)
+        for slot in range(unit.trainable)
+        if unit.params[slot].grad is not None
+    }
+
+
+def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper], rule: AdamW) -> list[Segment]:
+    """What an update with these hyperparameters, by slot, does; adjoining slots are one segment where possible."""
+    segments: list[Segment] = []
+    for slot, hyper in hypers.items():
+        placed = unit.spec.slots[slot]
+        scalars = step_scalars(hyper)
+        noise = rule.noise(unit.name(slot), hyper.step)
+        start, stop = placed.offset, placed.offset + placed.param.numel
+        if segments and noise is None and (segments[-1].stop, segments[-1].scalars) == (start, scalars):
+            segments[-1] = Segment(segments[-1].start, stop, scalars)
+        else:
+            segments.append(Segment(start, stop, scalars, noise, start))
+    return segments
+
+
+def check_frozen(units: Iterable[LiveUnit]) -> None:
+    """A parameter that was frozen at `wrap` has no optimizer state, so it cannot be trained later."""
+    for unit in units:
+        for slot in range(unit.trainable, len(unit.params)):
+            if unit.params[slot].requires_grad:
+                raise UsageError(
+                    f"{unit.name(slot)!r} was frozen when wrap() placed it, so it has no optimizer state: wrap the "
+                    "model with it trainable (and freeze it afterwards, if need be)."
+                )
+
+
+def check_hypers_are_as_used(units: Iterable[LiveUnit], used_groups: Mapping[int, Hyper], group_of: GroupOf) -> None:
+    """Hyperparameters must be what the updates under backward used."""
+    for unit in units:
+        if not unit.updated:
+            continue
+        for slot in range(unit.trainable):
+            used = used_groups.get(id(unit.params[slot]))
+            if used is not None and used != Hyper.from_group(group_of(unit, slot), used.step):
+                raise UsageError(
+                    "param_groups changed between backward and step(), but units were updated under backward "
+                    "with the old values. Change them before backward or after step(), or leave out "
+                    "wrap(accumulation_steps=...)."
+                )
