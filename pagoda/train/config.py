@@ -115,8 +115,8 @@ class TrainConfig:
     """Largest global norm of the gradient, or None for no clipping."""
     speculate: bool | None = None
     """With clipping and state on SSD, update under backward as if nothing would be clipped, and redo that where
-    something is: the same bits. By default where there is room to keep the old state; --speculate gives the copies of
-    weights that this takes in RAM precedence over other state there."""
+    something is: the same bits. By default where there is room to keep the old state; True gives the copies of weights
+    that this takes in RAM precedence over other state there, False does without."""
     update: Literal["sync", "async"] = "sync"
     """async: forward and backward do not wait for updates, whose results lag by some steps. For state on an SSD that is
     slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""
