@@ -2,17 +2,18 @@
 
     python benchmarks/ssd.py --ssd DIR [--ssd DIR ...] [--out FILE]
 
-Alternates, in rounds, three things that move the same bytes: raw O_DIRECT reads and writes together, two threads each
-way for each drive; one optimizer step over states on SSD from `step()` to `drain()`, with nothing computed beside it;
-and the same with the hash left out. Weights and gradients are in RAM; low halves and moments stream.
+Alternates, in rounds, three things that move the same bytes: raw O_DIRECT reads and writes together of the same pages,
+two threads each way for each drive; one optimizer step over states on SSD from `step()` to `drain()`, with nothing
+computed beside it; and the same with the hash left out. Weights and gradients are in RAM; low halves and moments stream.
 """
 
 import argparse
 import json
+import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,8 @@ from pagoda.memory.slots import Hashes
 from pagoda.runtime.lanes import SSD_THREADS
 
 PAGE = 4 << 20
+RING = 12
+"""Buffers of a drive: about as many as the update's ring has."""
 
 
 def main() -> None:
@@ -59,8 +62,10 @@ def measure(directories: list[Path], layers: int, width: int, rounds: int) -> di
             unhashed.step()
         hashed.step()
         pages = hashed.bytes_on_ssd // PAGE
+        raw = Raw(folders["raw"], pages)
+        stack.callback(raw.close)
         for turn in range(rounds):
-            seconds["raw"].append(raw_seconds(folders["raw"], pages))
+            seconds["raw"].append(raw.step())
             for kind in ("hashed", "unhashed") if turn % 2 else ("unhashed", "hashed"):
                 if kind == "hashed":
                     seconds[kind].append(hashed.step())
@@ -93,7 +98,7 @@ class Streaming:
 
     def step(self) -> float:
         """Seconds from `step()` until every state is written back."""
-        self.model(torch.ones(1, self.width, dtype=torch.bfloat16)).sum().backward()
+        self.model(torch.randn(1, self.width, dtype=torch.bfloat16)).sum().backward()
         start = time.perf_counter()
         self.optimizer.step()
         self.optimizer.drain()
@@ -116,20 +121,30 @@ def without_hashes() -> Iterator[None]:
         yield
 
 
-def raw_seconds(directories: list[Path], pages: int) -> float:
-    """Seconds to read `pages` pages and write as many, at once, shared out over the drives."""
-    each = pages // len(directories)
-    with ExitStack() as stack:
-        work: list[threading.Thread] = []
-        for directory in directories:
-            file = stack.enter_context(PageFile(directory, 2 * each, PAGE))
-            arena = Arena(2 * SSD_THREADS * PAGE)
-            for page in range(2 * each):  # the first write to a reserved block costs more than all others
-                file.pwrite(page, arena.view(0, PAGE))
-            for number in range(2 * SSD_THREADS):
-                move, first = (file.pread, 0) if number % 2 else (file.pwrite, each)
-                share = range(first + number // 2, first + each, SSD_THREADS)
-                work.append(threading.Thread(target=transfer, args=(move, share, arena.view(number * PAGE, PAGE))))
+class Raw:
+    """Reads of every page and, as soon as it has been read, its write to the same place: what the update moves, without
+    anything but the transfers.
+    """
+
+    def __init__(self, directories: list[Path], pages: int) -> None:
+        self._each = pages // len(directories)
+        self._files = [PageFile(directory, self._each, PAGE) for directory in directories]
+        self._arena = Arena(len(directories) * RING * PAGE)
+        # What a drive could compress, or not write at all, would not be the rate of moments.
+        noise = np.random.default_rng(0).bytes(PAGE)
+        for slot in range(len(directories) * RING):
+            self._view(slot)[:] = noise
+        for file in self._files:
+            for page in range(self._each):
+                file.pwrite(page, self._view(page % RING))
+
+    def step(self) -> float:
+        """Seconds to read and write every page once."""
+        work = [
+            thread
+            for number, file in enumerate(self._files)
+            for thread in self._threads(file, range(self._each), number)
+        ]
         start = time.perf_counter()
         for thread in work:
             thread.start()
@@ -137,10 +152,35 @@ def raw_seconds(directories: list[Path], pages: int) -> float:
             thread.join()
         return time.perf_counter() - start
 
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
-def transfer(move: Callable[[int, memoryview], None], pages: range, view: memoryview) -> None:
-    for page in pages:
-        move(page, view)
+    def _view(self, slot: int) -> memoryview:
+        return self._arena.view(slot * PAGE, PAGE)
+
+    def _threads(self, file: PageFile, pages: range, number: int) -> list[threading.Thread]:
+        """Two that read and two that write one drive's pages, through a ring of buffers."""
+        free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        filled: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        for slot in range(RING):
+            free.put(number * RING + slot)
+
+        def read(share: range) -> None:
+            for page in share:
+                slot = free.get()
+                file.pread(page, self._view(slot))
+                filled.put((page, slot))
+            filled.put(None)
+
+        def write() -> None:
+            while (item := filled.get()) is not None:
+                page, slot = item
+                file.pwrite(page, self._view(slot))
+                free.put(slot)
+
+        readers = [threading.Thread(target=read, args=(pages[i::SSD_THREADS],)) for i in range(SSD_THREADS)]
+        return [*readers, *(threading.Thread(target=write) for _ in range(SSD_THREADS))]
 
 
 if __name__ == "__main__":
