@@ -4,10 +4,11 @@
 
 Alternates, in rounds, three things that move the same bytes: raw O_DIRECT reads and writes together of the same pages,
 two threads each way for each drive; one optimizer step over states on SSD from `step()` to `drain()`, with nothing
-computed beside it; and the same with the hash left out. Weights and gradients are in RAM; low halves and moments stream.
+computed beside it; and the same with the hash left out. Weights and gradients are in RAM, the other states on SSD.
 """
 
 import argparse
+import itertools
 import json
 import queue
 import statistics
@@ -62,7 +63,7 @@ def measure(directories: list[Path], layers: int, width: int, rounds: int) -> di
             unhashed.step()
         hashed.step()
         pages = hashed.bytes_on_ssd // PAGE
-        raw = Raw(folders["raw"], pages)
+        raw = Raw(folders["raw"], pages, hashed)
         stack.callback(raw.close)
         for turn in range(rounds):
             seconds["raw"].append(raw.step())
@@ -106,6 +107,17 @@ class Streaming:
         self.optimizer.zero_grad()
         return elapsed
 
+    def load_pages(self, view: memoryview) -> Iterator[None]:
+        """Every page of state on SSD, one after another, in `view`."""
+        engine = self.optimizer._engine
+        assert engine.store.ssd is not None
+        for unit, state in itertools.product(engine.plan.units, engine.plan.layout.states):
+            run = engine.store.run(unit.index, state.name)
+            for page in range(run.count if run else 0):
+                assert run is not None
+                engine.store.ssd.load(run, page * PAGE, view)
+                yield
+
     def close(self) -> None:
         self.optimizer.close()
 
@@ -126,17 +138,17 @@ class Raw:
     anything but the transfers.
     """
 
-    def __init__(self, directories: list[Path], pages: int) -> None:
+    def __init__(self, directories: list[Path], pages: int, content: "Streaming") -> None:
         self._each = pages // len(directories)
         self._files = [PageFile(directory, self._each, PAGE) for directory in directories]
         self._arena = Arena(len(directories) * RING * PAGE)
-        # What a drive could compress, or not write at all, would not be the rate of moments.
-        noise = np.random.default_rng(0).bytes(PAGE)
-        for slot in range(len(directories) * RING):
-            self._view(slot)[:] = noise
-        for file in self._files:
-            for page in range(self._each):
-                file.pwrite(page, self._view(page % RING))
+        # The pages' own content: a drive may compress what it is given.
+        places = itertools.cycle((file, page) for file in self._files for page in range(self._each))
+        filled = 0
+        while filled < pages:
+            for (file, page), _ in zip(places, content.load_pages(self._view(0)), strict=False):
+                file.pwrite(page, self._view(0))
+                filled += 1
 
     def step(self) -> float:
         """Seconds to read and write every page once."""
