@@ -281,14 +281,17 @@ class Engine:
         self.drain()
         self.saver.settle()
 
-    def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, list[Run]]) -> Capture:
-        """Start capturing every state as the last `step()` leaves it: `pieces` gives what of a unit is to be written.
+    def prepare_capture(self) -> None:
+        """Let states be as the last `step()` leaves them, but for updates that it has queued.
 
-        Asynchronous updates are drained first: only then is it known which of them belong to that state.
+        Asynchronous updates are drained: only then is it known which of them belong to that state, and where it lies.
         """
         self._speculation.undo_all()
         if not isinstance(self._updater, Updater):
             self.drain()
+
+    def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, list[Run]]) -> Capture:
+        """Start capturing every state as the last `step()` leaves it: `pieces` gives what of a unit is to be written."""
         pending = self._updater.pending() if isinstance(self._updater, Updater) else {}
         expected = sorted(self.units, key=self._pilot.urgency, reverse=self.plan.options.update_under_backward)
         of_all = (piece for unit in expected for piece in pieces(unit.index))

@@ -67,6 +67,7 @@ class Snapshot:
         }
         content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+        self._engine.prepare_capture()
         kept = self._kept_on_ssd(replaces)
         capture = self._engine.capture(
             lambda unit: self._pieces(unit, kept.get(unit)),
@@ -93,7 +94,8 @@ class Snapshot:
     def _paged(self, unit: LiveUnit) -> PagedUnit:
         """A unit's layout, and the states of it whose home is SSD."""
         parameters = (PagedParameter(s.param.name, s.offset, s.param.shape, s.param.trainable) for s in unit.spec.slots)
-        runs = {state.name: self._engine.store.run(unit.index, state.name) for state in self._states}
+        store = self._engine.store
+        runs = {s.name: store.run(unit.index, store.newest_extent(unit.index, s.name)) for s in self._states}
         return PagedUnit(tuple(parameters), {state: run for state, run in runs.items() if run is not None})
 
     def _write(
@@ -166,11 +168,11 @@ class Snapshot:
 
     def _adopt(self, checkpoint: Checkpoint, unit: LiveUnit, state: str) -> bool:
         """Let an extent have the pages that the checkpoint keeps in this very store; False where it does not."""
-        pages, ssd, run = checkpoint.pages, self._engine.store.ssd, self._engine.store.run(unit.index, state)
-        if pages is None or ssd is None or run is None:
+        pages, ssd, runs = checkpoint.pages, self._engine.store.ssd, self._engine.store.runs(unit.index, state)
+        if pages is None or ssd is None or not runs:
             return False
         its_run = pages.extent(self._paged(unit).parameters, state)
-        return its_run is not None and ssd.adopt(run, pages.committed, its_run)
+        return its_run is not None and all(ssd.adopt(run, pages.committed, its_run) for run in runs)
 
     def _copy_in(self, checkpoint: Checkpoint, unit: LiveUnit, state: StateSpec) -> None:
         """Copy one state of a unit from the checkpoint, parameter by parameter."""

@@ -120,6 +120,11 @@ class Store:
         """The slots of an SSD extent, or None when its home is elsewhere."""
         return self._runs.get((unit, state))
 
+    def runs(self, unit: int, state: str) -> list[Run]:
+        """The slots of every SSD extent of a state: weights have two where updates are asynchronous."""
+        names = (WEIGHT, WEIGHT_BACK) if state == WEIGHT else (state,)
+        return [run for name in names if (run := self.run(unit, name)) is not None]
+
     def ring_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
         """Bytes of one slot of the ring."""
         return self.host.view(self.ring[slot], offset, nbytes)

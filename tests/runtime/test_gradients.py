@@ -94,7 +94,7 @@ def test_complete_units_are_written_behind_and_give_their_frames_to_others(tmp_p
     with parts(tmp_path, EQUAL, staged_units=2) as part:
         for unit in part.units:
             part.arrive(unit)
-        part.settle()
+            part.settle()
         extent = part.plan.layout.pages(part.plan.units[0], "grad") * part.plan.page_bytes
         assert part.bytes_moved("ssd_write") == len(EQUAL) * extent
         resident = [record.buffer is not None for record in part.gradients.records()]
