@@ -191,8 +191,8 @@ class Raw:
                 file.pwrite(page, self._view(slot))
                 free.put(slot)
 
-        readers = [threading.Thread(target=read, args=(pages[i::2],)) for i in range(2)]
-        return [*readers, *(threading.Thread(target=write) for _ in range(2))]
+        readers = [threading.Thread(target=read, args=(pages[i::SSD_THREADS],)) for i in range(SSD_THREADS)]
+        return [*readers, *(threading.Thread(target=write) for _ in range(SSD_THREADS))]
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ class Engine:
             self.drain()
 
     def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, list[Run]]) -> Capture:
-        """Start capturing every state as the last `step()` leaves it: `pieces` gives what of a unit is to be written."""
+        """Start capturing every state as the last `step()` leaves it: `pieces` gives what of a unit is written."""
         pending = self._updater.pending() if isinstance(self._updater, Updater) else {}
         expected = sorted(self.units, key=self._pilot.urgency, reverse=self.plan.options.update_under_backward)
         of_all = (piece for unit in expected for piece in pieces(unit.index))
