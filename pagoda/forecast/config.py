@@ -49,6 +49,9 @@ class PlanConfig:
     speculate: bool | None = None
     """With clipping and state on SSD, update under backward as if nothing would be clipped, and redo that where
     something is. By default where there is room to keep the old state. The forecast step is not clipped."""
+    keep_checkpoints: int = 0
+    """Checkpoints that the run keeps: state on SSD takes this many times more room there. `pagoda train` keeps 2, if
+    --checkpoint-every is given."""
     gradient_checkpointing: bool = True
     """Recompute layers in backward instead of saving their activations."""
     plan: PlanMode = "search"

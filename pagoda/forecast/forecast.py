@@ -202,4 +202,5 @@ def options_of(config: PlanConfig) -> Options:
         config.accumulation_steps,
         config.clip_grad_norm is not None,
         speculate=config.speculate,
+        keep_checkpoints=config.keep_checkpoints,
     )

@@ -52,6 +52,8 @@ def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, .
         memory=config.memory,
         clip_grad_norm=config.clip_grad_norm,
         speculate=config.speculate,
+        keep_checkpoints=config.kept_on_ssd,
+        moments=config.optim.moments,
         gradient_checkpointing=config.gradient_checkpointing,
     )
     made = forecast(asked, _here(asked, memory), measure=False)

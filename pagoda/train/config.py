@@ -158,6 +158,11 @@ class TrainConfig:
         if self.clip_grad_norm is not None:
             require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
 
+    @property
+    def kept_on_ssd(self) -> int:
+        """Checkpoints that state on SSD has spare pages for: none where only an interrupted run saves one."""
+        return self.keep_checkpoints if self.checkpoint_every else 0
+
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back to an equal one."""
         return json.dumps(asdict(self), indent=2, default=str) + "\n"

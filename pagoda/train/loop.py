@@ -93,7 +93,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         accumulation_steps=config.accumulation_steps,
         update=config.update,
         max_staleness=config.max_staleness,
-        keep_checkpoints=config.keep_checkpoints if config.checkpoint_every else 0,
+        keep_checkpoints=config.kept_on_ssd,
     )
     try:
         console.print(plan_table(plan_of(model)))

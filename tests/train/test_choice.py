@@ -65,7 +65,7 @@ def test_a_measured_machine_runs_what_is_forecast_and_says_so(config: TrainConfi
     assert predicted.choice.best.options != predicted.choice.usual().best.options
     assert (result.plan.layout, result.plan.placement) == (predicted.plan.layout, predicted.plan.placement)
     assert "chosen by a search, which took" in shown
-    assert "Next best" in shown
+    assert "fastest other" in shown
 
 
 def test_a_run_may_be_resumed_with_another_plan_and_its_bits_stay(config: TrainConfig, tmp_path: Path) -> None:
