@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import nn
 
 import pagoda
-from pagoda.calibrate import calibrate, profile_compute
+from pagoda.calibrate import ComputeProfiler, calibrate
 from pagoda.plan.compute import Compute
 from pagoda.plan.planner import Options, make_plan
 from pagoda.plan.simulate import simulate
@@ -142,7 +142,8 @@ def predict(settings: Settings) -> dict[str, object]:
     memory = settings.memory
     hardware = calibrate(settings.ssd, memory.torch_device)
     load = settings.workload
-    profile = profile_compute(load.model, batch_size=load.batch_size, seq_len=load.seq_len, device=memory.torch_device)
+    profiler = ComputeProfiler(load.model, batch_size=load.batch_size, seq_len=load.seq_len, device=memory.torch_device)
+    profile = profiler.measure()
     root = describe(_meta(settings))
     plan = make_plan(root, pagoda.AdamW().states("bf16"), memory.budgets(), Options(clipping=True))
     predicted = simulate(plan, hardware, Compute.from_profile(profile, root).of_step(root, plan))

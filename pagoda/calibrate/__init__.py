@@ -2,7 +2,7 @@
 
 from pagoda.calibrate.machine import calibrate
 from pagoda.calibrate.meter import Effort
-from pagoda.calibrate.model import ComputeProfiler, profile_compute
+from pagoda.calibrate.model import ComputeProfiler
 from pagoda.calibrate.ranks import launched
 
-__all__ = ["ComputeProfiler", "Effort", "calibrate", "launched", "profile_compute"]
+__all__ = ["ComputeProfiler", "Effort", "calibrate", "launched"]

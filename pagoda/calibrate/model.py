@@ -67,6 +67,10 @@ class ComputeProfiler:
             self._ids = torch.randint(min(256, vocabulary), (batch_size, seq_len)).to(self._device)
             _round(self._few, self._more, self._ids)
 
+    def measure(self, budget_s: float = 15.0) -> ComputeProfile:
+        """Takes `budget_s` seconds of rounds, and three rounds where that is longer."""
+        return self.profile(self.rounds(_LEAST_ROUNDS, _MOST_ROUNDS, budget_s))
+
     def rounds(self, least: int, most: int, budget_s: float) -> list[Round]:
         """As many rounds as `budget_s` seconds allow, between `least` and `most`."""
         rounds: list[Round] = []
@@ -79,35 +83,6 @@ class ComputeProfiler:
     def profile(self, rounds: Sequence[Round]) -> ComputeProfile:
         """What a layer, the head and the embedding took, by the medians of rounds."""
         return _profile(rounds, self._layers)
-
-
-def profile_compute(
-    name_or_dir: str,
-    *,
-    batch_size: int,
-    seq_len: int,
-    precision: Precision = "bf16",
-    gradient_checkpointing: bool = True,
-    device: torch.device | None = None,
-    budget_s: float = 15.0,
-) -> ComputeProfile:
-    """Seconds that plain PyTorch takes for this model's modules on one batch, here; see `ComputeProfiler`.
-
-    Takes `budget_s` seconds of rounds that count, and three rounds where that is longer; building and warming up come
-    on top.
-
-    Raises:
-        ConfigError: as `build_model`, or an unknown precision.
-    """
-    profiler = ComputeProfiler(
-        name_or_dir,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        precision=precision,
-        gradient_checkpointing=gradient_checkpointing,
-        device=device,
-    )
-    return profiler.profile(profiler.rounds(_LEAST_ROUNDS, _MOST_ROUNDS, budget_s))
 
 
 def _layers_wanted(name_or_dir: str, few: nn.Module) -> int:

@@ -181,16 +181,16 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
 
 def _measured(config: PlanConfig, subject: Subject) -> Compute:
     """Seconds of each module on this machine's processors."""
-    from pagoda.calibrate import profile_compute
+    from pagoda.calibrate import ComputeProfiler
 
-    profile = profile_compute(
+    profiler = ComputeProfiler(
         subject.name,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         precision=config.precision,
         gradient_checkpointing=config.gradient_checkpointing,
     )
-    return Compute.from_profile(profile, subject.root)
+    return Compute.from_profile(profiler.measure(), subject.root)
 
 
 def options_of(config: PlanConfig) -> Options:

@@ -10,7 +10,6 @@ from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.adamw import StateSpec
 from pagoda.optim.flat import join
 from pagoda.plan.placement import WEIGHT
-from pagoda.plan.units import ParamSpec
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import home_of
 from pagoda.runtime.optimizer import PagedOptimizer
@@ -107,7 +106,9 @@ class OptimizerState:
         """
         states, groups = state_dict["state"], state_dict["param_groups"]
         for moment in self._moments:
-            shapes = {name: _shape(moment, unit.spec.slots[slot].param) for name, (unit, slot) in self._slots.items()}
+            shapes = {
+                name: moment.shape(unit.spec.slots[slot].param.shape) for name, (unit, slot) in self._slots.items()
+            }
             _check({name: state.get(moment.name) for name, state in states.items()}, shapes)
         live = self._groups()
         if [group["params"] for group in groups] != [group["params"] for group in live]:
@@ -131,12 +132,7 @@ class OptimizerState:
     def _read(self, unit: LiveUnit, slot: int, state: StateSpec) -> torch.Tensor:
         placed = unit.spec.slots[slot]
         first, count = state.elements(placed.offset), state.elements(placed.param.numel)
-        return self._engine.store.read(unit.index, state.name, first, count).view(_shape(state, placed.param))
-
-
-def _shape(state: StateSpec, param: ParamSpec) -> tuple[int, ...]:
-    """Of a parameter's state: the parameter's, or flat where one element stands for many."""
-    return param.shape if state.per == 1 else (state.elements(param.numel),)
+        return self._engine.store.read(unit.index, state.name, first, count).view(state.shape(placed.param.shape))
 
 
 def _settle(engine: Engine) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from pagoda.calibrate import ComputeProfiler
 from pagoda.calibrate import model as calibrated
-from pagoda.calibrate import profile_compute
 from pagoda.errors import ConfigError
 from pagoda.models import build_model, layer_count
 from pagoda.plan.profile import ComputeProfile
@@ -32,14 +32,14 @@ def small(tmp_path: Path) -> str:
 
 
 def profiled(model: str, precision: str = "bf16", gradient_checkpointing: bool = True) -> ComputeProfile:
-    return profile_compute(
+    profiler = ComputeProfiler(
         model,
         batch_size=2,
         seq_len=128,
         precision=precision,  # type: ignore[arg-type]
         gradient_checkpointing=gradient_checkpointing,
-        budget_s=0.5,
     )
+    return profiler.measure(budget_s=0.5)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [True, False])
@@ -100,4 +100,4 @@ def test_what_cannot_be_built_is_refused() -> None:
     with pytest.raises(ConfigError, match="fp8"):
         profiled("llama-15m", "fp8")
     with pytest.raises(ConfigError, match="positions"):
-        profile_compute("gpt2", batch_size=1, seq_len=4096)
+        ComputeProfiler("gpt2", batch_size=1, seq_len=4096)
