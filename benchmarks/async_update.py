@@ -32,7 +32,8 @@ import pagoda
 from pagoda.memory.page import Run as Pages
 from pagoda.memory.ssd_tier import SSDTier
 from pagoda.models import build_model
-from pagoda.plan.placement import GRAD, RING_SLOTS, WEIGHT, Budgets
+from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.runtime.construct import describe
 from pagoda.train.config import OptimConfig

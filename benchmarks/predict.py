@@ -29,7 +29,8 @@ from pagoda.errors import BudgetError
 from pagoda.models import build_model
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
-from pagoda.plan.placement import GRAD, RING_SLOTS, WEIGHT, Budgets
+from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.plan.simulate import simulate
 from pagoda.plan.timeline import Timeline

@@ -24,7 +24,8 @@ import pagoda
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import Moments
 from pagoda.optim.adamw import Precision, StateSpec
-from pagoda.plan.placement import GRAD, RING_SLOTS, WEIGHT, Budgets
+from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.units import ModuleSpec
 from pagoda.runtime.construct import describe

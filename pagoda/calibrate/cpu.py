@@ -11,7 +11,8 @@ from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
 from pagoda.optim import AdamW, Hyper, step_scalars
 from pagoda.optim.kernels import kernels_for, warm_up
 from pagoda.plan.hardware import Cpu, Figure
-from pagoda.plan.placement import BLOCK_ELEMENTS, BOUNCE_ELEMENTS
+from pagoda.plan.layout import BLOCK_ELEMENTS
+from pagoda.plan.placement import BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.lanes import Lane
 

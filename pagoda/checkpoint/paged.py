@@ -13,7 +13,7 @@ from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.committed import CommittedPages, open_commit
 from pagoda.memory.page import Run, pages_for
-from pagoda.plan.placement import WEIGHT
+from pagoda.plan.layout import WEIGHT
 
 PAGED = "paged"
 """The manifest's key."""

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from pagoda.errors import CheckpointError
-from pagoda.plan.placement import PIECE_ELEMENTS
+from pagoda.plan.layout import PIECE_ELEMENTS
 
 _NAMES = {
     torch.complex64: "C64",

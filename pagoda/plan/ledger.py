@@ -2,21 +2,18 @@
 
 from collections.abc import Sequence
 
+from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import (
     BOUNCE,
     CHECKPOINT,
     COLLECTIVE_BUFFERS,
     FETCH_RING,
-    GRAD,
-    GRAD_QUEUE,
     LEASES,
     RING,
     SPARE,
     STAGING,
     UNDO,
-    WEIGHT_BACK,
-    Layout,
     Placement,
 )
 

@@ -8,18 +8,10 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.adamw import StateSpec
+from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, SSD, Kind, Op
-from pagoda.plan.placement import (
-    BLOCK_ELEMENTS,
-    GRAD,
-    LEASES,
-    WEIGHT,
-    Budgets,
-    Layout,
-    Placement,
-    place,
-)
+from pagoda.plan.placement import LEASES, Budgets, Placement, place
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.split import USUAL_SPLIT, Split
 from pagoda.plan.step_ops import StepOps

@@ -12,8 +12,9 @@ from itertools import pairwise
 
 from pagoda.errors import ConfigError
 from pagoda.plan.hardware import Hardware
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD, Kind, Op
-from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
+from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.rates import Rates

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, HOST, SSD
-from pagoda.plan.placement import GRAD, STAGING, WEIGHT
+from pagoda.plan.placement import STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.rates import Rates

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
+from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ops import COLLECTIVE, DEVICE, SSD, Kind, Op
-from pagoda.plan.placement import GRAD, LEASES, WEIGHT, Layout, Placement
+from pagoda.plan.placement import LEASES, Placement
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.schedule import schedule_leases
 from pagoda.plan.trace import STEP, Phase, Trace

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagoda.plan.placement import WEIGHT, WEIGHT_BACK
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store

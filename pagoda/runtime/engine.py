@@ -15,8 +15,9 @@ from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.memory.page import Run
 from pagoda.optim.adamw import AdamW, Hyper, Precision
 from pagoda.optim.kernels import kernels_for, warm_up
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import LEASES, WEIGHT
+from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.trace import Phase

@@ -5,8 +5,9 @@ import queue
 import torch
 
 from pagoda.memory.page import pages_for
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
-from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS, WEIGHT
+from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.lanes import Handle, Lane, Latch
 from pagoda.runtime.store import Store

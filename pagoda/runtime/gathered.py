@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pagoda.errors import UsageError
-from pagoda.plan.placement import WEIGHT
+from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit

@@ -13,8 +13,9 @@ from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slabs import SlabRegion
 from pagoda.optim.kernels import Kernels
+from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
-from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS, GRAD
+from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.store import Store

@@ -6,8 +6,9 @@ import torch
 
 from pagoda.memory.slabs import SlabRegion
 from pagoda.memory.tier import MemoryTier
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE, HOST
-from pagoda.plan.placement import GRAD, LEASES, STAGING, WEIGHT
+from pagoda.plan.placement import LEASES, STAGING
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Leases

@@ -18,8 +18,9 @@ from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.adamw import Hyper, StateSpec
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import SSD
-from pagoda.plan.placement import SPARE, WEIGHT
+from pagoda.plan.placement import SPARE
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit

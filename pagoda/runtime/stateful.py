@@ -9,7 +9,7 @@ from torch import nn
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.adamw import StateSpec
 from pagoda.optim.flat import join
-from pagoda.plan.placement import WEIGHT
+from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import home_of
 from pagoda.runtime.optimizer import PagedOptimizer

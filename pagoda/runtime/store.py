@@ -10,19 +10,9 @@ from pagoda.memory.page import Run, pages_for
 from pagoda.memory.ssd_tier import SSDTier
 from pagoda.memory.tier import MemoryTier
 from pagoda.optim.flat import split
+from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import (
-    BLOCK_ELEMENTS,
-    CHECKPOINT,
-    GRAD,
-    LEASES,
-    RING,
-    SPARE,
-    STAGING,
-    UNDO,
-    WEIGHT,
-    WEIGHT_BACK,
-)
+from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device

@@ -4,7 +4,8 @@ import ctypes
 import threading
 
 from pagoda.memory.frozen import Fork
-from pagoda.plan.placement import UNDO, WEIGHT
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.placement import UNDO
 from pagoda.runtime.store import Store
 
 

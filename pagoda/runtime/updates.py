@@ -14,8 +14,8 @@ from pagoda.memory.page import pages_for
 from pagoda.optim.adamw import Scalars
 from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import Kernels
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import SSD
-from pagoda.plan.placement import GRAD, WEIGHT
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pagoda.optim import AdamW
 from pagoda.plan.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate
-from pagoda.plan.placement import Layout
+from pagoda.plan.layout import Layout
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
 

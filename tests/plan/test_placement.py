@@ -7,20 +7,10 @@ from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.memory import pages_for
+from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.placement import (
-    FETCH_RING,
-    GRAD,
-    LEASES,
-    RING,
-    STAGING,
-    WEIGHT,
-    Budgets,
-    Layout,
-    Placement,
-    place,
-)
+from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, Budgets, Placement, place
 
 from .strategies import STATES, Draw, layouts, unit
 

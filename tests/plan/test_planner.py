@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from pagoda.errors import BudgetError
 from pagoda.memory import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.slabs import SlabPool
+from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST, LANES, SSD, Kind
-from pagoda.plan.placement import GRAD, LEASES, Budgets
+from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, enclosing

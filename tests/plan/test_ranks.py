@@ -10,8 +10,9 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.describe import module_spec
 from pagoda.plan.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD, Kind
-from pagoda.plan.placement import COLLECTIVE_BUFFERS, GRAD, LEASES, WEIGHT, Budgets
+from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks, ring_bytes
 from pagoda.plan.rates import Rates

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE, SSD, Kind
-from pagoda.plan.placement import GRAD, WEIGHT, Budgets
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.rates import READ, UPDATE, WRITE, Rates
 from pagoda.plan.search import search

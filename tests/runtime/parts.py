@@ -12,8 +12,9 @@ from pagoda.memory import Arena, MemoryTier
 from pagoda.memory.slabs import SlabRegion
 from pagoda.optim import AdamW, Precision
 from pagoda.optim.kernels import Kernels, kernels_for, warm_up
+from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, RING_SLOTS
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import BLOCK_ELEMENTS, CHECKPOINT, GRAD, RING, RING_SLOTS, Budgets, Placement
+from pagoda.plan.placement import CHECKPOINT, RING, Budgets, Placement
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.runtime.construct import describe, live_units
 from pagoda.runtime.device import Device

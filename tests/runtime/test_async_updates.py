@@ -33,7 +33,8 @@ from zoo import (
 import pagoda
 from pagoda.memory import Arena
 from pagoda.memory.ssd_tier import SSDTier
-from pagoda.plan.placement import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Budgets
+from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
+from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.runtime.construct import describe
 from pagoda.runtime.engine import Engine

@@ -17,7 +17,8 @@ import pagoda
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd_tier import SSDTier
-from pagoda.plan.placement import GRAD, UNDO
+from pagoda.plan.layout import GRAD
+from pagoda.plan.placement import UNDO
 from pagoda.runtime import speculation
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.saver import Saver

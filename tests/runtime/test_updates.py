@@ -13,7 +13,7 @@ import torch
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory import Run
 from pagoda.optim import Hyper, Precision, flat, step_scalars
-from pagoda.plan.placement import RING_SLOTS
+from pagoda.plan.layout import RING_SLOTS
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.updates import BlockStream, Segment, Updater
