@@ -176,30 +176,8 @@ def wrap(
     """
     memory = memory or Memory()
     check_precision(precision)
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ConfigError(f"clip_grad_norm is {clip_grad_norm}; it must be above 0, or None for no clipping.")
-    if accumulation_steps is not None and accumulation_steps < 1:
-        raise ConfigError(f"accumulation_steps is {accumulation_steps}; it must be at least 1.")
-    if keep_checkpoints is not None and keep_checkpoints < 0:
-        raise ConfigError(f"keep_checkpoints is {keep_checkpoints}; it must be 0 or more.")
-    if update not in get_args(Update):
-        raise ConfigError(f"update is {update!r}; use one of {', '.join(get_args(Update))}.")
-    if max_staleness < 0:
-        raise ConfigError(f"max_staleness is {max_staleness}; it must be 0 or more.")
-    if speculate and (clip_grad_norm is None or accumulation_steps is None or update == "async"):
-        raise ConfigError(
-            "speculate=True is for updates under backward with clipping: give clip_grad_norm and accumulation_steps, "
-            "and leave out update='async'."
-        )
-    if any(is_paged(param) for param in model.parameters()):
-        raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
-    if not any(True for _ in model.parameters()):
-        raise ConfigError("The model has no parameters: there is nothing to train.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
-    for name, param in model.named_parameters():
-        if param.requires_grad and not param.is_floating_point():
-            raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
+    _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness)
+    _check_model(model)
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
     if device.torch_device.type == "cpu":
@@ -251,6 +229,45 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     for message in attach_weights(model, Path(directory)).warnings():
         warnings.warn(f"{directory}: {message}", stacklevel=2)
     return model
+
+
+def _check_settings(
+    clip_grad_norm: float | None,
+    accumulation_steps: int | None,
+    keep_checkpoints: int | None,
+    speculate: bool | None,
+    update: Update,
+    max_staleness: int,
+) -> None:
+    """Raises ConfigError for settings of `wrap` that no model can be trained with."""
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ConfigError(f"clip_grad_norm is {clip_grad_norm}; it must be above 0, or None for no clipping.")
+    if accumulation_steps is not None and accumulation_steps < 1:
+        raise ConfigError(f"accumulation_steps is {accumulation_steps}; it must be at least 1.")
+    if keep_checkpoints is not None and keep_checkpoints < 0:
+        raise ConfigError(f"keep_checkpoints is {keep_checkpoints}; it must be 0 or more.")
+    if update not in get_args(Update):
+        raise ConfigError(f"update is {update!r}; use one of {', '.join(get_args(Update))}.")
+    if max_staleness < 0:
+        raise ConfigError(f"max_staleness is {max_staleness}; it must be 0 or more.")
+    if speculate and (clip_grad_norm is None or accumulation_steps is None or update == "async"):
+        raise ConfigError(
+            "speculate=True is for updates under backward with clipping: give clip_grad_norm and accumulation_steps, "
+            "and leave out update='async'."
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises as `wrap` does for a model that cannot be trained, whatever the settings."""
+    if any(is_paged(param) for param in model.parameters()):
+        raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError("The model has no parameters: there is nothing to train.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
+    for name, param in model.named_parameters():
+        if param.requires_grad and not param.is_floating_point():
+            raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -1,19 +1,18 @@
 """The engine: follows the live step along the plan, and is the only one who knows all the parts."""
 
 import atexit
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch.profiler import record_function
 
-from pagoda.errors import NonFiniteGradientError, UsageError
+from pagoda.errors import UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.adamw import AdamW, Hyper, Precision
+from pagoda.optim.adamw import AdamW, Precision
 from pagoda.optim.kernels import kernels_for, warm_up
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST, SSD
@@ -26,21 +25,21 @@ from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.fetch import Fetcher
-from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
 from pagoda.runtime.leases import Lease
-from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_used, next_hypers, segments_of
-from pagoda.runtime.packing import Packing, outside_use
+from pagoda.runtime.packing import Packing
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.regions import open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.stats import Meter, StepStats
+from pagoda.runtime.stepper import Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import BlockStream, Updater, non_finite_message
+from pagoda.runtime.updates import BlockStream, Updater
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
@@ -57,7 +56,7 @@ class Engine:
     """Executes a plan on a live model.
 
     The compute thread (whoever runs forward, backward and `step()`) calls `acquire` at every use of a unit and
-    `on_gradient` at every gradient; lanes and the updater do the rest. Where the model departs from the plan,
+    `stepper.on_gradient` at every gradient; lanes and the updater do the rest. Where the model departs from the plan,
     accesses are served on demand, correctly and counted as faults.
     """
 
@@ -73,10 +72,7 @@ class Engine:
         device: Device,
     ) -> None:
         self.units = units
-        self.clip_grad_norm = clip_grad_norm
         self.stats = StepStats()
-        self.group_of: Callable[[LiveUnit, int], Group]
-        """The param group of a parameter; set by the optimizer."""
         self.timeline: Timeline | None = None
         """The last step that was recorded."""
         self._meter = Meter()
@@ -92,7 +88,6 @@ class Engine:
             "ssd_write": Lane("ssd_write", ssd_threads),
             "update": Lane("update", torch.get_num_threads()),
         }
-        self._rule = rule
         warm_up(precision, rule.moments)
         kernels = kernels_for(precision, rule.moments)
         self.gradients = Gradients(
@@ -126,11 +121,19 @@ class Engine:
             plan.placement.speculated, self.gradients, speculated_on, self.saver, self.leases.drop
         )
         self._pilot = Pilot(plan, units, self.leases, self._meter, self._wait, self._may_fetch)
-        self._due: list[LiveUnit] = []
-        """Units whose update under backward waits for a graph to let go of their weights."""
-        self._norm_terms: dict[int, UnitGradient] = {}
-        self._used_groups: dict[int, Hyper] = {}
-        self._manual_scale: float | None = None
+        self.stepper = Stepper(
+            units,
+            plan.options,
+            clip_grad_norm,
+            rule,
+            self.gradients,
+            self._updater,
+            self._speculation,
+            self.leases,
+            self._pilot.urgency,
+            self._wait,
+            self._meter.stalled,
+        )
         self._closed = False
         _OPEN.add(self)
 
@@ -160,114 +163,19 @@ class Engine:
             self._note_access(self._meter.tape, unit, phase)
         return lease
 
-    # --- gradients ------------------------------------------------------------------------------------------
-
-    def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
-        """Autograd has finished one parameter's gradient."""
-        announced = self.plan.options.accumulation_steps
-        if not unit.used:
-            raise UsageError(outside_use(unit.name(slot)))
-        if unit.updated:
-            raise UsageError(
-                f"{unit.name(slot)!r} received a gradient after its update under backward: more backward passes than "
-                f"the {announced} announced by wrap(accumulation_steps=...) ran before optimizer.step(), or a "
-                "reentrant checkpoint delivers gradients in parts (use use_reentrant=False)."
-            )
-        if grad.layout is not torch.strided:
-            raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
-        self._speculation.undo(unit)
-        if unit.update is not None:
-            unit.wait_for_update(self._wait)
-        if self._manual_scale is not None:
-            raise UsageError(
-                f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, whose factor is for the "
-                "gradients before it. Clip after the last backward, right before optimizer.step()."
-            )
-        record = self.gradients.add(unit, slot, grad, accumulate)
-        if announced is not None and record.arrivals[slot] > announced:
-            raise UsageError(
-                f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
-                f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run."
-            )
-        if record.complete and record.arrivals[slot] == announced:
-            self._due.append(unit)
-        self._update_due()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients of this step."""
-        if any(unit.updated for unit in self.units):
-            raise UsageError(
-                "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
-                "every announced backward, or leave out wrap(accumulation_steps=...)."
-            )
-        self._speculation.undo_all()
-        self.gradients.clear()
-        self._due.clear()
-        self._manual_scale = None
-
-    # --- the update -----------------------------------------------------------------------------------------
-
-    def grad_norm(self) -> float:
-        """Global 2-norm of this step's gradients; waits until all have arrived in their extents.
-
-        Raises NonFiniteGradientError when one is NaN or infinite.
-        """
-        terms = {**self._norm_terms, **{r.unit.index: r for r in self.gradients.records()}}
-        start = time.perf_counter()
-        for record in terms.values():
-            record.settle()
-        self._meter.stalled("d2h", time.perf_counter() - start)
-        for index in sorted(terms):
-            name = terms[index].non_finite()
-            if name is not None:
-                raise NonFiniteGradientError(non_finite_message(name))
-        return math.sqrt(math.fsum(s for i in sorted(terms) for s in self._square_sums(terms[i])))
-
-    def scale_for(self, norm: float, limit: float) -> float:
-        """The factor that clips gradients of 2-norm `norm` to `limit`, as torch's clip_grad_norm_ computes it."""
-        return min(1.0, limit / (norm + 1e-6))
-
-    def clip(self, limit: float) -> float:
-        """Clip this step's gradients; returns their norm before."""
-        if self.plan.options.update_under_backward:
-            raise UsageError(
-                "optimizer.clip_grad_norm_ comes too late: units are updated under backward. Pass "
-                "wrap(clip_grad_norm=...), or leave out accumulation_steps."
-            )
-        norm = self.grad_norm()
-        self._manual_scale = self.scale_for(norm, limit)
-        return norm
+    # --- steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward."""
         self.brackets.drop_interrupted()
         if self._meter.tape is not None:
             self._meter.tape.access("step")
-        check_hypers_are_as_used(self.units, self._used_groups, self.group_of)
-        check_frozen(self.units)
-        try:
-            norm = self.grad_norm()
-        except NonFiniteGradientError:
-            self._abandon()
-            raise
-        scale = 1.0
-        if self._manual_scale is not None:
-            scale = self._manual_scale
-        elif self.clip_grad_norm is not None:
-            scale = self.scale_for(norm, self.clip_grad_norm)
-        if scale != 1.0:
-            self._speculation.undo_all()
-        for record in self.gradients.records():
-            self._queue_update(record, scale)
-        had_gradients = bool(self._norm_terms)
-        if had_gradients:
-            self._speculation.end_of_step(clipped=scale != 1.0)
-        self._clear_step()
+        norm = self.stepper.step()
         if self._publisher is not None:
             self._publisher.end_of_step()
         replanned = self._pilot.end_of_step()
         self._step += 1
-        self._take_stats(norm if had_gradients else None, replanned)
+        self._take_stats(norm, replanned)
 
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
@@ -345,88 +253,6 @@ class Engine:
         self.timeline = tape.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
 
     # --- parts ----------------------------------------------------------------------------------------------
-
-    def _square_sums(self, record: UnitGradient) -> list[float]:
-        """Square sums of the parameters whose gradient this step uses, in slot order."""
-        used = record.used
-        if used is None:
-            params = record.unit.params
-            used = [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
-        return [record.square_sums[slot] for slot in used]
-
-    def _clear_step(self) -> None:
-        self._due.clear()
-        self._norm_terms.clear()
-        self._used_groups.clear()
-        self._manual_scale = None
-        for unit in self.units:
-            unit.used = False
-            unit.updated = False
-
-    def _abandon(self) -> None:
-        """Leave a step whose gradients are not finite: nothing of it may be applied or wait to be."""
-        self._speculation.undo_all()
-        self.gradients.clear()
-        for unit in self.units:
-            for param in unit.params:
-                param.grad = None
-            if unit.updated and unit.update is not None:
-                with suppress(NonFiniteGradientError):
-                    unit.update.wait()
-                unit.update = None
-        with suppress(NonFiniteGradientError):
-            self._updater.drain()
-        self._clear_step()
-
-    def _queue_update(self, record: UnitGradient, scale: float) -> None:
-        """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on."""
-        unit = record.unit
-        hypers = next_hypers(unit, self.group_of, scale)
-        segments = segments_of(unit, hypers, self._rule)
-        self._norm_terms[unit.index] = record
-        kept = self._speculation.confirm(record, segments)
-        if kept is None:
-            self.gradients.take(record)
-        record.used = list(hypers)
-        for slot, hyper in hypers.items():
-            unit.params[slot].grad = None
-            unit.steps[slot] = hyper.step
-            self._used_groups[id(unit.params[slot])] = hyper
-        if not segments:
-            self.gradients.release(record)
-            return
-        if isinstance(self._updater, Updater):
-            unit.version += 1
-            unit.update = kept or self._updater.submit(record, segments, self._pilot.urgency(unit))
-        else:
-            self._updater.submit(record, segments, self._pilot.urgency(unit))
-        self.leases.drop(unit)
-
-    def _speculate(self, record: UnitGradient) -> None:
-        """Update a unit as `step()` will if it clips nothing."""
-        unit = record.unit
-        if self._speculation.may_begin(unit):
-            segments = segments_of(unit, next_hypers(unit, self.group_of, 1.0), self._rule)
-            self._speculation.begin(record, segments, self._pilot.urgency(unit))
-
-    def _update_due(self) -> None:
-        """Queue updates under backward, except where a graph may still read the weights."""
-        if not self._due:
-            return
-        waiting = []
-        for unit in self._due:
-            lease = self.leases.get(unit)
-            if unit.packed or unit.active or (lease is not None and lease.held):
-                waiting.append(unit)
-                continue
-            record = self.gradients.get(unit)
-            assert record is not None
-            if self.plan.options.update_under_backward:
-                unit.updated = True
-                self._queue_update(record, 1.0)
-            else:
-                self._speculate(record)
-        self._due = waiting
 
     def _wait(self, handle: Handle) -> None:
         if handle.done:

@@ -109,7 +109,7 @@ class ModelHooks:
             grad = param.grad
             assert grad is not None
             param.grad = marker
-            self._engine.on_gradient(unit, slot, grad, accumulate)
+            self._engine.stepper.on_gradient(unit, slot, grad, accumulate)
 
         # The node that accumulates, not the tensor: a tensor's own hooks also run for torch.autograd.grad, which leaves
         # param.grad alone. Whoever holds the node makes every later graph use it.

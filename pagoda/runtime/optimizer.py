@@ -36,7 +36,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._grouped: list[dict[str, Any]] | None = None
         self._groups: dict[int, Group] = {}
         self._engine = engine
-        engine.group_of = self._group_of
+        engine.stepper.group_of = self._group_of
         self._hooks = ModelHooks(model, engine)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
@@ -78,7 +78,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted and always true."""
-        self._engine.zero_grad()
+        self._engine.stepper.zero_grad()
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -88,7 +88,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Use it in place of `torch.nn.utils.clip_grad_norm_`, or pass `wrap(clip_grad_norm=...)` once.
         """
-        return self._engine.clip(max_norm)
+        return self._engine.stepper.clip(max_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only `wrap` places parameters, so none can be added later. Raises UsageError."""

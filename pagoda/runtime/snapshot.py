@@ -149,7 +149,7 @@ class Snapshot:
             for state in self._states:
                 checkpoint.check(state.name, self._specs(state))
             checkpoint.check(BUFFERS, self._buffer_specs(buffers))
-            self._engine.zero_grad()
+            self._engine.stepper.zero_grad()
             for unit in self._engine.units:
                 for state in self._states:
                     if not self._adopt(checkpoint, unit, state.name):
@@ -256,7 +256,7 @@ class Snapshot:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 
     def _check_groups(self, path: Path, groups: list[Any]) -> None:
-        live = {id(group): group for group in (self._engine.group_of(*at) for at in self._trainable())}
+        live = {id(group): group for group in (self._engine.stepper.group_of(*at) for at in self._trainable())}
         try:
             sizes = [len(group["params"]) for group in groups]
             for group in groups:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pagoda
-from pagoda.plan import placement
+from pagoda.plan import layout
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
 
@@ -318,7 +318,7 @@ def test_a_lane_keeps_nothing_of_the_work_it_has_done(lane: Lane) -> None:
 
 def test_an_engine_closes_while_fetches_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a step starts the fetches of the next, which never comes."""
-    monkeypatch.setattr(placement, "FETCH_PIECE_BYTES", 4096)
+    monkeypatch.setattr(layout, "FETCH_PIECE_BYTES", 4096)
     load = Fetcher._load
 
     def slow(*args: Any) -> None:

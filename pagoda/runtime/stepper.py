@@ -1,0 +1,243 @@
+"""The stepper: from the gradients of a step to its updates, and whatever `step()` has to know before it queues them."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from pagoda.errors import NonFiniteGradientError, UsageError
+from pagoda.optim.adamw import AdamW, Hyper
+from pagoda.plan.planner import Options
+from pagoda.runtime.async_updates import AsyncUpdater
+from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.lanes import Handle
+from pagoda.runtime.leases import Leases
+from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_used, next_hypers, segments_of
+from pagoda.runtime.packing import outside_use
+from pagoda.runtime.speculation import Speculation
+from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updates import Updater, non_finite_message
+
+
+class Stepper:
+    """The gradients of one step, their norm, and the updates they lead to. Only the compute thread calls it."""
+
+    def __init__(
+        self,
+        units: list[LiveUnit],
+        options: Options,
+        clip_grad_norm: float | None,
+        rule: AdamW,
+        gradients: Gradients,
+        updater: Updater | AsyncUpdater,
+        speculation: Speculation,
+        leases: Leases,
+        urgency: Callable[[LiveUnit], float],
+        wait: Callable[[Handle], None],
+        stalled: Callable[[str, float], None],
+    ) -> None:
+        """`urgency` says when the next forward needs a unit; `wait` waits for a handle and accounts for it, `stalled`
+        accounts for what was waited for otherwise."""
+        self._units = units
+        self._options = options
+        self._clip_grad_norm = clip_grad_norm
+        self._rule = rule
+        self._gradients = gradients
+        self._updater = updater
+        self._speculation = speculation
+        self._leases = leases
+        self._urgency = urgency
+        self._wait = wait
+        self._stalled = stalled
+        self.group_of: Callable[[LiveUnit, int], Group]
+        """The param group of a parameter; set by the optimizer."""
+        self._due: list[LiveUnit] = []
+        """Units whose update under backward waits for a graph to let go of their weights."""
+        self._norm_terms: dict[int, UnitGradient] = {}
+        self._used_groups: dict[int, Hyper] = {}
+        self._manual_scale: float | None = None
+
+    def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
+        """Autograd has finished one parameter's gradient."""
+        announced = self._options.accumulation_steps
+        if not unit.used:
+            raise UsageError(outside_use(unit.name(slot)))
+        if unit.updated:
+            raise UsageError(
+                f"{unit.name(slot)!r} received a gradient after its update under backward: more backward passes than "
+                f"the {announced} announced by wrap(accumulation_steps=...) ran before optimizer.step(), or a "
+                "reentrant checkpoint delivers gradients in parts (use use_reentrant=False)."
+            )
+        if grad.layout is not torch.strided:
+            raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
+        self._speculation.undo(unit)
+        if unit.update is not None:
+            unit.wait_for_update(self._wait)
+        if self._manual_scale is not None:
+            raise UsageError(
+                f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, whose factor is for the "
+                "gradients before it. Clip after the last backward, right before optimizer.step()."
+            )
+        record = self._gradients.add(unit, slot, grad, accumulate)
+        if announced is not None and record.arrivals[slot] > announced:
+            raise UsageError(
+                f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
+                f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run."
+            )
+        if record.complete and record.arrivals[slot] == announced:
+            self._due.append(unit)
+        self._update_due()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this step."""
+        if any(unit.updated for unit in self._units):
+            raise UsageError(
+                "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
+                "every announced backward, or leave out wrap(accumulation_steps=...)."
+            )
+        self._speculation.undo_all()
+        self._gradients.clear()
+        self._due.clear()
+        self._manual_scale = None
+
+    def grad_norm(self) -> float:
+        """Global 2-norm of this step's gradients; waits until all have arrived in their extents.
+
+        Raises NonFiniteGradientError when one is NaN or infinite.
+        """
+        terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
+        start = time.perf_counter()
+        for record in terms.values():
+            record.settle()
+        self._stalled("d2h", time.perf_counter() - start)
+        for index in sorted(terms):
+            name = terms[index].non_finite()
+            if name is not None:
+                raise NonFiniteGradientError(non_finite_message(name))
+        return math.sqrt(math.fsum(s for i in sorted(terms) for s in self._square_sums(terms[i])))
+
+    def scale_for(self, norm: float, limit: float) -> float:
+        """The factor that clips gradients of 2-norm `norm` to `limit`, as torch's clip_grad_norm_ computes it."""
+        return min(1.0, limit / (norm + 1e-6))
+
+    def clip(self, limit: float) -> float:
+        """Clip this step's gradients; returns their norm before."""
+        if self._options.update_under_backward:
+            raise UsageError(
+                "optimizer.clip_grad_norm_ comes too late: units are updated under backward. Pass "
+                "wrap(clip_grad_norm=...), or leave out accumulation_steps."
+            )
+        norm = self.grad_norm()
+        self._manual_scale = self.scale_for(norm, limit)
+        return norm
+
+    def step(self) -> float | None:
+        """Queue every update whose gradients have arrived; they run ahead of the next forward.
+
+        Returns the norm of the gradients before clipping, None where there were none.
+        """
+        check_hypers_are_as_used(self._units, self._used_groups, self.group_of)
+        check_frozen(self._units)
+        try:
+            norm = self.grad_norm()
+        except NonFiniteGradientError:
+            self._abandon()
+            raise
+        scale = 1.0
+        if self._manual_scale is not None:
+            scale = self._manual_scale
+        elif self._clip_grad_norm is not None:
+            scale = self.scale_for(norm, self._clip_grad_norm)
+        if scale != 1.0:
+            self._speculation.undo_all()
+        for record in self._gradients.records():
+            self._queue_update(record, scale)
+        had_gradients = bool(self._norm_terms)
+        if had_gradients:
+            self._speculation.end_of_step(clipped=scale != 1.0)
+        self._clear_step()
+        return norm if had_gradients else None
+
+    def _square_sums(self, record: UnitGradient) -> list[float]:
+        """Square sums of the parameters whose gradient this step uses, in slot order."""
+        used = record.used
+        if used is None:
+            params = record.unit.params
+            used = [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
+        return [record.square_sums[slot] for slot in used]
+
+    def _clear_step(self) -> None:
+        self._due.clear()
+        self._norm_terms.clear()
+        self._used_groups.clear()
+        self._manual_scale = None
+        for unit in self._units:
+            unit.used = False
+            unit.updated = False
+
+    def _abandon(self) -> None:
+        """Leave a step whose gradients are not finite: nothing of it may be applied or wait to be."""
+        self._speculation.undo_all()
+        self._gradients.clear()
+        for unit in self._units:
+            for param in unit.params:
+                param.grad = None
+            if unit.updated and unit.update is not None:
+                with suppress(NonFiniteGradientError):
+                    unit.update.wait()
+                unit.update = None
+        with suppress(NonFiniteGradientError):
+            self._updater.drain()
+        self._clear_step()
+
+    def _queue_update(self, record: UnitGradient, scale: float) -> None:
+        """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on."""
+        unit = record.unit
+        hypers = next_hypers(unit, self.group_of, scale)
+        segments = segments_of(unit, hypers, self._rule)
+        self._norm_terms[unit.index] = record
+        kept = self._speculation.confirm(record, segments)
+        if kept is None:
+            self._gradients.take(record)
+        record.used = list(hypers)
+        for slot, hyper in hypers.items():
+            unit.params[slot].grad = None
+            unit.steps[slot] = hyper.step
+            self._used_groups[id(unit.params[slot])] = hyper
+        if not segments:
+            self._gradients.release(record)
+            return
+        if isinstance(self._updater, Updater):
+            unit.version += 1
+            unit.update = kept or self._updater.submit(record, segments, self._urgency(unit))
+        else:
+            self._updater.submit(record, segments, self._urgency(unit))
+        self._leases.drop(unit)
+
+    def _speculate(self, record: UnitGradient) -> None:
+        """Update a unit as `step()` will if it clips nothing."""
+        unit = record.unit
+        if self._speculation.may_begin(unit):
+            segments = segments_of(unit, next_hypers(unit, self.group_of, 1.0), self._rule)
+            self._speculation.begin(record, segments, self._urgency(unit))
+
+    def _update_due(self) -> None:
+        """Queue updates under backward, except where a graph may still read the weights."""
+        if not self._due:
+            return
+        waiting = []
+        for unit in self._due:
+            lease = self._leases.get(unit)
+            if unit.packed or unit.active or (lease is not None and lease.held):
+                waiting.append(unit)
+                continue
+            record = self._gradients.get(unit)
+            assert record is not None
+            if self._options.update_under_backward:
+                unit.updated = True
+                self._queue_update(record, 1.0)
+            else:
+                self._speculate(record)
+        self._due = waiting
