@@ -3,6 +3,5 @@
 from pagoda.calibrate.machine import calibrate
 from pagoda.calibrate.meter import Effort
 from pagoda.calibrate.model import ComputeProfiler
-from pagoda.calibrate.ranks import launched
 
-__all__ = ["ComputeProfiler", "Effort", "calibrate", "launched"]
+__all__ = ["ComputeProfiler", "Effort", "calibrate"]

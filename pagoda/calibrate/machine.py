@@ -11,7 +11,8 @@ from pagoda.calibrate.cpu import measure_cpu
 from pagoda.calibrate.drive import check_directory, measure_drive
 from pagoda.calibrate.gpu import measure_gpu, measure_link
 from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name
-from pagoda.calibrate.ranks import Ranks, joined, launched, measure_collectives, shared
+from pagoda.calibrate.ranks import measure_collectives, shared
+from pagoda.parallel.world import World, joined, launched
 from pagoda.plan.hardware import Hardware
 
 
@@ -32,30 +33,30 @@ def calibrate(
         StorageError: the directory is missing, has too little space, or its drive fails.
     """
     effort = effort or Effort()
-    ranks = launched()
+    world = launched()
     gpu = device.type == "cuda"
-    if gpu and ranks.world > 1:
-        device = torch.device("cuda", ranks.local_rank)
+    if gpu and world.size > 1:
+        device = torch.device("cuda", world.local_rank)
     if ssd is not None:
         check_directory(ssd, effort.file_bytes)  # on every rank, before any waits for another
     name = torch.cuda.get_device_name(device) if gpu else cpu_name()
-    with joined(ranks):
+    with joined(world):
         host, compute = Meter(cpu_name(), effort, report), Meter(name, effort, report)
-        measured = _alone(host, compute, name, ssd, device, ranks) if ranks.rank == 0 else None
-        hardware = shared(measured, ranks)
-        intra, inter = measure_collectives(compute, ranks, device)
+        measured = _alone(host, compute, name, ssd, device, world) if world.rank == 0 else None
+        hardware = shared(measured, world)
+        intra, inter = measure_collectives(compute, world, device)
     return replace(
         hardware,
-        gpus_per_node=ranks.local_world,
+        gpus_per_node=world.local_size,
         intra_node_bytes_per_s=intra,
         inter_node_bytes_per_s=inter,
     )
 
 
-def _alone(host: Meter, compute: Meter, name: str, ssd: Path | None, device: torch.device, ranks: Ranks) -> Hardware:
+def _alone(host: Meter, compute: Meter, name: str, ssd: Path | None, device: torch.device, world: World) -> Hardware:
     """What one process measures."""
     gpu = device.type == "cuda"
-    with _threads(cpu_cores() if ranks.world > 1 else torch.get_num_threads()):
+    with _threads(cpu_cores() if world.size > 1 else torch.get_num_threads()):
         return Hardware(
             name=name,
             cpu=measure_cpu(host, torch.get_num_threads()),

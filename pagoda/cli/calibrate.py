@@ -19,8 +19,9 @@ class CalibrateConfig:
 
 def run_calibrate(config: CalibrateConfig, console: Console) -> int:
     """Measures, shows the figures, writes them, and returns the exit code."""
-    from pagoda.calibrate import calibrate, launched
+    from pagoda.calibrate import calibrate
     from pagoda.calibrate.table import figure_table
+    from pagoda.parallel.world import launched
     from pagoda.plan.hardware import hardware_file, write_hardware
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

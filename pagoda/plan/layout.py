@@ -62,7 +62,7 @@ class Layout:
         """Ranks that share the state of a unit."""
         if self.ranks is None:
             return 1
-        apart = self.ranks.expert_parallel if unit.index in self.expert_units else 1
+        apart = self.ranks.expert_parallel if unit.index in self.expert_units else self.ranks.replicas
         return self.ranks.data_parallel // apart
 
     def elements(self, unit: UnitSpec, state: str) -> int:

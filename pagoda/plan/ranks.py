@@ -25,10 +25,13 @@ class Ranks:
     expert_parallel: int = 1
     """Ranks over which the experts of a block are divided; each expert's state is divided over the
     data_parallel / expert_parallel ranks that have it."""
+    replicas: int = 1
+    """Whole copies of the state (hybrid sharding): each is divided over data_parallel / replicas consecutive ranks, so
+    that gathers stay among those, and only reduced gradients go between copies."""
 
     def __post_init__(self) -> None:
-        if self.data_parallel < 1 or self.per_node < 1 or self.expert_parallel < 1:
-            raise ConfigError("data_parallel, per_node and expert_parallel must be at least 1")
+        if min(self.data_parallel, self.per_node, self.expert_parallel, self.replicas) < 1:
+            raise ConfigError("data_parallel, per_node, expert_parallel and replicas must be at least 1")
         if self.stage not in (1, 2, 3):
             raise ConfigError(f"there is no ZeRO stage {self.stage}; the stages are 1, 2 and 3")
         if self.data_parallel > self.per_node and self.data_parallel % self.per_node:
@@ -37,6 +40,10 @@ class Ranks:
             raise ConfigError(
                 f"expert_parallel={self.expert_parallel} does not divide data_parallel={self.data_parallel}"
             )
+        if self.data_parallel % self.replicas:
+            raise ConfigError(f"{self.data_parallel} ranks cannot be divided into {self.replicas} equal replicas")
+        if self.replicas > 1 and self.expert_parallel > 1:
+            raise ConfigError("replicas and expert_parallel cannot be combined: leave one of them at 1")
 
     @property
     def shards_weights(self) -> bool:
@@ -51,7 +58,7 @@ class Ranks:
     def members_per_node(self, group: int) -> int:
         """How many of `group` ranks that share an extent are on one node: ranks that share experts are
         `expert_parallel` apart."""
-        return max(1, min(group, self.per_node * group // self.data_parallel))
+        return max(1, min(group, self.per_node * group * self.replicas // self.data_parallel))
 
 
 def ring_bytes(nbytes: int, group: int) -> int:

@@ -178,7 +178,8 @@ def test_under_torchrun_ranks_measure_what_they_gather_and_the_first_writes(tmp_
     script.write_text(
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from pagoda.calibrate import calibrate, launched\n"
+        "from pagoda.calibrate import calibrate\n"
+        "from pagoda.parallel.world import launched\n"
         "from pagoda.plan.hardware import write_hardware\n"
         "from tests.calibrate.test_calibrate import LEAST\n"
         "hardware = calibrate(None, torch.device('cpu'), effort=LEAST)\n"

@@ -1,0 +1,58 @@
+"""The world: the processes that torchrun started, and this one's place among them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 600.0
+"""Seconds that a rank waits for the others before it gives up, unless PAGODA_RANK_TIMEOUT says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among those that torchrun started; one of one without it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    """Processes on this node, of consecutive ranks."""
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.local_size
+
+
+def launched() -> World:
+    """The world that torchrun's environment describes."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return World(*(int(os.environ[name]) for name in names)) if all(name in os.environ for name in names) else World()
+
+
+def rank_timeout_s() -> float:
+    """Seconds that a rank waits for the others before it gives up."""
+    return float(os.environ.get("PAGODA_RANK_TIMEOUT", TIMEOUT_S))
+
+
+def join(world: World) -> None:
+    """Make the default process group of a world of several, gloo for the CPU and NCCL for GPUs; once is enough."""
+    if world.size > 1 and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout_s()))
+
+
+@contextmanager
+def joined(world: World) -> Iterator[None]:
+    """A process group of all ranks, for as long as this is open, unless there is one already."""
+    mine = world.size > 1 and not dist.is_initialized()
+    join(world)
+    try:
+        yield
+    finally:
+        if mine:
+            dist.destroy_process_group()
