@@ -29,6 +29,7 @@ import torch
 import tyro
 
 import pagoda
+from pagoda.memory.heap import keep_freed_memory
 from pagoda.memory.page import Run as Pages
 from pagoda.memory.ssd_tier import SSDTier
 from pagoda.models import build_model
@@ -163,6 +164,7 @@ def draw(runs: dict[str, Run], path: Path) -> None:
 
 
 def main() -> None:
+    keep_freed_memory()
     settings = tyro.cli(Settings, description=__doc__)
     resident = train(settings, pagoda.Memory(host="1GiB"), settings.steps)
     print(f"in memory: {resident.median_step_s:.3f} s a step, final loss {resident.final_loss:.4f}", flush=True)

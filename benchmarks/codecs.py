@@ -19,6 +19,7 @@ from rich.console import Console
 
 import pagoda
 from pagoda.calibrate.meter import cpu_name
+from pagoda.memory.heap import keep_freed_memory
 from pagoda.models.build import build_model
 from pagoda.train.config import OptimConfig
 from pagoda.train.data import STDLIB, Batches, ByteText
@@ -91,6 +92,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main() -> None:
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-15m")
     parser.add_argument("--steps", type=int, default=500)

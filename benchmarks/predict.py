@@ -26,6 +26,7 @@ from rich.table import Table
 import pagoda
 from pagoda.calibrate import ComputeProfiler, Effort, calibrate
 from pagoda.errors import BudgetError
+from pagoda.memory.heap import keep_freed_memory
 from pagoda.models import build_model
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
@@ -230,6 +231,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Calibrate, predict and measure every configuration, for about `case_s` seconds each."""
+    keep_freed_memory()
     console = Console()
     results: list[Result] = []
     data: list[dict[str, Any]] = []

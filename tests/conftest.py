@@ -16,6 +16,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from pagoda.memory.heap import keep_freed_memory
+
+keep_freed_memory()
+
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("random")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))

@@ -14,8 +14,11 @@ _SIGNAL_BASE = 128
 
 def run_train(config: TrainConfig, console: Console) -> int:
     """Runs the training and returns its exit code."""
+    from pagoda.memory.heap import keep_freed_memory
     from pagoda.train.loop import run
 
+    if config.memory.build().torch_device.type == "cpu":
+        keep_freed_memory()
     result = run(config, console)
     return 0 if result.stopped_by is None else _SIGNAL_BASE + result.stopped_by
 
