@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         gathered,
         init,
         load,
+        no_decay_groups,
         plan_of,
+        trainable_state_dict,
         wrap,
     )
     from pagoda.errors import (
@@ -47,7 +49,9 @@ __all__ = [
     "gathered",
     "init",
     "load",
+    "no_decay_groups",
     "plan_of",
+    "trainable_state_dict",
     "wrap",
 ]
 

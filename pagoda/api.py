@@ -17,7 +17,7 @@ from pagoda.memory.commits import bytes_of_stores
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
-from pagoda.optim.adamw import AdamW, Precision, check_precision
+from pagoda.optim.adamw import AdamW, Hyper, Precision, check_precision
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
@@ -25,10 +25,31 @@ from pagoda.runtime.construct import Builder, check_batch_norms, describe, init,
 from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import gathered, is_paged, mark_homes
+from pagoda.runtime.groups import (
+    ParamGroups,
+    Reserve,
+    check_placed,
+    named_groups,
+    no_decay_groups,
+    reserved_names,
+)
 from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.runtime.stateful import ModelState, OptimizerState
+from pagoda.runtime.stateful import ModelState, OptimizerState, trainable_state_dict
 
-__all__ = ["AdamW", "Memory", "ModelState", "OptimizerState", "Split", "gathered", "init", "load", "plan_of", "wrap"]
+__all__ = [
+    "AdamW",
+    "Memory",
+    "ModelState",
+    "OptimizerState",
+    "Split",
+    "gathered",
+    "init",
+    "load",
+    "no_decay_groups",
+    "plan_of",
+    "trainable_state_dict",
+    "wrap",
+]
 
 Update = Literal["sync", "async"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -133,6 +154,8 @@ def wrap(
     model: Model,
     optimizer: AdamW,
     *,
+    param_groups: ParamGroups | None = None,
+    reserve: Reserve = (),
     memory: Memory | None = None,
     precision: Precision = "bf16",
     clip_grad_norm: float | None = None,
@@ -147,6 +170,13 @@ def wrap(
     The model is changed in place and used as before: forward, backward, `optimizer.step()`. Its parameters take
     the compute dtype of `precision` ("bf16": bf16 weights that are the high half of an fp32 master; "fp32").
     Buffers keep their dtype and move to the device.
+
+    `param_groups` is what torch's optimizers take first: parameters, or dictionaries of `params` and what differs for
+    them (`lr`, `weight_decay`, `betas`, ...; see `no_decay_groups`). Left out, all trainable parameters are one group.
+    Frozen ones in a group may be unfrozen at any time, and any parameter may be frozen: while it is, it gets no
+    gradient and no update, and keeps its state. `reserve` names parameters (modules mean all of theirs) that are in no
+    group yet, for `optimizer.add_param_group`. Only these and those in groups take memory for gradients and optimizer
+    state; all others cost their weights alone, and stay frozen.
 
     `clip_grad_norm` clips the global gradient norm, exactly, wherever the gradients live. `accumulation_steps`
     announces how many backward passes precede each `step()`: then, without clipping, units are updated while
@@ -178,6 +208,11 @@ def wrap(
     check_precision(precision)
     _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness)
     _check_model(model)
+    groups = named_groups(model, param_groups)
+    trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
+    check_placed(model, trained)
+    for group in groups:
+        Hyper.from_group({**optimizer.defaults(), **group}, step=1)
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
     if device.torch_device.type == "cpu":
@@ -193,14 +228,14 @@ def wrap(
         max_staleness if update == "async" else None,
         speculate,
     )
-    plan = make_plan(describe(model), states, memory.budgets(), options)
+    plan = make_plan(describe(model, trained), states, memory.budgets(), options)
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
     engine = Engine(plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device)
     try:
         Builder(model, engine.store).build(units)
         move_buffers(model, device.torch_device)
-        paged = PagedOptimizer(model, optimizer, engine)
+        paged = PagedOptimizer(model, optimizer, engine, groups)
     except BaseException:
         engine.close()
         raise
@@ -263,8 +298,6 @@ def _check_model(model: nn.Module) -> None:
         raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
     if not any(True for _ in model.parameters()):
         raise ConfigError("The model has no parameters: there is nothing to train.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
     for name, param in model.named_parameters():
         if param.requires_grad and not param.is_floating_point():
             raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")

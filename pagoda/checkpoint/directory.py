@@ -13,7 +13,7 @@ import xxhash
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.ssd_tier import forget_commit
 
-FORMAT, VERSION = "pagoda-checkpoint", 2
+FORMAT, VERSION = "pagoda-checkpoint", 3
 MANIFEST = "manifest.json"
 _REMOVED = ".removed"
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -48,8 +48,11 @@ def init() -> Iterator[None]:
         handle.remove()
 
 
-def describe(model: nn.Module) -> ModuleSpec:
-    """The model as the planner sees it: every floating-point parameter once, under its first owner."""
+def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleSpec:
+    """The model as the planner sees it: every floating-point parameter once, under its first owner.
+
+    `trained` names the parameters with optimizer state, by default those that require a gradient.
+    """
     names: dict[int, str] = {}
 
     def visit(module: nn.Module, name: str) -> ModuleSpec:
@@ -60,8 +63,9 @@ def describe(model: nn.Module) -> ModuleSpec:
             if id(param) in names:
                 tied.append(names[id(param)])
                 continue
-            names[id(param)] = _join(name, short)
-            params.append(ParamSpec(_join(name, short), tuple(param.shape), param.requires_grad))
+            names[id(param)] = full = _join(name, short)
+            has_state = param.requires_grad if trained is None else full in trained
+            params.append(ParamSpec(full, tuple(param.shape), has_state))
         visited.add(module)
         children = tuple(
             visit(child, _join(name, short)) for short, child in module.named_children() if child not in visited

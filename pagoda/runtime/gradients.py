@@ -49,8 +49,9 @@ class UnitGradient:
 
     @property
     def complete(self) -> bool:
-        """Every trainable parameter has had the same number of arrivals: this backward is through with the unit."""
-        return self.arrivals[0] > 0 and len(set(self.arrivals)) == 1
+        """Every parameter that trains now has had as many arrivals: this backward is through with the unit."""
+        counts = {self.arrivals[slot] for slot in self.unit.expected}
+        return len(counts) == 1 and 0 not in counts
 
     def settle(self) -> None:
         """Wait until what has arrived lies in the extent. Both the compute thread and the updater may wait."""

@@ -108,11 +108,16 @@ class ModelHooks:
         def after(_param: torch.Tensor) -> None:
             grad = param.grad
             assert grad is not None
+            if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
+                param.grad = None
+                return
             param.grad = marker
             self._engine.stepper.on_gradient(unit, slot, grad, accumulate)
 
         # The node that accumulates, not the tensor: a tensor's own hooks also run for torch.autograd.grad, which leaves
-        # param.grad alone. Whoever holds the node makes every later graph use it.
+        # param.grad alone. Whoever holds the node makes every later graph use it, also once a frozen one is unfrozen.
+        trained = param.requires_grad
+        param.requires_grad_(True)
         graph = param.expand_as(param).grad_fn
         assert graph is not None, "a trainable parameter requires grad"
         accumulator = graph.next_functions[0][0]
@@ -120,6 +125,7 @@ class ModelHooks:
         self._accumulators.append(accumulator)
         self._handles.append(accumulator.register_prehook(before))
         self._handles.append(param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        param.requires_grad_(trained)
 
 
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:

@@ -40,13 +40,13 @@ def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper], rule: AdamW) -> lis
 
 
 def check_frozen(units: Iterable[LiveUnit]) -> None:
-    """A parameter that was frozen at `wrap` has no optimizer state, so it cannot be trained later."""
+    """A parameter for which `wrap` placed no optimizer state cannot be trained later."""
     for unit in units:
         for slot in range(unit.trainable, len(unit.params)):
             if unit.params[slot].requires_grad:
                 raise UsageError(
-                    f"{unit.name(slot)!r} was frozen when wrap() placed it, so it has no optimizer state: wrap the "
-                    "model with it trainable (and freeze it afterwards, if need be)."
+                    f"{unit.name(slot)!r} was frozen when wrap() placed it, so it has no optimizer state. To unfreeze "
+                    "it later, pass it to wrap(reserve=...) or list it in wrap(param_groups=...)."
                 )
 
 

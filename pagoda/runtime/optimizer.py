@@ -1,16 +1,18 @@
 """The optimizer the user holds: a real `torch.optim.Optimizer` whose state lives in pages."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from pagoda.checkpoint.torch_file import torch_file
 from pagoda.errors import UsageError
 from pagoda.optim.adamw import MOMENT_NAMES, AdamW
 from pagoda.plan.timeline import Timeline
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.groups import NamedGroup, check_groups
 from pagoda.runtime.hooks import ModelHooks
 from pagoda.runtime.moments import MomentTensors
 from pagoda.runtime.next_update import Group
@@ -28,11 +30,13 @@ class PagedOptimizer(torch.optim.Optimizer):
     are updated: each unit is updated just before something next needs it.
     """
 
-    def __init__(self, model: nn.Module, rule: AdamW, engine: Engine) -> None:
-        trainable = [p for unit in engine.units for p in unit.params[: unit.trainable]]
-        order = {id(p): n for n, p in enumerate(model.parameters())}
-        trainable.sort(key=lambda p: order[id(p)])
-        super().__init__(trainable, rule.defaults())
+    def __init__(self, model: nn.Module, rule: AdamW, engine: Engine, groups: list[NamedGroup]) -> None:
+        self._slots = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
+        params = {unit.name(slot): unit.params[slot] for unit, slot in self._slots.values()}
+        super().__init__(
+            [{**group, "params": [params[name] for name in group["params"]]} for group in groups], rule.defaults()
+        )
+        self._mark_grouped()
         self._grouped: list[dict[str, Any]] | None = None
         self._groups: dict[int, Group] = {}
         self._engine = engine
@@ -41,7 +45,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
         self._moments = MomentTensors(engine.store, rule)
-        self._slots = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
 
     @property
     def stats(self) -> StepStats:
@@ -91,46 +94,93 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self._engine.stepper.clip(max_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only `wrap` places parameters, so none can be added later. Raises UsageError."""
-        if hasattr(self, "_engine"):
-            raise UsageError("Parameters cannot be added after wrap(): build the whole model, then wrap it.")
-        super().add_param_group(param_group)
+        """Add parameters that `wrap(reserve=...)` placed; from their next gradient on they are updated.
+
+        Raises UsageError for others: only `wrap` makes room for optimizer state.
+        """
+        if not hasattr(self, "_engine"):  # torch's constructor adds the groups that `wrap` was given
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        params = [given] if isinstance(given, torch.Tensor) else list(given)
+        for param in (entry[1] if isinstance(entry, tuple) else entry for entry in params):
+            unit, slot = self._slots.get(id(param), (None, -1))
+            if unit is None:
+                raise UsageError(
+                    f"A parameter of shape {tuple(param.shape)} was not placed by wrap(): build the whole model, then "
+                    "wrap it."
+                )
+            if slot >= unit.trainable:
+                raise UsageError(
+                    f"{unit.name(slot)!r} has no room for optimizer state: pass it to wrap(reserve=...) first."
+                )
+            if slot in unit.grouped:
+                raise UsageError(f"{unit.name(slot)!r} is in a param group already.")
+        super().add_param_group({**param_group, "params": params})
+        self._mark_grouped()
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's own format, with every moment in RAM in fp32: 8 bytes a parameter. Prefer `save_checkpoint`."""
+        """torch's own format, with every moment in RAM in fp32: 8 bytes a parameter. See `save_state_dict`."""
         self._engine.drain()
         plain = super().state_dict()
         states: dict[int, dict[str, Any]] = {}
-        index = 0
-        for group in self.param_groups:
-            for param in group["params"]:
-                unit, slot = self._slots[id(param)]
-                if unit.steps[slot]:
-                    states[index] = {"step": torch.tensor(float(unit.steps[slot]))}
-                    for name in MOMENT_NAMES:
-                        states[index][name] = self._moments.read(unit, slot, name)
-                index += 1
+        for index, (unit, slot) in enumerate(self._members()):
+            if unit.steps[slot]:
+                states[index] = self._state(unit, slot)
         return {**plain, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or the state of a `torch.optim.AdamW` over the same parameters in order.
 
         Moments are fp32 there, so they may come from a run that keeps them otherwise. What this one gave comes back
-        without a changed bit.
+        without a changed bit. Parameters may go by name, as in what `save_state_dict` wrote: `torch.load(path,
+        mmap=True)` then takes no RAM beyond one parameter's.
+
+        Raises CheckpointError, with nothing changed, for groups of other parameters.
         """
         self._engine.settle()
-        states = state_dict["state"]
-        super().load_state_dict({**state_dict, "state": {}})
-        index = 0
-        for group in self.param_groups:
-            for param in group["params"]:
-                unit, slot = self._slots[id(param)]
-                state = states.get(index, {})
-                unit.steps[slot] = int(state.get("step", 0))
-                for name in MOMENT_NAMES:
-                    value = state.get(name)
-                    self._moments.write(unit, slot, name, torch.zeros(param.shape) if value is None else value)
-                index += 1
+        states, groups = state_dict["state"], state_dict["param_groups"]
+        if any(isinstance(name, str) for group in groups for name in group["params"]):
+            check_groups("the state", groups, self._named_groups())
+            order = [name for group in groups for name in group["params"]]
+            states = {index: states[name] for index, name in enumerate(order) if name in states}
+            indices = iter(range(len(order)))
+            groups = [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self._mark_grouped()
+        for index, (unit, slot) in enumerate(self._members()):
+            state = states.get(index, {})
+            unit.steps[slot] = int(state.get("step", 0))
+            for name in MOMENT_NAMES:
+                value = state.get(name)
+                zeros = torch.zeros(unit.params[slot].shape)
+                self._moments.write(unit, slot, name, zeros if value is None else value)
+
+    def named_states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Name and state (`step`, and moments in fp32) of each parameter that has been updated, one in RAM at a time.
+
+        No step may be taken before it has ended.
+        """
+        self._engine.drain()
+        for unit, slot in self._members():
+            if unit.steps[slot]:
+                yield unit.name(slot), self._state(unit, slot)
+
+    def save_state_dict(self, path: str | Path) -> None:
+        """Write `state` and `param_groups` by parameter name, as torch's `get_optimizer_state_dict` gives them, to a
+        file for `torch.load`.
+
+        One parameter's moments are in RAM at a time. The file appears, or is replaced, whole. Raises StorageError.
+        """
+        shapes = {}
+        for unit, slot in self._members():
+            if unit.steps[slot]:
+                moments = {name: torch.empty(unit.params[slot].shape, device="meta") for name in MOMENT_NAMES}
+                shapes[unit.name(slot)] = {"step": torch.empty((), device="meta"), **moments}
+        with torch_file(Path(path), {"state": shapes, "param_groups": self._named_groups()}) as (content, write):
+            for name, state in self.named_states():
+                for key, value in state.items():
+                    write(content["state"][name][key], value)
 
     def save_checkpoint(
         self,
@@ -156,7 +206,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         `wrap(keep_checkpoints=...)` says; else it is copied. `replaces` are checkpoints to delete once this one is
         complete.
         """
-        groups = super().state_dict()["param_groups"]
+        groups = self._named_groups()
         self._snapshot.save(Path(directory), groups, extra or {}, [Path(old) for old in replaces])
         if wait:
             self.wait_for_checkpoint()
@@ -177,8 +227,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         and `step()` where units are updated under backward, as `save_checkpoint`. Gradients that no `step()` has
         consumed are dropped.
         """
-        groups, extra = self._snapshot.load(Path(directory))
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        groups, extra = self._snapshot.load(Path(directory), self._named_groups())
+        for mine, saved in zip(self.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in saved.items() if key != "params"})
         return extra
 
     def drain(self) -> None:
@@ -193,6 +244,30 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._hooks.remove()
         self._weights.remove()
         self._engine.close()
+
+    def _members(self) -> Iterator[tuple[LiveUnit, int]]:
+        """Unit and slot of every parameter in a group, in torch's order."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield self._slots[id(param)]
+
+    def _state(self, unit: LiveUnit, slot: int) -> dict[str, torch.Tensor]:
+        """A parameter's state as torch has it; moments are copies in fp32."""
+        moments = {name: self._moments.read(unit, slot, name) for name in MOMENT_NAMES}
+        return {"step": torch.tensor(float(unit.steps[slot])), **moments}
+
+    def _named_groups(self) -> list[NamedGroup]:
+        """The `param_groups`, with the names of their parameters."""
+        names = {id(unit.params[slot]): unit.name(slot) for unit, slot in self._slots.values()}
+        return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in self.param_groups]
+
+    def _mark_grouped(self) -> None:
+        """Tell the units which of their parameters are in a group."""
+        grouped = {id(param) for group in self.param_groups for param in group["params"]}
+        for unit, slot in self._slots.values():
+            if slot < unit.trainable:
+                (unit.grouped.add if id(unit.params[slot]) in grouped else unit.grouped.discard)(slot)
+        self._grouped = None
 
     def _group_of(self, unit: LiveUnit, slot: int) -> Group:
         if self._grouped is not self.param_groups:  # load_state_dict makes a new list

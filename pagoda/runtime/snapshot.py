@@ -23,6 +23,7 @@ from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.groups import NamedGroup, check_groups
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -140,12 +141,15 @@ class Snapshot:
             if capture.frozen is not None:  # last: stores may wait for the slots of what was replaced
                 capture.frozen.close() if complete else capture.frozen.release()
 
-    def load(self, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Restore a checkpoint; returns its param groups and extra. Nothing changes before all of it is checked."""
+    def load(self, directory: Path, groups: list[NamedGroup]) -> tuple[list[NamedGroup], dict[str, Any]]:
+        """Restore a checkpoint into the run whose param groups are given; returns its own groups and extra.
+
+        Nothing changes before all of it is checked.
+        """
         self._engine.settle()
         buffers = self._buffers()
         with Checkpoint(directory, self._engine.ssd_directories) as checkpoint:
-            self._check_fits(checkpoint)
+            self._check_fits(checkpoint, groups)
             for state in self._states:
                 checkpoint.check(state.name, self._specs(state))
             checkpoint.check(BUFFERS, self._buffer_specs(buffers))
@@ -234,7 +238,7 @@ class Snapshot:
                 )
         return [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
 
-    def _check_fits(self, checkpoint: Checkpoint) -> None:
+    def _check_fits(self, checkpoint: Checkpoint, groups: list[NamedGroup]) -> None:
         """Everything the manifest says can be restored into this model and optimizer."""
         directory, manifest = checkpoint.directory, checkpoint.manifest
         path = directory / MANIFEST
@@ -249,23 +253,17 @@ class Snapshot:
             raise CheckpointError(
                 f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
             )
-        self._check_groups(path, manifest["param_groups"])
+        try:
+            for group in manifest["param_groups"]:
+                Hyper.from_group(group, step=1)
+                iter(group["params"])
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error
+        check_groups(str(path), manifest["param_groups"], groups)
         try:
             check_rng(manifest["rng"])
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
-
-    def _check_groups(self, path: Path, groups: list[Any]) -> None:
-        live = {id(group): group for group in (self._engine.stepper.group_of(*at) for at in self._trainable())}
-        try:
-            sizes = [len(group["params"]) for group in groups]
-            for group in groups:
-                Hyper.from_group(group, step=1)
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error
-        wanted = [len(group["params"]) for group in live.values()]
-        if sorted(sizes) != sorted(wanted):
-            raise CheckpointError(f"{path} has 'param_groups' of {sizes} parameters; this run has {wanted}.")
 
 
 def _plain(value: Any) -> Any:

@@ -70,6 +70,21 @@ class ModelState:
                 yield name, param.data
 
 
+def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> fp32 master, a copy in the parameter's shape, of the parameters that train: neither frozen nor tied.
+
+    For adapters: `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` is peft's own
+    writer without the frozen weights in RAM, of which `model.state_dict()` makes copies. Raises UsageError as
+    `ModelState`.
+    """
+    trained = {name: home for name, p in model.named_parameters() if p.requires_grad and (home := home_of(p))}
+    if not trained:
+        raise UsageError("This model is not wrapped, or all of it is frozen: call pagoda.wrap(model, ...) first.")
+    for engine in {id(engine): engine for engine, _, _ in trained.values()}.values():
+        _settle(engine)
+    return {name: _master(*home) for name, home in trained.items()}
+
+
 class OptimizerState:
     """A `PagedOptimizer`'s moments, step counts and hyperparameters, for `torch.distributed.checkpoint`.
 

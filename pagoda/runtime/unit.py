@@ -46,8 +46,13 @@ class LiveUnit:
         self.gathered: set[int] = set()
         """Slots whose parameters hold real tensors at the user's wish."""
         self.trainable = sum(slot.param.trainable for slot in spec.slots)
+        """Slots that have optimizer state and a gradient extent: the first ones. They may be frozen now."""
+        self.grouped = set(range(self.trainable))
+        """Slots whose parameters are in a param group: only they are updated."""
         self.steps = [0] * self.trainable
-        """Updates each trainable parameter has had."""
+        """Updates each of those parameters has had."""
+        self._replaced: list[int] = []
+        """Slots for which the modules hold a new object while the unit is shown."""
         self.placeholders = [torch.full((), torch.nan, dtype=dtype, device=device).expand(p.shape) for p in params]
 
     @property
@@ -57,6 +62,11 @@ class LiveUnit:
     def name(self, slot: int) -> str:
         """Qualified name of a parameter."""
         return self.spec.slots[slot].param.name
+
+    @property
+    def expected(self) -> list[int]:
+        """Slots that get a gradient from a backward that uses all parameters: in a group, and not frozen."""
+        return [slot for slot in range(self.trainable) if slot in self.grouped and self.params[slot].requires_grad]
 
     def show(self, base: torch.Tensor) -> None:
         """Point the parameters into a lease. `base`: the unit's weights, shape [numel].
@@ -73,13 +83,15 @@ class LiveUnit:
                 shown = nn.Parameter(view, requires_grad=False)
                 shown.__dict__.update(param.__dict__)
                 self._install(slot, shown)
+                self._replaced.append(slot)
 
     def hide(self) -> None:
         """Put the placeholders back."""
-        for slot, param in enumerate(self.params):
-            param.data = self.placeholders[slot]
-            if not param.requires_grad:
-                self._install(slot, param)
+        for param, placeholder in zip(self.params, self.placeholders, strict=True):
+            param.data = placeholder
+        for slot in self._replaced:
+            self._install(slot, self.params[slot])
+        self._replaced.clear()
 
     def _install(self, slot: int, param: nn.Parameter) -> None:
         for module, name in self.owners[slot]:

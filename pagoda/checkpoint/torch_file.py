@@ -1,0 +1,47 @@
+"""Files as `torch.save` writes them, one tensor in RAM at a time."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from pagoda.checkpoint.tensors import tensor_bytes
+from pagoda.errors import StorageError
+
+WriteTensor = Callable[[Any, torch.Tensor], None]
+"""Writes a tensor on the CPU, of the dtype and shape of an entry of the file's content, in its place."""
+
+
+@contextmanager
+def torch_file(path: Path, content: Any) -> Iterator[tuple[Any, WriteTensor]]:
+    """A file that `torch.load` reads as `content`, whose tensors are on meta and get their values in the block.
+
+    Gives the content with an entry for each tensor, and what writes the values of one. `path` appears, or is replaced,
+    when the block ends well; tensors that were not written are zeros. Raises StorageError when it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with FakeTensorMode():
+            tensors = tree_map_only(torch.Tensor, lambda meta: torch.empty(meta.shape, dtype=meta.dtype), content)
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(tensors, temporary)
+            entries = torch.load(temporary)
+        with temporary.open("r+b") as file:
+
+            def write(entry: torch.Tensor, tensor: torch.Tensor) -> None:
+                file.seek(entry.untyped_storage()._checkpoint_offset)  # type: ignore[attr-defined]
+                file.write(tensor_bytes(tensor))
+
+            yield entries, write
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error}. Free space there, or name another file.") from error
+    finally:
+        temporary.unlink(missing_ok=True)

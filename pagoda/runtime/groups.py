@@ -1,0 +1,120 @@
+"""Param groups: which parameters are stepped, with which settings, and which only wait to be."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from pagoda.errors import CheckpointError, ConfigError
+
+ParamGroups = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
+"""What torch's optimizers take: parameters, named parameters, or dictionaries of `params` and settings of their own."""
+
+Reserve = nn.Module | Iterable[nn.Parameter | nn.Module]
+"""Parameters, and modules for all of theirs."""
+
+NamedGroup = dict[str, Any]
+"""A param group with names of parameters as `params`."""
+
+
+def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two param groups of all trainable parameters: those with `weight_decay`, and those without any.
+
+    Parameters of fewer than two dimensions are not decayed: biases, the weights of norms, scalars. All others are,
+    embeddings too. A group that would be empty is left out.
+    """
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    decayed = {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay}
+    others = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
+    return [group for group in (decayed, others) if group["params"]]
+
+
+def named_groups(model: nn.Module, groups: ParamGroups | None) -> list[NamedGroup]:
+    """The param groups of a model's optimizer, by name; without `groups`, one of all parameters that are trainable.
+
+    A tied parameter has its first name. Raises ConfigError for what is no param group, a parameter that is not the
+    model's, not floating-point or in two groups, and for a trainable one in none that nobody reserved.
+    """
+    if groups is None:
+        return [{"params": [name for name, param in model.named_parameters() if param.requires_grad]}]
+    given: list[Any] = list(groups)
+    if not given or not all(isinstance(group, Mapping) for group in given):
+        given = [{"params": given}]
+    names = {id(param): name for name, param in model.named_parameters()}
+    found: list[NamedGroup] = []
+    seen: dict[str, int] = {}
+    for index, group in enumerate(given):
+        if "params" not in group:
+            raise ConfigError(f"param_groups[{index}] has no 'params': it has {sorted(group)}.")
+        members = []
+        for param in _parameters(group["params"], index):
+            name = names.get(id(param))
+            if name is None:
+                raise ConfigError(
+                    f"param_groups[{index}] has a parameter of shape {tuple(param.shape)} that is not the model's: "
+                    "make the groups of the model that is wrapped, before it is."
+                )
+            if not param.is_floating_point():
+                raise ConfigError(f"param_groups[{index}] has {name!r}, which is {param.dtype}: it cannot be trained.")
+            if name in seen:
+                raise ConfigError(f"{name!r} is in param_groups[{seen[name]}] and again in param_groups[{index}].")
+            seen[name] = index
+            members.append(name)
+        found.append({**group, "params": members})
+    return found
+
+
+def reserved_names(model: nn.Module, reserve: Reserve) -> set[str]:
+    """Names of the parameters for which state is kept ready. Raises ConfigError for one that is not the model's."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = set()
+    for entry in (reserve,) if isinstance(reserve, nn.Module | nn.Parameter) else reserve:
+        for param in entry.parameters() if isinstance(entry, nn.Module) else (entry,):
+            name = names.get(id(param))
+            if name is None:
+                raise ConfigError(
+                    f"reserve has a parameter of shape {tuple(param.shape)} that is not the model's: give modules or "
+                    "parameters of the model that is wrapped, before it is."
+                )
+            found.add(name)
+    return found
+
+
+def check_placed(model: nn.Module, placed: set[str]) -> None:
+    """Some parameters are in a group or reserved, and all that would get gradients are. Else ConfigError."""
+    if not placed:
+        raise ConfigError("Every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
+    for name, param in model.named_parameters():
+        if param.requires_grad and name not in placed:
+            raise ConfigError(
+                f"{name!r} requires a gradient but is in none of the param_groups: put it in one, freeze it with "
+                "requires_grad_(False), or pass it to wrap(reserve=...) to add it later."
+            )
+
+
+def check_groups(source: str, saved: list[Any], live: list[NamedGroup]) -> None:
+    """Raises CheckpointError unless the param groups of `source` have the parameters of the live ones, by name."""
+    members = [{*map(str, group["params"])} for group in saved]
+    wanted = [{*group["params"]} for group in live]
+    if members == wanted:
+        return
+    differing = {*chain(*members)} ^ {*chain(*wanted)}
+    what = f"only one of the two has {min(differing)!r}" if differing else "they divide them otherwise"
+    raise CheckpointError(
+        f"{source} has 'param_groups' of {[*map(len, members)]} parameters; this run has {[*map(len, wanted)]}, and "
+        f"{what}. Give wrap(param_groups=...) and add_param_group() what the run that saved it had."
+    )
+
+
+def _parameters(params: Any, index: int) -> Iterator[nn.Parameter]:
+    """The parameters of one group, as torch lets them be given."""
+    if isinstance(params, nn.Parameter):
+        params = [params]
+    if isinstance(params, set | frozenset):
+        raise ConfigError(f"param_groups[{index}] has its parameters in a set, which has no order: use a list.")
+    for entry in params:
+        param = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+        if not isinstance(param, nn.Parameter):
+            raise ConfigError(f"param_groups[{index}] has {type(param).__name__} where a parameter should be.")
+        yield param
