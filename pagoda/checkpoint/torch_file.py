@@ -34,7 +34,9 @@ def torch_file(path: Path, content: Any) -> Iterator[tuple[Any, WriteTensor]]:
         with temporary.open("r+b") as file:
 
             def write(entry: torch.Tensor, tensor: torch.Tensor) -> None:
-                file.seek(entry.untyped_storage()._checkpoint_offset)  # type: ignore[attr-defined]
+                offset = entry.untyped_storage()._checkpoint_offset
+                assert offset is not None, "torch.load notes it under FakeTensorMode"
+                file.seek(offset)
                 file.write(tensor_bytes(tensor))
 
             yield entries, write
