@@ -79,15 +79,15 @@ def fused_sweep(params: int, gradient: torch.Tensor, states: list[torch.Tensor])
 def rows(params: int, sweeper: Sweeper) -> list[Row]:
     made: list[Row] = []
     for precision in ("bf16", "fp32"):
-        kernel = kernels.kernels_for(precision)
-        kernels.warm_up(precision)
+        kernel = kernels.kernels_for(AdamW(), precision)
+        kernels.warm_up(AdamW(), precision)
         states = states_of(precision, params)
         gradient = filled(params, states[0].dtype, 1.0)
         all_streams = [*states, gradient]
         width = gradient.element_size()
         moved = 12 + width + 12
         roof = roof_bf16 if precision == "bf16" else roof_fp32
-        step = sweeper.addresses(kernel.adamw, all_streams, *SCALARS)
+        step = sweeper.addresses(kernel.update, all_streams, *SCALARS)
         made.append(Row(f"adamw {precision}", moved, step, [], f"roof {precision}"))
         made.append(Row(f"roof {precision}", moved, sweeper.arrays(roof, all_streams), []))
         if precision == "fp32":
@@ -117,8 +117,8 @@ def compressed_rows(
     )
     specs = rule.states(precision)
     tensors = [*weights, *(kept[spec.name] for spec in specs[len(weights) :])]
-    kernel = kernels.kernels_for(precision, moments).adamw
-    kernels.warm_up(precision, moments)
+    kernel = kernels.kernels_for(rule, precision).update
+    kernels.warm_up(rule, precision)
     noise = rule.noise("weight", 100)
 
     def block(start: int, n: int) -> None:

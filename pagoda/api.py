@@ -17,7 +17,8 @@ from pagoda.memory.commits import bytes_of_stores
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
-from pagoda.optim.adamw import AdamW, Hyper, Precision, check_precision
+from pagoda.optim.adamw import AdamW
+from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
@@ -152,7 +153,7 @@ class Memory:
 
 def wrap(
     model: Model,
-    optimizer: AdamW,
+    optimizer: ElementwiseRule,
     *,
     param_groups: ParamGroups | None = None,
     reserve: Reserve = (),
@@ -212,7 +213,7 @@ def wrap(
     trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
     check_placed(model, trained)
     for group in groups:
-        Hyper.from_group({**optimizer.defaults(), **group}, step=1)
+        optimizer.with_group({**optimizer.defaults(), **group})
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
     if device.torch_device.type == "cpu":

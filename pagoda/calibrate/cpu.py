@@ -8,15 +8,15 @@ import torch
 from pagoda.calibrate.matmul import matmul_rate
 from pagoda.calibrate.meter import Meter, cpu_cores, ram_bytes
 from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
-from pagoda.optim import AdamW, Hyper, step_scalars
-from pagoda.optim.kernels import kernels_for, warm_up
+from pagoda.optim import AdamW
+from pagoda.optim.kernels import gradient_kernels, kernels_for, warm_up
 from pagoda.plan.hardware import Cpu, Figure
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.lanes import Lane
 
-SCALARS = step_scalars(Hyper.from_group(AdamW().defaults(), 100, 0.9))
+SCALARS = AdamW().scalars(100, 0.9)
 """Of some step of AdamW; timing does not depend on them."""
 _UNIT_BYTES = 32 << 20
 """Weights copied at a time."""
@@ -41,7 +41,7 @@ def measure_cpu(meter: Meter, threads: int) -> Cpu:
 def _update_rates(meter: Meter, threads: int) -> tuple[Figure, Figure]:
     """(bytes per second of RAM, parameters per second of AdamW on the split master)."""
     meter.report("memory bandwidth and updates")
-    warm_up("bf16")
+    warm_up(AdamW(), "bf16")
     params = meter.effort.params
     streams = [*states_of("bf16", params), filled(params, torch.bfloat16, 1.0)]
     # Reads every stream and writes all but the gradient.
@@ -51,7 +51,7 @@ def _update_rates(meter: Meter, threads: int) -> tuple[Figure, Figure]:
             meter.rate(touched, sweeper.arrays(roof_bf16, streams), "reads and writes of an update's streams"),
             meter.rate(
                 params,
-                sweeper.addresses(kernels_for("bf16").adamw, streams, *SCALARS),
+                sweeper.addresses(kernels_for(AdamW(), "bf16").update, streams, *SCALARS),
                 f"AdamW on {params >> 20} Mi parameters, {threads} threads",
             ),
         )
@@ -74,7 +74,7 @@ def _gradient_rate(meter: Meter) -> Figure:
     meter.report("storing of gradients")
     numel = meter.effort.copy_bytes // 2
     target, source = (filled(numel, torch.bfloat16, 1.0) for _ in range(2))
-    store = kernels_for("bf16").store_gradient
+    store, _ = gradient_kernels("bf16")
 
     def take() -> None:
         for start in range(0, numel, BOUNCE_ELEMENTS):

@@ -15,8 +15,8 @@ from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.tensors import chunks, write_tensors
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.sizes import format_bytes
-from pagoda.optim.adamw import Precision
 from pagoda.optim.flat import join
+from pagoda.optim.rule import Precision
 
 INDEX = "model.safetensors.index.json"
 _WEIGHT, _LOW = "weight", "weight_low"

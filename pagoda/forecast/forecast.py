@@ -10,7 +10,8 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.subject import Subject, find_subject
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim.adamw import AdamW, StateSpec
+from pagoda.optim.adamw import AdamW
+from pagoda.optim.rule import StateSpec
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.placement import Budgets

@@ -1,34 +1,26 @@
-"""Update rules as math on flat blocks.
+"""Update rules: the math of optimizers, on the states that Pagoda moves.
 
-``adamw`` is the rule: settings, states, and the scalars of one step; ``codecs`` says how it keeps its moments.
-``kernels`` is its machine code, called by address from lane threads; ``flat`` is the checked front of the same code
-for tensors; ``reference`` is the same math in plain torch. The last three are imported by name, so that reading a
-config does not load Numba.
+``rule`` is the contract; ``adamw`` is a rule: settings, states, and the scalars of one step; ``codecs`` says how it
+keeps its moments. ``kernels`` is the machine code, called by address from lane threads; ``flat`` is the checked front
+of the same code for tensors; ``reference`` is the same math in plain torch. The last three are imported by name, so
+that reading a config does not load Numba.
 """
 
-from pagoda.optim.adamw import (
-    MOMENT_NAMES,
-    AdamW,
-    Hyper,
-    Precision,
-    Scalars,
-    StateSpec,
-    check_precision,
-    gradient_dtype,
-    step_scalars,
-)
+from pagoda.optim.adamw import MOMENT_NAMES, AdamW, Scalars
 from pagoda.optim.codecs import Key, Moments
+from pagoda.optim.rule import ElementwiseRule, Hyper, Precision, Rule, StateSpec, check_precision, gradient_dtype
 
 __all__ = [
     "MOMENT_NAMES",
     "AdamW",
+    "ElementwiseRule",
     "Hyper",
     "Key",
     "Moments",
     "Precision",
+    "Rule",
     "Scalars",
     "StateSpec",
     "check_precision",
     "gradient_dtype",
-    "step_scalars",
 ]

@@ -14,36 +14,20 @@ square root correctly rounded, and without flushing denormals::
     w     = w - step_size * (m / denom)
 
 The new state is then a function of the old state, the gradient and the scalars alone: the same bits for any
-block size, thread count, tier or device. The scalars come from `step_scalars`.
-
-**Split master.** In precision "bf16" the fp32 master weight is stored as two halves. With ``bits`` its 32
-bits as an unsigned integer, modulo 2**32::
-
-    weight     = (bits + 0x8000) >> 16      bf16: the master rounded to nearest, ties away from zero
-    weight_low = bits - (weight << 16)      int16
-    bits       = (weight << 16) + weight_low
-
-This is lossless for every bit pattern. (Ties to even is not: int16 holds -0x8000 but not 0x8000.)
+block size, thread count, tier or device. The scalars come from
+`AdamW.scalars`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
-import numpy as np
 import torch
 
 from pagoda.errors import ConfigError
 from pagoda.optim.codecs import BLOCK, Key, Moments
-
-Precision = Literal["bf16", "fp32"]
-
-
-def check_precision(precision: str) -> None:
-    """Raises ConfigError unless ``precision`` is one of `Precision`."""
-    if precision not in get_args(Precision):
-        raise ConfigError(f"precision is {precision!r}; use one of {', '.join(get_args(Precision))}")
+from pagoda.optim.rule import ElementwiseRule, StateSpec, check, fp32, is_number
 
 
 def check_moments(moments: str) -> None:
@@ -52,40 +36,6 @@ def check_moments(moments: str) -> None:
         raise ConfigError(f"AdamW moments is {moments!r}; use one of {', '.join(get_args(Moments))}")
 
 
-def gradient_dtype(precision: Precision) -> torch.dtype:
-    """Dtype of gradients, and of the weights that forward and backward read."""
-    check_precision(precision)
-    return torch.bfloat16 if precision == "bf16" else torch.float32
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """One flat state of a parameter: one element of ``dtype`` for every ``per`` elements of the parameter.
-
-    The last element stands for what is left where ``per`` does not divide the parameter.
-    """
-
-    name: str
-    dtype: torch.dtype
-    per: int = 1
-
-    def elements(self, numel: int) -> int:
-        """Elements of the state for ``numel`` of the parameter; also the first one's place, if ``per`` divides it."""
-        return -(-numel // self.per)
-
-    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the state of a parameter of that shape: its own, or flat where elements stand for many."""
-        return parameter if self.per == 1 else (self.elements(math.prod(parameter)),)
-
-    def nbytes(self, numel: int) -> int:
-        """Bytes of the state for ``numel`` elements of the parameter."""
-        return self.elements(numel) * self.dtype.itemsize
-
-
-_WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
-    "bf16": (StateSpec("weight", torch.bfloat16), StateSpec("weight_low", torch.int16)),
-    "fp32": (StateSpec("weight", torch.float32),),
-}
 # Another codec has other names, so that a checkpoint of one is never taken for one of another.
 _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
     "fp32": (StateSpec("exp_avg", torch.float32), StateSpec("exp_avg_sq", torch.float32)),
@@ -99,110 +49,6 @@ _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
 }
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 """The moments as torch names them, whatever they are kept in."""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check(name: str, value: float, holds: bool, rule: str) -> None:
-    if not holds:
-        raise ConfigError(f"AdamW {name} is {value!r}; it must be {rule}")
-
-
-def _check_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    _check("lr", lr, _is_number(lr) and lr >= 0, "a finite number >= 0")
-    if len(betas) != 2:
-        raise ConfigError(f"AdamW betas is {betas!r}; it must be two numbers")
-    for index, beta in enumerate(betas):
-        _check(f"betas[{index}]", beta, _is_number(beta) and 0 <= beta < 1, "in [0, 1)")
-    # An eps of zero, or one that fp32 rounds to zero, turns a parameter with zero gradient into 0 / 0.
-    _check("eps", eps, _is_number(eps) and _fp32(eps) > 0, "a finite number > 0 in fp32")
-    _check("weight_decay", weight_decay, _is_number(weight_decay) and weight_decay >= 0, "a finite number >= 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """Settings of AdamW, with the names and defaults of ``torch.optim.AdamW``.
-
-    lr: learning rate, >= 0.
-    betas: decay rates of the first and second moment, each in [0, 1).
-    eps: added to the denominator, > 0.
-    weight_decay: decoupled weight decay coefficient, >= 0.
-
-    Beside those of torch:
-    moments: what the moments are kept in between updates (`codecs`): "fp32", exact; "bf16", rounded stochastically;
-        "8bit", quantized in blocks.
-    seed: of the stochastic rounding.
-
-    Raises ConfigError, naming the field, for a value outside its range.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    moments: Moments = "fp32"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_settings(self.lr, self.betas, self.eps, self.weight_decay)
-        check_moments(self.moments)
-
-    def states(self, precision: Precision) -> tuple[StateSpec, ...]:
-        """States of one parameter, in the order in which the kernels take them; the gradient is not one."""
-        check_precision(precision)
-        return _WEIGHTS[precision] + _MOMENTS[self.moments]
-
-    def states_of(self, moment: str) -> tuple[StateSpec, ...]:
-        """The states that keep one of `MOMENT_NAMES`: codes, then scales."""
-        return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
-
-    def noise(self, name: str, step: int) -> Key | None:
-        """What a parameter's moments are rounded with at its update number ``step``; None where nothing is random."""
-        return Key.of(self.seed, name, step) if self.moments == "bf16" else None
-
-    def defaults(self) -> dict[str, Any]:
-        """Per-group settings for ``torch.optim.Optimizer``; schedulers change them in ``param_groups``."""
-        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hyper:
-    """Hyperparameters of one parameter at one step, as the user set them (float64).
-
-    step: number of this update of the parameter; the first is 1.
-    grad_scale: the gradient is multiplied by it: the clip coefficient, or 1.
-
-    Raises ConfigError for values no step can be taken with.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    grad_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_settings(self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay)
-        _check("step", self.step, self.step >= 1, ">= 1: count the update before taking it")
-        _check("grad_scale", self.grad_scale, _is_number(self.grad_scale), "a finite number")
-
-    @classmethod
-    def from_group(cls, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> "Hyper":
-        """Reads a torch ``param_groups`` entry as it stands now; ``lr`` may be a one-element tensor."""
-        beta1, beta2 = group["betas"]
-        return cls(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-            grad_scale=float(grad_scale),
-        )
 
 
 class Scalars(NamedTuple):
@@ -219,25 +65,104 @@ class Scalars(NamedTuple):
     step_size: float
 
 
-def step_scalars(hyper: Hyper) -> Scalars:
-    """Scalars for one step: computed in float64, then rounded once to fp32.
+@dataclass(frozen=True, kw_only=True)
+class AdamW(ElementwiseRule):
+    """Settings of AdamW, with the names and defaults of ``torch.optim.AdamW``.
 
-    ``decay = 1 - lr * weight_decay``; with t the step, ``step_size = lr / (1 - beta1**t)`` and
-    ``bias2_sqrt = sqrt(1 - beta2**t)`` hold the bias corrections.
+    lr: learning rate, >= 0.
+    betas: decay rates of the first and second moment, each in [0, 1).
+    eps: added to the denominator, > 0.
+    weight_decay: decoupled weight decay coefficient, >= 0.
+
+    Beside those of torch:
+    moments: what the moments are kept in between updates (`codecs`): "fp32", exact; "bf16", rounded stochastically;
+        "8bit", quantized in blocks.
+    seed: of the stochastic rounding.
+
+    Raises ConfigError, naming the field, for a value outside its range.
     """
-    exact = Scalars(
-        grad_scale=hyper.grad_scale,
-        decay=1.0 - hyper.lr * hyper.weight_decay,
-        beta1=hyper.beta1,
-        one_minus_beta1=1.0 - hyper.beta1,
-        beta2=hyper.beta2,
-        one_minus_beta2=1.0 - hyper.beta2,
-        bias2_sqrt=math.sqrt(1.0 - hyper.beta2**hyper.step),
-        eps=hyper.eps,
-        step_size=hyper.lr / (1.0 - hyper.beta1**hyper.step),
-    )
-    return Scalars(*map(_fp32, exact))
+
+    name: ClassVar[str] = "AdamW"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    moments: Moments = "fp32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_adam_settings(self.name, self.lr, self.betas, self.eps, self.weight_decay)
+        check_moments(self.moments)
+
+    def own_states(self) -> tuple[StateSpec, ...]:
+        """Codes of both moments, then their scales, in the order in which the kernels take them."""
+        return _MOMENTS[self.moments]
+
+    def states_of(self, moment: str) -> tuple[StateSpec, ...]:
+        """The states that keep one of `MOMENT_NAMES`: codes, then scales."""
+        return _MOMENTS[self.moments][MOMENT_NAMES.index(moment) :: len(MOMENT_NAMES)]
+
+    def noise(self, parameter: str, step: int) -> Key | None:
+        """What a parameter's moments are rounded with at its update number ``step``; None where nothing is random."""
+        return Key.of(self.seed, parameter, step) if self.moments == "bf16" else None
+
+    def defaults(self) -> dict[str, Any]:
+        """Per-group settings for ``torch.optim.Optimizer``; schedulers change them in ``param_groups``."""
+        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+    @property
+    def kernel_name(self) -> str:
+        return "adamw" if self.moments == "fp32" else f"adamw_moments_{self.moments}"
+
+    def scalars(self, step: int, grad_scale: float = 1.0) -> Scalars:
+        """``decay = 1 - lr * weight_decay``; with t the step, ``step_size = lr / (1 - beta1**t)`` and
+        ``bias2_sqrt = sqrt(1 - beta2**t)`` hold the bias corrections.
+        """
+        beta1, beta2 = self.betas
+        exact = Scalars(
+            grad_scale=grad_scale,
+            decay=1.0 - self.lr * self.weight_decay,
+            beta1=beta1,
+            one_minus_beta1=1.0 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1.0 - beta2,
+            bias2_sqrt=math.sqrt(1.0 - beta2**step),
+            eps=self.eps,
+            step_size=self.lr / (1.0 - beta1**step),
+        )
+        return Scalars(*map(fp32, exact))
+
+    def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """As torch's AdamW has it: moments in fp32, whatever they are kept in."""
+        from pagoda.optim.flat import decode_moment  # imports Numba
+
+        shape = kept[self.own_states()[0].name].shape
+        moments = {
+            name: decode_moment(name, [kept[spec.name].reshape(-1) for spec in self.states_of(name)]).view(shape)
+            for name in MOMENT_NAMES
+        }
+        return {"step": torch.tensor(float(step)), **moments}
+
+    def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """Moments may come from a run that keeps them otherwise; what this one gave comes back as it was."""
+        from pagoda.optim.flat import encode_moment
+
+        kept: dict[str, torch.Tensor] = {}
+        for name in MOMENT_NAMES:
+            value = torch.zeros(shape) if state.get(name) is None else state[name]
+            flat = value.detach().to("cpu", torch.float32).reshape(-1)
+            specs = self.states_of(name)
+            for spec, codes in zip(specs, encode_moment(name, flat, self.moments), strict=True):
+                kept[spec.name] = codes.view(spec.shape(shape))
+        return kept
 
 
-def _fp32(value: float) -> float:
-    return float(np.float32(value))
+def check_adam_settings(rule: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raises ConfigError, naming the setting, for one that no step of Adam can be taken with."""
+    check(rule, "lr", lr, is_number(lr) and lr >= 0, "a finite number >= 0")
+    check(rule, "betas", betas, len(betas) == 2, "two numbers")
+    for index, beta in enumerate(betas):
+        check(rule, f"betas[{index}]", beta, is_number(beta) and 0 <= beta < 1, "in [0, 1)")
+    # An eps of zero, or one that fp32 rounds to zero, turns a parameter with zero gradient into 0 / 0.
+    check(rule, "eps", eps, is_number(eps) and fp32(eps) > 0, "a finite number > 0 in fp32")
+    check(rule, "weight_decay", weight_decay, is_number(weight_decay) and weight_decay >= 0, "a finite number >= 0")

@@ -9,8 +9,8 @@ import torch
 
 from pagoda.errors import ConfigError
 from pagoda.optim import codec_kernels, kernels
-from pagoda.optim.adamw import AdamW, Precision, Scalars
 from pagoda.optim.codecs import BLOCK, Key, Moments
+from pagoda.optim.rule import ElementwiseRule, Precision
 
 
 def _precision(dtype: torch.dtype, what: str) -> Precision:
@@ -34,33 +34,33 @@ def _check(what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> i
     return tensor.data_ptr()
 
 
-def adamw_step(
+def update(
+    rule: ElementwiseRule,
     states: Mapping[str, torch.Tensor],
     gradient: torch.Tensor,
-    scalars: Scalars,
-    moments: Moments = "fp32",
+    scalars: tuple[float, ...],
     noise: Key | None = None,
 ) -> None:
-    """One AdamW step in place, on a whole parameter of N elements.
+    """One update in place, on a whole parameter of N elements.
 
-    states: a contiguous CPU tensor for each of ``AdamW(moments=moments).states(precision)``, by name; the dtype of
-    "weight" tells the precision.
+    states: a contiguous CPU tensor for each of ``rule.states(precision)``, by name; the dtype of "weight" tells the
+    precision.
     gradient: N elements of the weight's dtype; only read.
-    noise: for bf16 moments, what they are rounded with.
+    scalars, noise: the rule's, of one step.
     Raises ConfigError naming the first tensor that is missing or unfit.
     """
     if "weight" not in states:
-        raise ConfigError(f"AdamW states are {sorted(states)}; weight is missing")
+        raise ConfigError(f"{rule.name} states are {sorted(states)}; weight is missing")
     weight = states["weight"]
     precision = _precision(weight.dtype, "weight")
     addresses = []
-    for spec in AdamW(moments=moments).states(precision):
+    for spec in rule.states(precision):
         if spec.name not in states:
-            raise ConfigError(f"AdamW states are {sorted(states)}; {spec.name} is missing for {precision}")
+            raise ConfigError(f"{rule.name} states are {sorted(states)}; {spec.name} is missing for {precision}")
         addresses.append(_check(spec.name, states[spec.name], spec.dtype, spec.elements(weight.numel())))
     addresses.append(_check("gradient", gradient, weight.dtype, weight.numel()))
     rounding = () if noise is None else (0, *noise)
-    kernels.kernels_for(precision, moments).adamw(*addresses, weight.numel(), *rounding, *scalars)
+    kernels.kernels_for(rule, precision).update(*addresses, weight.numel(), *rounding, *scalars)
 
 
 def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
@@ -69,7 +69,7 @@ def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
     The sum is in float64, in an order fixed by N, and non-finite if and only if an element is.
     Raises ConfigError for unfit tensors.
     """
-    kernel = kernels.kernels_for(_precision(dst.dtype, "dst")).store_gradient
+    kernel = kernels.gradient_kernels(_precision(dst.dtype, "dst"))[0]
     n = dst.numel()
     return kernel(_check("dst", dst, dst.dtype, n), _check("src", src, dst.dtype, n), n)
 
@@ -79,7 +79,7 @@ def add_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
 
     As `store_gradient` in all else.
     """
-    kernel = kernels.kernels_for(_precision(dst.dtype, "dst")).add_gradient
+    kernel = kernels.gradient_kernels(_precision(dst.dtype, "dst"))[1]
     n = dst.numel()
     return kernel(_check("dst", dst, dst.dtype, n), _check("src", src, dst.dtype, n), n)
 
@@ -119,7 +119,9 @@ def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
     if codes.dtype is not torch.uint8:
         return codes.float()
     n = codes.numel()
-    values = torch.empty(n)
+    values = torch.empty(n, device=codes.device)
+    if codes.is_meta:
+        return values
     decode = codec_kernels.decode_signed if moment == "exp_avg" else codec_kernels.decode_unsigned
     decode(
         _check(moment, codes, torch.uint8, n),

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import carray
 
 from pagoda.optim import codec_kernels
-from pagoda.optim.adamw import Precision, Scalars, check_moments, check_precision
-from pagoda.optim.codecs import Moments
 from pagoda.optim.jit import (
     LANES,
     adamw_element,
@@ -36,6 +35,7 @@ from pagoda.optim.jit import (
     round_to_bf16,
     square_bits,
 )
+from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
 
 
 @kernel
@@ -44,7 +44,7 @@ def adamw_bf16(
 ) -> None:
     """AdamW in place on ``n`` elements: bf16 weight, int16 low half, fp32 moments, bf16 gradient.
 
-    The operations and their order are the contract in `adamw`; ``scalars`` are the fields of `Scalars`.
+    The operations and their order are the contract in `adamw`; ``scalars`` are the fields of its `Scalars`.
     The gradient is only read. Moves 26 bytes per element: 14 read, 12 written.
     """
     high = carray(pointer(weight, np.uint16), n)
@@ -237,46 +237,56 @@ def join(weight: int, weight_low: int, master: int, n: int) -> None:
         whole[i] = joined(high[i], low[i])
 
 
-class Kernels(NamedTuple):
-    """The kernels of one precision and one way to keep moments.
+GradientKernel = Callable[[int, int, int], float]
 
-    adamw: ``(*addresses of the states in StateSpec order, gradient address, n, *noise, *Scalars)``, where noise is
-        nothing, or for bf16 moments the first element's index in its parameter and the `Key`'s two numbers
+
+class Kernels(NamedTuple):
+    """The kernels of one precision and one rule.
+
+    update: ``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``, where noise is
+        nothing, or where states are rounded at random the first element's index in its parameter and the `Key`'s two
+        numbers
     store_gradient, add_gradient: ``(dst address, src address, n) -> sum of squares``
     """
 
-    adamw: Callable[..., None]
-    store_gradient: Callable[[int, int, int], float]
-    add_gradient: Callable[[int, int, int], float]
+    update: Callable[..., None]
+    store_gradient: GradientKernel
+    add_gradient: GradientKernel
 
 
-_ADAMW: dict[tuple[str, str], Callable[..., None]] = {
-    ("bf16", "fp32"): adamw_bf16,
-    ("bf16", "bf16"): codec_kernels.adamw_bf16_moments_bf16,
-    ("bf16", "8bit"): codec_kernels.adamw_bf16_moments_8bit,
-    ("fp32", "fp32"): adamw_fp32,
-    ("fp32", "bf16"): codec_kernels.adamw_fp32_moments_bf16,
-    ("fp32", "8bit"): codec_kernels.adamw_fp32_moments_8bit,
+_UPDATES: dict[tuple[str, Precision], Callable[..., None]] = {
+    ("adamw", "bf16"): adamw_bf16,
+    ("adamw", "fp32"): adamw_fp32,
+    ("adamw_moments_bf16", "bf16"): codec_kernels.adamw_bf16_moments_bf16,
+    ("adamw_moments_bf16", "fp32"): codec_kernels.adamw_fp32_moments_bf16,
+    ("adamw_moments_8bit", "bf16"): codec_kernels.adamw_bf16_moments_8bit,
+    ("adamw_moments_8bit", "fp32"): codec_kernels.adamw_fp32_moments_8bit,
 }
+"""(`ElementwiseRule.kernel_name`, precision) -> the rule's kernel."""
 
 
-def kernels_for(precision: Precision, moments: Moments = "fp32") -> Kernels:
-    """Kernels for weights and gradients of ``precision``; raises ConfigError for one that is not known."""
+def gradient_kernels(precision: Precision) -> tuple[GradientKernel, GradientKernel]:
+    """What stores and what adds gradients of ``precision``: ``(dst address, src address, n) -> sum of squares``."""
     check_precision(precision)
-    check_moments(moments)
-    adamw = _ADAMW[precision, moments]
     if precision == "bf16":
-        return Kernels(adamw, store_gradient_bf16, add_gradient_bf16)
-    return Kernels(adamw, store_gradient_fp32, add_gradient_fp32)
+        return store_gradient_bf16, add_gradient_bf16
+    return store_gradient_fp32, add_gradient_fp32
 
 
-def warm_up(precision: Precision, moments: Moments = "fp32") -> None:
+def kernels_for(rule: ElementwiseRule, precision: Precision) -> Kernels:
+    """Kernels for a rule, with weights and gradients of ``precision``; raises ConfigError for one that is not known."""
+    store, add = gradient_kernels(precision)
+    return Kernels(_UPDATES[rule.kernel_name, precision], store, add)
+
+
+def warm_up(rule: ElementwiseRule, precision: Precision) -> None:
     """Compiles, or loads from Numba's cache, all that is used with these, so that no step waits for it."""
-    kernels = kernels_for(precision, moments)
-    numbers = {"fp32": 4, "bf16": 7, "8bit": 6}[moments] + (precision == "bf16")
+    kernels = kernels_for(rule, precision)
+    addresses = len(rule.states(precision)) + 1
+    noise = () if rule.noise("", 1) is None else (0, 0, 0)
     # The types of the arguments select the compiled version, hence calls on nothing rather than signatures.
-    kernels.adamw(*[0] * (numbers + 1), *[0.0] * len(Scalars._fields))
-    if moments == "8bit":
+    kernels.update(*[0] * addresses, 0, *noise, *rule.scalars(1))
+    if any(state.dtype is torch.uint8 for state in rule.own_states()):
         codec_kernels.warm_up()
     kernels.store_gradient(0, 0, 0)
     kernels.add_gradient(0, 0, 0)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pagoda.memory.page import pages_for
-from pagoda.optim.adamw import StateSpec
+from pagoda.optim.rule import StateSpec
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.units import UnitSpec, align, enclosing
 

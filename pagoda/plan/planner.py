@@ -7,7 +7,7 @@ from functools import cached_property
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
-from pagoda.optim.adamw import StateSpec
+from pagoda.optim.rule import StateSpec
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, SSD, Kind, Op

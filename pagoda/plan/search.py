@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
-from pagoda.optim.adamw import StateSpec
+from pagoda.optim.rule import StateSpec
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.placement import Budgets

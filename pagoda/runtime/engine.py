@@ -12,8 +12,8 @@ from torch.profiler import record_function
 
 from pagoda.errors import UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.adamw import AdamW, Precision
 from pagoda.optim.kernels import kernels_for, warm_up
+from pagoda.optim.rule import ElementwiseRule, Precision
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import LEASES
@@ -65,7 +65,7 @@ class Engine:
         plan: Plan,
         units: list[LiveUnit],
         precision: Precision,
-        rule: AdamW,
+        rule: ElementwiseRule,
         directories: Mapping[Path, int | None],
         clip_grad_norm: float | None,
         poison: bool,
@@ -88,8 +88,9 @@ class Engine:
             "ssd_write": Lane("ssd_write", ssd_threads),
             "update": Lane("update", torch.get_num_threads()),
         }
-        warm_up(precision, rule.moments)
-        kernels = kernels_for(precision, rule.moments)
+        self.rule = rule
+        warm_up(rule, precision)
+        kernels = kernels_for(rule, precision)
         self.gradients = Gradients(
             self.store,
             open_staging(self.store),

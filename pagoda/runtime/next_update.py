@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pagoda.errors import UsageError
-from pagoda.optim.adamw import AdamW, Hyper, step_scalars
+from pagoda.optim.rule import ElementwiseRule, Hyper, Rule
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import Segment
 
@@ -15,21 +15,27 @@ GroupOf = Callable[[LiveUnit, int], Group]
 """The param group of a unit's parameter, by slot."""
 
 
-def next_hypers(unit: LiveUnit, group_of: GroupOf, scale: float) -> dict[int, Hyper]:
+def next_hypers(unit: LiveUnit, group_of: GroupOf, rule: Rule, scale: float) -> dict[int, Hyper]:
     """slot -> hyperparameters, as they are now, of the next update, for slots with a gradient; `scale` clips it."""
-    return {
-        slot: Hyper.from_group(group_of(unit, slot), unit.steps[slot] + 1, scale)
-        for slot in range(unit.trainable)
-        if unit.params[slot].grad is not None
-    }
+    rules: dict[int, Rule] = {}
+    hypers: dict[int, Hyper] = {}
+    for slot in range(unit.trainable):
+        if unit.params[slot].grad is None:
+            continue
+        group = group_of(unit, slot)
+        if id(group) not in rules:
+            rules[id(group)] = rule.with_group(group)
+        hypers[slot] = Hyper(rules[id(group)], unit.steps[slot] + 1, scale)
+    return hypers
 
 
-def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper], rule: AdamW) -> list[Segment]:
+def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper]) -> list[Segment]:
     """What an update with these hyperparameters, by slot, does; adjoining slots are one segment where possible."""
     segments: list[Segment] = []
     for slot, hyper in hypers.items():
-        placed = unit.spec.slots[slot]
-        scalars = step_scalars(hyper)
+        rule, placed = hyper.rule, unit.spec.slots[slot]
+        assert isinstance(rule, ElementwiseRule)
+        scalars = rule.scalars(hyper.step, hyper.grad_scale)
         noise = rule.noise(unit.name(slot), hyper.step)
         start, stop = placed.offset, placed.offset + placed.param.numel
         if segments and noise is None and (segments[-1].stop, segments[-1].scalars) == (start, scalars):
@@ -50,14 +56,16 @@ def check_frozen(units: Iterable[LiveUnit]) -> None:
                 )
 
 
-def check_hypers_are_as_used(units: Iterable[LiveUnit], used_groups: Mapping[int, Hyper], group_of: GroupOf) -> None:
+def check_hypers_are_as_used(
+    units: Iterable[LiveUnit], used_groups: Mapping[int, Hyper], group_of: GroupOf, rule: Rule
+) -> None:
     """Hyperparameters must be what the updates under backward used."""
     for unit in units:
         if not unit.updated:
             continue
         for slot in range(unit.trainable):
             used = used_groups.get(id(unit.params[slot]))
-            if used is not None and used != Hyper.from_group(group_of(unit, slot), used.step):
+            if used is not None and used.rule != rule.with_group(group_of(unit, slot)):
                 raise UsageError(
                     "param_groups changed between backward and step(), but units were updated under backward "
                     "with the old values. Change them before backward or after step(), or leave out "

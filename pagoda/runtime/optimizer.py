@@ -9,13 +9,13 @@ from torch import nn
 
 from pagoda.checkpoint.torch_file import torch_file
 from pagoda.errors import UsageError
-from pagoda.optim.adamw import MOMENT_NAMES, AdamW
+from pagoda.optim.rule import Rule
 from pagoda.plan.timeline import Timeline
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.groups import NamedGroup, check_groups
 from pagoda.runtime.hooks import ModelHooks
-from pagoda.runtime.moments import MomentTensors
 from pagoda.runtime.next_update import Group
+from pagoda.runtime.rule_states import RuleStates
 from pagoda.runtime.snapshot import Snapshot
 from pagoda.runtime.state_dicts import WeightStateDicts
 from pagoda.runtime.stats import StepStats
@@ -30,7 +30,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     are updated: each unit is updated just before something next needs it.
     """
 
-    def __init__(self, model: nn.Module, rule: AdamW, engine: Engine, groups: list[NamedGroup]) -> None:
+    def __init__(self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup]) -> None:
         self._slots = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
         params = {unit.name(slot): unit.params[slot] for unit, slot in self._slots.values()}
         super().__init__(
@@ -44,7 +44,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._hooks = ModelHooks(model, engine)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
-        self._moments = MomentTensors(engine.store, rule)
+        self._states = RuleStates(engine.store, rule)
 
     @property
     def stats(self) -> StepStats:
@@ -120,20 +120,20 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._mark_grouped()
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's own format, with every moment in RAM in fp32: 8 bytes a parameter. See `save_state_dict`."""
+        """torch's own format, with every state in RAM: AdamW's takes 8 bytes a parameter. See `save_state_dict`."""
         self._engine.drain()
         plain = super().state_dict()
         states: dict[int, dict[str, Any]] = {}
         for index, (unit, slot) in enumerate(self._members()):
             if unit.steps[slot]:
-                states[index] = self._state(unit, slot)
+                states[index] = self._states.read(unit, slot)
         return {**plain, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or the state of a `torch.optim.AdamW` over the same parameters in order.
+        """Load what `state_dict` gave, or the state of torch's class for the rule over the same parameters in order.
 
-        Moments are fp32 there, so they may come from a run that keeps them otherwise. What this one gave comes back
-        without a changed bit. Parameters may go by name, as in what `save_state_dict` wrote: `torch.load(path,
+        AdamW's moments are fp32 there, so they may come from a run that keeps them otherwise. What this one gave comes
+        back without a changed bit. Parameters may go by name, as in what `save_state_dict` wrote: `torch.load(path,
         mmap=True)` then takes no RAM beyond one parameter's.
 
         Raises CheckpointError, with nothing changed, for groups of other parameters.
@@ -149,38 +149,33 @@ class PagedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._mark_grouped()
         for index, (unit, slot) in enumerate(self._members()):
-            state = states.get(index, {})
-            unit.steps[slot] = int(state.get("step", 0))
-            for name in MOMENT_NAMES:
-                value = state.get(name)
-                zeros = torch.zeros(unit.params[slot].shape)
-                self._moments.write(unit, slot, name, zeros if value is None else value)
+            self._states.write(unit, slot, states.get(index, {}))
 
-    def named_states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Name and state (`step`, and moments in fp32) of each parameter that has been updated, one in RAM at a time.
+    def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and state, as torch has it, of each parameter that has been updated, one in RAM at a time.
 
         No step may be taken before it has ended.
         """
         self._engine.drain()
         for unit, slot in self._members():
             if unit.steps[slot]:
-                yield unit.name(slot), self._state(unit, slot)
+                yield unit.name(slot), self._states.read(unit, slot)
 
     def save_state_dict(self, path: str | Path) -> None:
         """Write `state` and `param_groups` by parameter name, as torch's `get_optimizer_state_dict` gives them, to a
         file for `torch.load`.
 
-        One parameter's moments are in RAM at a time. The file appears, or is replaced, whole. Raises StorageError.
+        One parameter's states are in RAM at a time. The file appears, or is replaced, whole. Raises StorageError.
         """
         shapes = {}
         for unit, slot in self._members():
             if unit.steps[slot]:
-                moments = {name: torch.empty(unit.params[slot].shape, device="meta") for name in MOMENT_NAMES}
-                shapes[unit.name(slot)] = {"step": torch.empty((), device="meta"), **moments}
+                shapes[unit.name(slot)] = self._states.blank(unit, slot)
         with torch_file(Path(path), {"state": shapes, "param_groups": self._named_groups()}) as (content, write):
             for name, state in self.named_states():
                 for key, value in state.items():
-                    write(content["state"][name][key], value)
+                    if isinstance(value, torch.Tensor):
+                        write(content["state"][name][key], value)
 
     def save_checkpoint(
         self,
@@ -250,11 +245,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 yield self._slots[id(param)]
-
-    def _state(self, unit: LiveUnit, slot: int) -> dict[str, torch.Tensor]:
-        """A parameter's state as torch has it; moments are copies in fp32."""
-        moments = {name: self._moments.read(unit, slot, name) for name in MOMENT_NAMES}
-        return {"step": torch.tensor(float(unit.steps[slot])), **moments}
 
     def _named_groups(self) -> list[NamedGroup]:
         """The `param_groups`, with the names of their parameters."""

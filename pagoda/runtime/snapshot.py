@@ -17,7 +17,7 @@ from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
-from pagoda.optim.adamw import Hyper, StateSpec
+from pagoda.optim.rule import StateSpec, plain_setting
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE
@@ -167,8 +167,9 @@ class Snapshot:
             unit.steps = [manifest["steps"][unit.name(slot)] for slot in range(unit.trainable)]
             self._engine.weights_changed(unit)
         restore_rng(manifest["rng"])
-        for group in manifest["param_groups"]:
-            group["betas"] = tuple(group["betas"])
+        defaults = self._engine.rule.defaults()
+        for group in manifest["param_groups"]:  # JSON has no tuples
+            group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
         return manifest["param_groups"], manifest["extra"]
 
     def _adopt(self, checkpoint: Checkpoint, unit: LiveUnit, state: str) -> bool:
@@ -255,7 +256,7 @@ class Snapshot:
             )
         try:
             for group in manifest["param_groups"]:
-                Hyper.from_group(group, step=1)
+                self._engine.rule.with_group(group)
                 iter(group["params"])
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error

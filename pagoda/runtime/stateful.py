@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pagoda.errors import CheckpointError, UsageError
-from pagoda.optim.adamw import StateSpec
 from pagoda.optim.flat import join
+from pagoda.optim.rule import StateSpec
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import home_of

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from pagoda.errors import NonFiniteGradientError, UsageError
-from pagoda.optim.adamw import AdamW, Hyper
+from pagoda.optim.rule import Hyper, Rule
 from pagoda.plan.planner import Options
 from pagoda.runtime.async_updates import AsyncUpdater
 from pagoda.runtime.gradients import Gradients, UnitGradient
@@ -29,7 +29,7 @@ class Stepper:
         units: list[LiveUnit],
         options: Options,
         clip_grad_norm: float | None,
-        rule: AdamW,
+        rule: Rule,
         gradients: Gradients,
         updater: Updater | AsyncUpdater,
         speculation: Speculation,
@@ -138,7 +138,7 @@ class Stepper:
 
         Returns the norm of the gradients before clipping, None where there were none.
         """
-        check_hypers_are_as_used(self._units, self._used_groups, self.group_of)
+        check_hypers_are_as_used(self._units, self._used_groups, self.group_of, self._rule)
         check_frozen(self._units)
         try:
             norm = self.grad_norm()
@@ -195,8 +195,8 @@ class Stepper:
     def _queue_update(self, record: UnitGradient, scale: float) -> None:
         """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on."""
         unit = record.unit
-        hypers = next_hypers(unit, self.group_of, scale)
-        segments = segments_of(unit, hypers, self._rule)
+        hypers = next_hypers(unit, self.group_of, self._rule, scale)
+        segments = segments_of(unit, hypers)
         self._norm_terms[unit.index] = record
         kept = self._speculation.confirm(record, segments)
         if kept is None:
@@ -220,7 +220,7 @@ class Stepper:
         """Update a unit as `step()` will if it clips nothing."""
         unit = record.unit
         if self._speculation.may_begin(unit):
-            segments = segments_of(unit, next_hypers(unit, self.group_of, 1.0), self._rule)
+            segments = segments_of(unit, next_hypers(unit, self.group_of, self._rule, 1.0))
             self._speculation.begin(record, segments, self._urgency(unit))
 
     def _update_due(self) -> None:

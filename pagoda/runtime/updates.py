@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import pages_for
-from pagoda.optim.adamw import Scalars
 from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import Kernels
 from pagoda.plan.layout import GRAD, WEIGHT
@@ -33,9 +32,10 @@ class Segment:
 
     start: int
     stop: int
-    scalars: Scalars
+    scalars: tuple[float, ...]
+    """The rule's, of one step."""
     noise: Key | None = None
-    """What their moments are rounded with."""
+    """What their states are rounded with."""
     origin: int = 0
     """Where their parameter starts, for `noise`."""
 
@@ -432,7 +432,7 @@ class BlockStream:
                 states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]
                 assert record.buffer is not None
                 at = record.buffer.data_ptr() + piece.start * record.buffer.element_size()
-                self._kernels.adamw(*states, at, piece.stop - piece.start, *piece.arguments)
+                self._kernels.update(*states, at, piece.stop - piece.start, *piece.arguments)
 
         touched = 2 * sum(state.nbytes(stop - start) for state in self._states)
         touched += (stop - start) * store.dtype(GRAD).itemsize

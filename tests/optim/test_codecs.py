@@ -53,7 +53,7 @@ def test_kernels_give_the_bits_of_the_reference(precision: Precision, moments: M
     for step in (1, 2, 3, 1000):
         scalars = scalars_at(step, 0.37, lr=3e-3, weight_decay=0.1)
         noise = AdamW(moments=moments, seed=5).noise("layers.0.weight", step)
-        flat.adamw_step(ours, gradient, scalars, moments, noise)
+        flat.update(AdamW(moments=moments), ours, gradient, scalars, noise)
         reference.adamw_step(theirs, gradient, scalars, noise)
         for name in ours:
             assert byte_equal(ours[name], theirs[name]), (name, step)
@@ -73,9 +73,9 @@ def test_bits_do_not_depend_on_how_a_parameter_is_cut(
     whole, gradient = encoded_block(precision, moments, n, seed=n)
     cut = copy_of(whole)
     noise = AdamW(moments=moments).noise("a", 4)
-    flat.adamw_step(whole, gradient, scalars_at(4), moments, noise)
+    flat.update(AdamW(moments=moments), whole, gradient, scalars_at(4), noise)
     specs = AdamW(moments=moments).states(precision)
-    kernel = kernels.kernels_for(precision, moments).adamw
+    kernel = kernels.kernels_for(AdamW(moments=moments), precision).update
     bounds = sorted({0, n, *(BLOCK * c for c in cuts if BLOCK * c < n)})
 
     def block(start: int, stop: int) -> None:
@@ -148,7 +148,7 @@ def test_a_second_moment_in_bf16_moves_by_less_than_its_unit() -> None:
     states["exp_avg_sq_bf16"].fill_(1.0)
     gradient = torch.full((n,), 2.0)
     for step in range(1, 101):
-        flat.adamw_step(states, gradient, scalars_at(step), "bf16", Key.of(0, "weight", step))
+        flat.update(AdamW(moments="bf16"), states, gradient, scalars_at(step), Key.of(0, "weight", step))
     expected = 4 - 3 * 0.999**100
     assert states["exp_avg_sq_bf16"].float().mean().item() == pytest.approx(expected, rel=1e-3)
 
@@ -229,7 +229,7 @@ def test_blocks_of_zeros_denormals_and_huge_values(moment: str) -> None:
 def test_what_is_not_finite_is_never_hidden(poison: float) -> None:
     states, gradient = encoded_block("fp32", "8bit", 3 * BLOCK)
     gradient[300] = poison
-    flat.adamw_step(states, gradient, scalars_at(), "8bit")
+    flat.update(AdamW(moments="8bit"), states, gradient, scalars_at())
     for moment in ("exp_avg", "exp_avg_sq"):
         kept = [states[spec.name] for spec in AdamW(moments="8bit").states_of(moment)]
         nan = flat.decode_moment(moment, kept).isnan().view(3, BLOCK)
@@ -258,6 +258,6 @@ def test_unknown_codecs_and_unfit_tensors_are_refused() -> None:
         AdamW(moments="int4")  # type: ignore[arg-type]
     states, gradient = encoded_block("bf16", "8bit", 600)
     with pytest.raises(ConfigError, match="exp_avg_scale has 2 elements; it must have 3"):
-        flat.adamw_step({**states, "exp_avg_scale": torch.zeros(2)}, gradient, scalars_at(), "8bit")
+        flat.update(AdamW(moments="8bit"), {**states, "exp_avg_scale": torch.zeros(2)}, gradient, scalars_at())
     with pytest.raises(ConfigError, match=r"exp_avg is torch\.float64"):
         flat.encode_moment("exp_avg", torch.zeros(3, dtype=torch.float64), "8bit")

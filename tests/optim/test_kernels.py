@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
-from pagoda.optim import AdamW, Hyper, Precision, Scalars, flat, jit, kernels, reference, step_scalars
+from pagoda.optim import AdamW, Precision, Scalars, flat, jit, kernels, reference
 
 from .blocks import EDGES, copy_of, random_block, same_bits
 
@@ -21,7 +21,7 @@ precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def scalars_at(step: int = 1, grad_scale: float = 1.0, **settings: float) -> Scalars:
-    return step_scalars(Hyper.from_group(AdamW(**settings).defaults(), step, grad_scale))
+    return AdamW(**settings).scalars(step, grad_scale)
 
 
 def step_in_blocks(
@@ -34,7 +34,7 @@ def step_in_blocks(
     """One step by address, with block boundaries at ``cuts``, on plain Python threads."""
     n = gradient.numel()
     tensors = [*states.values(), gradient]
-    kernel = kernels.kernels_for("bf16" if gradient.dtype is torch.bfloat16 else "fp32").adamw
+    kernel = kernels.kernels_for(AdamW(), "bf16" if gradient.dtype is torch.bfloat16 else "fp32").update
     bounds = sorted({0, n, *(cut for cut in cuts if 0 < cut < n)})
 
     def block(start: int, end: int) -> None:
@@ -52,7 +52,7 @@ def test_kernel_gives_the_bits_of_the_reference(precision: Precision, edges: boo
     theirs = copy_of(ours)
     for step in (1, 2, 3, 1000):
         scalars = scalars_at(step, grad_scale, lr=3e-3, weight_decay=0.1)
-        flat.adamw_step(ours, gradient, scalars)
+        flat.update(AdamW(), ours, gradient, scalars)
         reference.adamw_step(theirs, gradient, scalars)
         for name in ours:
             assert same_bits(ours[name], theirs[name]), (name, step)
@@ -63,7 +63,7 @@ def test_every_pair_of_edge_values_gives_the_bits_of_the_reference() -> None:
     for grad_scale in (1.0, 1e-6):
         ours = {"weight": w.clone(), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
         theirs = copy_of(ours)
-        flat.adamw_step(ours, g.contiguous(), scalars_at(5, grad_scale))
+        flat.update(AdamW(), ours, g.contiguous(), scalars_at(5, grad_scale))
         reference.adamw_step(theirs, g.contiguous(), scalars_at(5, grad_scale))
         assert all(same_bits(ours[name], theirs[name]) for name in ours)
 
@@ -72,7 +72,7 @@ def test_every_pair_of_edge_values_gives_the_bits_of_the_reference() -> None:
 def test_a_nan_gradient_reaches_weight_and_moments(precision: Precision) -> None:
     states, gradient = random_block(precision, 100)
     gradient[37] = torch.nan
-    flat.adamw_step(states, gradient, scalars_at())
+    flat.update(AdamW(), states, gradient, scalars_at())
     for name in ("weight", "exp_avg", "exp_avg_sq"):
         assert states[name].isnan().nonzero().tolist() == [[37]]
 
@@ -89,7 +89,7 @@ def test_bits_do_not_depend_on_block_boundaries_or_threads(
 ) -> None:
     whole, gradient = random_block(precision, n, seed=n, edges=True)
     cut = copy_of(whole)
-    flat.adamw_step(whole, gradient, scalars_at(4, 0.5))
+    flat.update(AdamW(), whole, gradient, scalars_at(4, 0.5))
     step_in_blocks(cut, gradient, scalars_at(4, 0.5), cuts, threads)
     assert all(same_bits(whole[name], cut[name]) for name in whole)
 
@@ -97,7 +97,7 @@ def test_bits_do_not_depend_on_block_boundaries_or_threads(
 def test_many_blocks_on_many_threads_give_the_bits_of_one_call() -> None:
     whole, gradient = random_block("bf16", 1_000_003, seed=9)
     cut = copy_of(whole)
-    flat.adamw_step(whole, gradient, scalars_at())
+    flat.update(AdamW(), whole, gradient, scalars_at())
     step_in_blocks(cut, gradient, scalars_at(), list(range(0, 1_000_003, 4096)), threads=4)
     assert all(same_bits(whole[name], cut[name]) for name in whole)
 
@@ -117,7 +117,7 @@ def test_ten_steps_agree_with_torch_adamw_within_rounding() -> None:
         gradient = torch.randn(n, generator=generator)
         parameter.grad = gradient.clone()
         optimizer.step()
-        flat.adamw_step(states, gradient, scalars_at(step, lr=lr, weight_decay=0.1))
+        flat.update(AdamW(), states, gradient, scalars_at(step, lr=lr, weight_decay=0.1))
     unit = 2.0**-24
     expected = parameter.detach()
     bound = unit * (16 * lr * steps * steps + 4 * steps * expected.abs())
@@ -133,8 +133,8 @@ def test_the_bf16_weight_is_its_own_fp32_master() -> None:
         "exp_avg_sq": split["exp_avg_sq"].clone(),
     }
     for step in (1, 2, 3):
-        flat.adamw_step(split, gradient, scalars_at(step))
-        flat.adamw_step(whole, gradient.float(), scalars_at(step))
+        flat.update(AdamW(), split, gradient, scalars_at(step))
+        flat.update(AdamW(), whole, gradient.float(), scalars_at(step))
     assert same_bits(reference.join(split["weight"], split["weight_low"]), whole["weight"])
 
 
@@ -161,15 +161,15 @@ def test_after_warm_up_nothing_is_left_to_compile(precision: Precision) -> None:
 import warnings
 warnings.simplefilter("error")
 import torch
-from pagoda.optim import AdamW, Hyper, flat, gradient_dtype, kernels, step_scalars
-kernels.warm_up({precision!r})
+from pagoda.optim import AdamW, flat, gradient_dtype, kernels
+kernels.warm_up(AdamW(), {precision!r})
 def compiled():
     names = [name for name in dir(kernels) if hasattr(getattr(kernels, name), "signatures")]
     return {{name: len(getattr(kernels, name).signatures) for name in names}}
 before = compiled()
 gradient = torch.ones(10, dtype=gradient_dtype({precision!r}))
 states = {{spec.name: torch.zeros(10, dtype=spec.dtype) for spec in AdamW().states({precision!r})}}
-flat.adamw_step(states, gradient, step_scalars(Hyper.from_group(AdamW().defaults(), 1)))
+flat.update(AdamW(), states, gradient, AdamW().scalars(1))
 flat.store_gradient(gradient.clone(), gradient)
 flat.add_gradient(gradient.clone(), gradient)
 if {precision!r} == "bf16":
@@ -184,17 +184,17 @@ assert compiled() == before, (before, compiled())
 @precisions
 def test_tensors_a_kernel_cannot_take_are_refused_by_name(precision: Precision) -> None:
     states, gradient = random_block(precision, 64)
-    kernels.warm_up(precision)
+    kernels.warm_up(AdamW(), precision)
     with pytest.raises(ConfigError, match="exp_avg has 63 elements; it must have 64"):
-        flat.adamw_step({**states, "exp_avg": states["exp_avg"][1:]}, gradient, scalars_at())
+        flat.update(AdamW(), {**states, "exp_avg": states["exp_avg"][1:]}, gradient, scalars_at())
     with pytest.raises(ConfigError, match=r"exp_avg_sq is torch\.float64"):
-        flat.adamw_step({**states, "exp_avg_sq": states["exp_avg_sq"].double()}, gradient, scalars_at())
+        flat.update(AdamW(), {**states, "exp_avg_sq": states["exp_avg_sq"].double()}, gradient, scalars_at())
     with pytest.raises(ConfigError, match="gradient has strides"):
-        flat.adamw_step(states, gradient.repeat(2)[::2], scalars_at())
+        flat.update(AdamW(), states, gradient.repeat(2)[::2], scalars_at())
     with pytest.raises(ConfigError, match="exp_avg is on meta"):
-        flat.adamw_step({**states, "exp_avg": states["exp_avg"].to("meta")}, gradient, scalars_at())
+        flat.update(AdamW(), {**states, "exp_avg": states["exp_avg"].to("meta")}, gradient, scalars_at())
     with pytest.raises(ConfigError, match="exp_avg is missing"):
-        flat.adamw_step({k: v for k, v in states.items() if k != "exp_avg"}, gradient, scalars_at())
+        flat.update(AdamW(), {k: v for k, v in states.items() if k != "exp_avg"}, gradient, scalars_at())
     with pytest.raises(ConfigError, match=r"src is torch\.float64"):
         flat.store_gradient(gradient, gradient.double())
     with pytest.raises(ConfigError, match=r"dst is torch\.float16"):

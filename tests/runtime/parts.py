@@ -116,7 +116,7 @@ def parts(
     block_limit: int = BLOCK_ELEMENTS,
 ) -> Iterator[Parts]:
     """Everything but hooks and engine; `staged_units` gradients of the widest unit fit into staging at once."""
-    warm_up(precision)
+    warm_up(AdamW(), precision)
     model = layers_of(sizes)
     plan = plan_for(model, placement, precision, Options(page_bytes=PAGE, unit_limit=1), block_limit)
     store = Store(plan, {directory: None}, poison=True, device=Device())
@@ -131,7 +131,7 @@ def parts(
     memory = MemoryTier("staging", Arena(staged_units * widest * PAGE), PAGE, poison=True)
     staging = SlabRegion(memory, staged_units * widest, widest)
     stalls: list[str] = []
-    kernels = kernels_for(precision)
+    kernels = kernels_for(AdamW(), precision)
     gradients = Gradients(
         store, staging, kernels, lanes, Device(), write_behind, lambda lane, seconds: stalls.append(lane)
     )

@@ -12,7 +12,7 @@ import torch
 
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory import Run
-from pagoda.optim import Hyper, Precision, flat, step_scalars
+from pagoda.optim import AdamW, Precision, Scalars, flat
 from pagoda.plan.layout import RING_SLOTS
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
@@ -24,8 +24,8 @@ SOON_S = 30
 SIZES: Sizes = [[9000, 130], [2048], [40, 7000, -3000], [5000]]
 
 
-def scalars(step: int, lr: float = 1e-2) -> object:
-    return step_scalars(Hyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.7))
+def scalars(step: int, lr: float = 1e-2) -> Scalars:
+    return AdamW(lr=lr, weight_decay=0.1).scalars(step, grad_scale=0.7)
 
 
 class Updates:
@@ -85,7 +85,7 @@ class Updates:
             gradient[placed.offset : placed.offset + placed.param.numel] = grad
         for segment in segments:
             views = {name: values[segment.start : segment.stop] for name, values in states.items()}
-            flat.adamw_step(views, gradient[segment.start : segment.stop], segment.scalars)  # type: ignore[arg-type]
+            flat.update(AdamW(), views, gradient[segment.start : segment.stop], segment.scalars)
         self.latest[index] = self.updater.submit(record, segments, urgency)
         return self.latest[index]
 

@@ -20,6 +20,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from rich.console import Console
 
 from pagoda.checkpoint.tensors import TensorWriter
+from pagoda.optim import AdamW
 from pagoda.optim.kernels import warm_up
 from pagoda.train import TrainConfig
 from pagoda.train.loop import run
@@ -64,7 +65,7 @@ def attempt(request: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    warm_up("bf16")
+    warm_up(AdamW(), "bf16")
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps({"status": attempt(json.loads(line))}), flush=True)

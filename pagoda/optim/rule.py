@@ -1,0 +1,206 @@
+"""Update rules: the contract between the math of an optimizer and whoever moves its state.
+
+A rule is a frozen dataclass of settings, with the names and defaults of torch's class where torch has one. It says
+
+- which states a parameter has beside its gradient (`states`), weights first,
+- which of its settings a param group carries (`defaults`), and what it is with those of a group (`with_group`),
+- how its states look in a torch ``state_dict`` (`torch_state`, `kept_states`),
+
+and how an update is computed. An `ElementwiseRule` is a kernel on flat blocks of any cut, with the scalars of one step.
+
+**Split master.** In precision "bf16" the fp32 master weight is stored as two halves. With ``bits`` its 32
+bits as an unsigned integer, modulo 2**32::
+
+    weight     = (bits + 0x8000) >> 16      bf16: the master rounded to nearest, ties away from zero
+    weight_low = bits - (weight << 16)      int16
+    bits       = (weight << 16) + weight_low
+
+This is lossless for every bit pattern. (Ties to even is not: int16 holds -0x8000 but not 0x8000.)
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, get_args
+
+import numpy as np
+import torch
+
+from pagoda.errors import ConfigError
+from pagoda.optim.codecs import Key
+
+Precision = Literal["bf16", "fp32"]
+
+
+def check_precision(precision: str) -> None:
+    """Raises ConfigError unless ``precision`` is one of `Precision`."""
+    if precision not in get_args(Precision):
+        raise ConfigError(f"precision is {precision!r}; use one of {', '.join(get_args(Precision))}")
+
+
+def gradient_dtype(precision: Precision) -> torch.dtype:
+    """Dtype of gradients, and of the weights that forward and backward read."""
+    check_precision(precision)
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One flat state of a parameter: one element of ``dtype`` for every ``per`` elements of the parameter.
+
+    The last element stands for what is left where ``per`` does not divide the parameter.
+    """
+
+    name: str
+    dtype: torch.dtype
+    per: int = 1
+
+    def elements(self, numel: int) -> int:
+        """Elements of the state for ``numel`` of the parameter; also the first one's place, if ``per`` divides it."""
+        return -(-numel // self.per)
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the state of a parameter of that shape: its own, or flat where elements stand for many."""
+        return parameter if self.per == 1 else (self.elements(math.prod(parameter)),)
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the state for ``numel`` elements of the parameter."""
+        return self.elements(numel) * self.dtype.itemsize
+
+
+_WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
+    "bf16": (StateSpec("weight", torch.bfloat16), StateSpec("weight_low", torch.int16)),
+    "fp32": (StateSpec("weight", torch.float32),),
+}
+
+
+def weight_states(precision: Precision) -> tuple[StateSpec, ...]:
+    """The states that hold a parameter's fp32 master: what every rule's states begin with."""
+    check_precision(precision)
+    return _WEIGHTS[precision]
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """An update rule with its settings.
+
+    Raises ConfigError, naming the setting, for a value outside its range.
+    """
+
+    name: ClassVar[str]
+    """What messages call it."""
+
+    def states(self, precision: Precision) -> tuple[StateSpec, ...]:
+        """States of a parameter: the weights', then the rule's own. The gradient is not one."""
+        return weight_states(precision) + self.own_states()
+
+    @abstractmethod
+    def own_states(self) -> tuple[StateSpec, ...]:
+        """States beside the weights. A fresh parameter's are zero."""
+
+    @abstractmethod
+    def defaults(self) -> dict[str, Any]:
+        """Per-group settings for ``torch.optim.Optimizer``; users and schedulers change them in ``param_groups``."""
+
+    def with_group(self, group: Mapping[str, Any]) -> Self:
+        """The rule with the settings of a torch ``param_groups`` entry as it stands now.
+
+        Numbers may be one-element tensors. Raises ConfigError for values no step can be taken with.
+        """
+        return replace(self, **{key: plain_setting(group[key], old) for key, old in self.defaults().items()})
+
+    def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """A parameter's entry in a torch ``state_dict``.
+
+        step: updates that the parameter has had; kept: what it has of `own_states`, each in the shape of its spec.
+        """
+        return {"step": torch.tensor(float(step)), **kept}
+
+    def steps_in(self, state: Mapping[str, Any]) -> int:
+        """Updates that the parameter of such an entry has had; 0 for an empty one."""
+        return int(state.get("step", 0))
+
+    def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """What a parameter keeps, in the dtypes and shapes of its specs, of an entry of a ``state_dict``.
+
+        Those that the entry lacks are zero: an empty one is a fresh parameter's.
+        """
+        return {
+            spec.name: torch.zeros(spec.shape(shape), dtype=spec.dtype)
+            if state.get(spec.name) is None
+            else state[spec.name].detach().to("cpu", spec.dtype).reshape(spec.shape(shape))
+            for spec in self.own_states()
+        }
+
+
+@dataclass(frozen=True)
+class ElementwiseRule(Rule):
+    """A rule whose new states are a function, element by element, of the old ones, the gradient and a few scalars.
+
+    Its kernel computes in fp32 on blocks of any size, each operation rounded once in an order that the rule states, so
+    no cut into blocks, thread, tier or rank can show. `kernels.kernels_for` has it, by `kernel_name`.
+    """
+
+    @property
+    @abstractmethod
+    def kernel_name(self) -> str:
+        """Which kernel takes its states, whatever the precision."""
+
+    @abstractmethod
+    def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
+        """What the kernel takes beside blocks, each exactly an fp32 value: computed in float64, rounded once.
+
+        step: number of this update of the parameter; the first is 1.
+        grad_scale: the gradient is multiplied by it.
+        """
+
+    def noise(self, parameter: str, step: int) -> Key | None:
+        """What a parameter's states are rounded with at its update number ``step``; None where nothing is random."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """Hyperparameters of one parameter at one step, as the user set them (float64).
+
+    rule: with the settings of the parameter's group.
+    step: number of this update of the parameter; the first is 1.
+    grad_scale: the gradient is multiplied by it: the clip coefficient, or 1.
+
+    Raises ConfigError for values no step can be taken with.
+    """
+
+    rule: Rule
+    step: int
+    grad_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check("", "step", self.step, self.step >= 1, ">= 1: count the update before taking it")
+        check("", "grad_scale", self.grad_scale, is_number(self.grad_scale), "a finite number")
+
+
+def plain_setting(value: Any, like: Any) -> Any:
+    """A group's setting as the rule has it: tensors of one element as numbers, lists as tuples, numbers as floats where
+    ``like``, the rule's own value, is one."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return tuple(plain_setting(each, like[0] if isinstance(like, tuple) and like else None) for each in value)
+    return float(value) if isinstance(like, float) and value is not None else value
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check(rule: str, name: str, value: object, holds: bool, wanted: str) -> None:
+    """Raises ConfigError, naming the setting, unless ``holds``."""
+    if not holds:
+        raise ConfigError(f"{rule} {name} is {value!r}; it must be {wanted}".lstrip())
+
+
+def fp32(value: float) -> float:
+    """The fp32 value nearest to ``value``."""
+    return float(np.float32(value))
