@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagoda.api import (
+        SGD,
+        Adam,
         AdamW,
+        Lion,
         Memory,
         ModelState,
         OptimizerState,
@@ -34,10 +37,13 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "SGD",
+    "Adam",
     "AdamW",
     "BudgetError",
     "CheckpointError",
     "ConfigError",
+    "Lion",
     "Memory",
     "ModelState",
     "NonFiniteGradientError",

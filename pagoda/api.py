@@ -17,7 +17,7 @@ from pagoda.memory.commits import bytes_of_stores
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
-from pagoda.optim.adamw import AdamW
+from pagoda.optim import SGD, Adam, AdamW, Lion
 from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
@@ -38,7 +38,10 @@ from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.stateful import ModelState, OptimizerState, trainable_state_dict
 
 __all__ = [
+    "SGD",
+    "Adam",
     "AdamW",
+    "Lion",
     "Memory",
     "ModelState",
     "OptimizerState",

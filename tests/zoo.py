@@ -22,8 +22,7 @@ from transformers import (
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim import Moments
-from pagoda.optim.adamw import Precision, StateSpec
+from pagoda.optim import AdamW, Moments, Precision, Rule, StateSpec
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
@@ -166,6 +165,8 @@ class Recipe:
     frozen: bool = False
     precision: str = "bf16"
     moments: Moments = "fp32"
+    rule: Rule | None = None
+    """None: AdamW."""
     steps: int = 5
 
     def build(self) -> nn.Module:
@@ -212,10 +213,17 @@ Loop = Callable[[nn.Module, Any, Outcome], None]
 
 
 def run(
-    model: nn.Module, memory: pagoda.Memory, loop: Loop, *, lr: float = 1e-2, moments: Moments = "fp32", **wrap: Any
+    model: nn.Module,
+    memory: pagoda.Memory,
+    loop: Loop,
+    *,
+    lr: float = 1e-2,
+    moments: Moments = "fp32",
+    rule: Rule | None = None,
+    **wrap: Any,
 ) -> Outcome:
     """Wrap a model, run a training loop over it and collect what it leaves behind."""
-    rule = pagoda.AdamW(lr=lr, weight_decay=0.1, moments=moments)
+    rule = rule or AdamW(lr=lr, weight_decay=0.1, moments=moments)
     model, optimizer = pagoda.wrap(model, rule, memory=memory, **wrap)
     outcome = Outcome()
     torch.manual_seed(2)
@@ -261,6 +269,7 @@ def train(recipe: Recipe, memory: pagoda.Memory) -> Outcome:
         memory,
         usual_loop(recipe),
         moments=recipe.moments,
+        rule=recipe.rule,
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
@@ -286,6 +295,7 @@ def squeeze(
     max_staleness: int | None = None,
     unit_limit: str = UNIT_LIMIT,
     moments: Moments = "fp32",
+    rule: Rule | None = None,
 ) -> pagoda.Memory:
     """The smallest budgets under which a model trains in a placement.
 
@@ -293,7 +303,7 @@ def squeeze(
     through it; ARENA computes in the smallest memory of its own.
     """
     options = Options(PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness)
-    root, states = describe(model), pagoda.AdamW(moments=moments).states(precision)
+    root, states = describe(model), (rule or AdamW(moments=moments)).states(precision)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None
     host = 64 << 20

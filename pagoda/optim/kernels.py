@@ -8,7 +8,8 @@ Invariants the caller keeps: each address is the start of ``n`` elements of the 
 and unshared during the call; regions do not overlap; scalars are Python floats; the thread does not flush
 denormals (``torch.set_flush_denormal``), as that changes bits. Any alignment is correct; 64 bytes is best.
 
-Kernels for moments that are not fp32 are in `codec_kernels`, what all are made of in `jit`.
+Kernels for moments that are not fp32 are in `codec_kernels`, those of other rules in `momentum_kernels`, what all are
+made of in `jit`.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from pagoda.optim import codec_kernels
+from pagoda.optim import codec_kernels, momentum_kernels
 from pagoda.optim.jit import (
     LANES,
     adamw_element,
@@ -261,6 +262,14 @@ _UPDATES: dict[tuple[str, Precision], Callable[..., None]] = {
     ("adamw_moments_bf16", "fp32"): codec_kernels.adamw_fp32_moments_bf16,
     ("adamw_moments_8bit", "bf16"): codec_kernels.adamw_bf16_moments_8bit,
     ("adamw_moments_8bit", "fp32"): codec_kernels.adamw_fp32_moments_8bit,
+    ("adam", "bf16"): momentum_kernels.adam_bf16,
+    ("adam", "fp32"): momentum_kernels.adam_fp32,
+    ("sgd", "bf16"): momentum_kernels.sgd_bf16,
+    ("sgd", "fp32"): momentum_kernels.sgd_fp32,
+    ("sgd_momentum", "bf16"): momentum_kernels.sgd_momentum_bf16,
+    ("sgd_momentum", "fp32"): momentum_kernels.sgd_momentum_fp32,
+    ("lion", "bf16"): momentum_kernels.lion_bf16,
+    ("lion", "fp32"): momentum_kernels.lion_fp32,
 }
 """(`ElementwiseRule.kernel_name`, precision) -> the rule's kernel."""
 

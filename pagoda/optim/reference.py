@@ -1,12 +1,15 @@
-"""The contract of `adamw` in plain torch, one operation at a time: every kernel must give its bits."""
+"""The contracts of element-wise rules in plain torch, one operation at a time: every kernel must give their bits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from pagoda.optim import codecs
-from pagoda.optim.adamw import Scalars
 from pagoda.optim.codecs import BLOCK, Key
+from pagoda.optim.rule import ElementwiseRule
+
+States = Mapping[str, torch.Tensor]
+Numbers = Sequence[torch.Tensor]
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,38 +26,88 @@ def join(weight: torch.Tensor, weight_low: torch.Tensor) -> torch.Tensor:
     return ((high << 16) + weight_low.to(torch.int64)).to(torch.int32).view(torch.float32)
 
 
-def adamw_step(
-    states: Mapping[str, torch.Tensor], gradient: torch.Tensor, scalars: Scalars, noise: Key | None = None
+def update(
+    rule: ElementwiseRule,
+    states: Mapping[str, torch.Tensor],
+    gradient: torch.Tensor,
+    scalars: tuple[float, ...],
+    noise: Key | None = None,
 ) -> None:
-    """One AdamW step in place, on any device; with 8-bit moments, tensors are flat.
+    """One update in place, on any device; with 8-bit moments, tensors are flat.
 
-    states: as named by ``AdamW(moments=...).states(precision)``; gradient: of the weight's dtype and shape, only read;
-    noise: for bf16 moments, of the parameter that the tensors are.
+    states: as named by ``rule.states(precision)``; gradient: of the weight's dtype and shape, only read;
+    scalars, noise: the rule's, of one step of the parameter that the tensors are.
     """
     weight = states["weight"]
-    m, v = _decoded(states)
     is_split = weight.dtype is torch.bfloat16
     w = join(weight, states["weight_low"]) if is_split else weight.clone()
     # Zero-dimensional tensors on the device: torch divides by a Python number on CUDA as a product.
     on_device = torch.tensor(scalars, dtype=torch.float32, device=weight.device).unbind()
-    grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size = on_device
-
-    g = gradient.float() * grad_scale
-    w = w * decay
-    m = m * beta1 + g * one_minus_beta1
-    v = v * beta2 + (g * g) * one_minus_beta2
-    # torch's fp32 square root on the CPU is not always correctly rounded (MKL). Through float64 it is, as
-    # rounding twice cannot hurt with 53 >= 2 * 24 + 2 bits (Figueroa 1995).
-    denom = v.double().sqrt().float() / bias2_sqrt + eps
-    w = w - step_size * (m / denom)
-    _encode(states, m, v, noise)
-
+    w = _STEPS[rule.kernel_name](states, w, gradient.float(), on_device, noise)
     if is_split:
         high, low = split(w)
         weight.copy_(high)
         states["weight_low"].copy_(low)
     else:
         weight.copy_(w)
+
+
+def _adamw(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, noise: Key | None) -> torch.Tensor:
+    grad_scale, decay, *rates = scalars
+    return _adam_step(states, w * decay, g * grad_scale, rates, noise)
+
+
+def _adam(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _noise: Key | None) -> torch.Tensor:
+    grad_scale, weight_decay, *rates = scalars
+    g = g * grad_scale
+    g = g + w * weight_decay
+    return _adam_step(states, w, g, rates, None)
+
+
+def _adam_step(states: States, w: torch.Tensor, g: torch.Tensor, rates: Numbers, noise: Key | None) -> torch.Tensor:
+    beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size = rates
+    m, v = _decoded(states)
+    m = m * beta1 + g * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
+    # torch's fp32 square root on the CPU is not always correctly rounded (MKL). Through float64 it is, as
+    # rounding twice cannot hurt with 53 >= 2 * 24 + 2 bits (Figueroa 1995).
+    denom = v.double().sqrt().float() / bias2_sqrt + eps
+    _encode(states, m, v, noise)
+    return w - step_size * (m / denom)
+
+
+def _sgd(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _noise: Key | None) -> torch.Tensor:
+    grad_scale, weight_decay, carried, taken, momentum, nesterov, lr = scalars
+    g = g * grad_scale
+    g = g + w * weight_decay
+    if "momentum_buffer" not in states:
+        return w - lr * g
+    m = states["momentum_buffer"] * carried + g * taken
+    states["momentum_buffer"].copy_(m)
+    d = g + m * momentum if nesterov else m
+    return w - lr * d
+
+
+def _lion(states: States, w: torch.Tensor, g: torch.Tensor, scalars: Numbers, _noise: Key | None) -> torch.Tensor:
+    grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
+    g = g * grad_scale
+    w = w * decay
+    m = states["exp_avg"]
+    c = m * beta1 + g * one_minus_beta1
+    m.copy_(m * beta2 + g * one_minus_beta2)
+    return w - lr * ((c > 0).float() - (c < 0).float())
+
+
+_STEPS: dict[str, Callable[[States, torch.Tensor, torch.Tensor, Numbers, Key | None], torch.Tensor]] = {
+    "adamw": _adamw,
+    "adamw_moments_bf16": _adamw,
+    "adamw_moments_8bit": _adamw,
+    "adam": _adam,
+    "sgd": _sgd,
+    "sgd_momentum": _sgd,
+    "lion": _lion,
+}
+"""`ElementwiseRule.kernel_name` -> (states, master, gradient, scalars, noise) to the new master; changes the states."""
 
 
 def random_bits(numel: int, key: Key, index: int = 0) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Random and extreme states for the tests of this folder, and comparison by bits."""
 
+from collections.abc import Sequence
+
 import torch
 
-from pagoda.optim import Precision, gradient_dtype, reference
+from pagoda.optim import MOMENT_NAMES, Precision, gradient_dtype, reference
 
 _MAGNITUDES = [0.0, 1e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, 1e-30, 1e-8, 0.5, 1.0, 1.00390625, 3.0]
 _MAGNITUDES += [65504.0, 1e18, 1e19, 1e30, 3.3e38, 3.4028235e38]
@@ -23,7 +25,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def random_block(
-    precision: Precision, n: int, *, seed: int = 0, edges: bool = False
+    precision: Precision, n: int, *, seed: int = 0, edges: bool = False, moments: Sequence[str] = MOMENT_NAMES
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """States and gradient of ``n`` elements; with ``edges`` half of all values are from `EDGES`."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,8 +40,8 @@ def random_block(
     states = {"weight": values(1e-1)}
     if precision == "bf16":
         states["weight"], states["weight_low"] = reference.split(states["weight"])
-    states["exp_avg"] = values(1e-1)
-    states["exp_avg_sq"] = values(1e-3).abs()
+    for name in moments:
+        states[name] = values(1e-3).abs() if name == "exp_avg_sq" else values(1e-1)
     return states, values(1.0).to(gradient_dtype(precision))
 
 
