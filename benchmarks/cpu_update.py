@@ -79,7 +79,6 @@ def fused_sweep(params: int, gradient: torch.Tensor, states: list[torch.Tensor])
 def rows(params: int, sweeper: Sweeper) -> list[Row]:
     made: list[Row] = []
     for precision in ("bf16", "fp32"):
-        kernel = kernels.kernels_for(AdamW(), precision)
         kernels.warm_up(AdamW(), precision)
         states = states_of(precision, params)
         gradient = filled(params, states[0].dtype, 1.0)
@@ -87,7 +86,7 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
         width = gradient.element_size()
         moved = 12 + width + 12
         roof = roof_bf16 if precision == "bf16" else roof_fp32
-        step = sweeper.addresses(kernel.update, all_streams, *SCALARS)
+        step = sweeper.addresses(kernels.update_kernel(AdamW(), precision), all_streams, *SCALARS)
         made.append(Row(f"adamw {precision}", moved, step, [], f"roof {precision}"))
         made.append(Row(f"roof {precision}", moved, sweeper.arrays(roof, all_streams), []))
         if precision == "fp32":
@@ -96,7 +95,7 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
             made += compressed_rows(precision, moments, states, gradient, sweeper)
         pair = [filled(params, gradient.dtype, 1.0), gradient]
         for verb, plain, streams in (("store", roof_store, 2), ("add", roof_add, 3)):
-            sweep = sweeper.addresses(getattr(kernel, f"{verb}_gradient"), pair)
+            sweep = sweeper.addresses(getattr(kernels.gradient_kernels(precision), f"{verb}_gradient"), pair)
             name = f"roof {verb} {precision}"
             made.append(Row(f"{verb} gradient {precision}", streams * width, sweep, [], name))
             made.append(Row(name, streams * width, sweeper.arrays(plain, pair), []))
@@ -117,7 +116,7 @@ def compressed_rows(
     )
     specs = rule.states(precision)
     tensors = [*weights, *(kept[spec.name] for spec in specs[len(weights) :])]
-    kernel = kernels.kernels_for(rule, precision).update
+    kernel = kernels.update_kernel(rule, precision)
     kernels.warm_up(rule, precision)
     noise = rule.noise("weight", 100)
 

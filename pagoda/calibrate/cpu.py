@@ -9,7 +9,7 @@ from pagoda.calibrate.matmul import matmul_rate
 from pagoda.calibrate.meter import Meter, cpu_cores, ram_bytes
 from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
 from pagoda.optim import AdamW
-from pagoda.optim.kernels import gradient_kernels, kernels_for, warm_up
+from pagoda.optim.kernels import gradient_kernels, update_kernel, warm_up
 from pagoda.plan.hardware import Cpu, Figure
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.placement import BOUNCE_ELEMENTS
@@ -51,7 +51,7 @@ def _update_rates(meter: Meter, threads: int) -> tuple[Figure, Figure]:
             meter.rate(touched, sweeper.arrays(roof_bf16, streams), "reads and writes of an update's streams"),
             meter.rate(
                 params,
-                sweeper.addresses(kernels_for(AdamW(), "bf16").update, streams, *SCALARS),
+                sweeper.addresses(update_kernel(AdamW(), "bf16"), streams, *SCALARS),
                 f"AdamW on {params >> 20} Mi parameters, {threads} threads",
             ),
         )
@@ -74,7 +74,7 @@ def _gradient_rate(meter: Meter) -> Figure:
     meter.report("storing of gradients")
     numel = meter.effort.copy_bytes // 2
     target, source = (filled(numel, torch.bfloat16, 1.0) for _ in range(2))
-    store, _ = gradient_kernels("bf16")
+    store = gradient_kernels("bf16").store_gradient
 
     def take() -> None:
         for start in range(0, numel, BOUNCE_ELEMENTS):

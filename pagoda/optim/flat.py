@@ -60,7 +60,7 @@ def update(
         addresses.append(_check(spec.name, states[spec.name], spec.dtype, spec.elements(weight.numel())))
     addresses.append(_check("gradient", gradient, weight.dtype, weight.numel()))
     rounding = () if noise is None else (0, *noise)
-    kernels.kernels_for(rule, precision).update(*addresses, weight.numel(), *rounding, *scalars)
+    kernels.update_kernel(rule, precision)(*addresses, weight.numel(), *rounding, *scalars)
 
 
 def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
@@ -69,7 +69,7 @@ def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
     The sum is in float64, in an order fixed by N, and non-finite if and only if an element is.
     Raises ConfigError for unfit tensors.
     """
-    kernel = kernels.gradient_kernels(_precision(dst.dtype, "dst"))[0]
+    kernel = kernels.gradient_kernels(_precision(dst.dtype, "dst")).store_gradient
     n = dst.numel()
     return kernel(_check("dst", dst, dst.dtype, n), _check("src", src, dst.dtype, n), n)
 
@@ -79,7 +79,7 @@ def add_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
 
     As `store_gradient` in all else.
     """
-    kernel = kernels.gradient_kernels(_precision(dst.dtype, "dst"))[1]
+    kernel = kernels.gradient_kernels(_precision(dst.dtype, "dst")).add_gradient
     n = dst.numel()
     return kernel(_check("dst", dst, dst.dtype, n), _check("src", src, dst.dtype, n), n)
 

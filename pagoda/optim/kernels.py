@@ -238,24 +238,19 @@ def join(weight: int, weight_low: int, master: int, n: int) -> None:
         whole[i] = joined(high[i], low[i])
 
 
-GradientKernel = Callable[[int, int, int], float]
+class GradientKernels(NamedTuple):
+    """What stores and what adds gradients: ``(dst address, src address, n) -> sum of squares``."""
+
+    store_gradient: Callable[[int, int, int], float]
+    add_gradient: Callable[[int, int, int], float]
 
 
-class Kernels(NamedTuple):
-    """The kernels of one precision and one rule.
-
-    update: ``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``, where noise is
-        nothing, or where states are rounded at random the first element's index in its parameter and the `Key`'s two
-        numbers
-    store_gradient, add_gradient: ``(dst address, src address, n) -> sum of squares``
-    """
-
-    update: Callable[..., None]
-    store_gradient: GradientKernel
-    add_gradient: GradientKernel
+UpdateKernel = Callable[..., None]
+"""``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``, where noise is nothing,
+or where states are rounded at random the first element's index in its parameter and the `Key`'s two numbers."""
 
 
-_UPDATES: dict[tuple[str, Precision], Callable[..., None]] = {
+_UPDATES: dict[tuple[str, Precision], UpdateKernel] = {
     ("adamw", "bf16"): adamw_bf16,
     ("adamw", "fp32"): adamw_fp32,
     ("adamw_moments_bf16", "bf16"): codec_kernels.adamw_bf16_moments_bf16,
@@ -274,31 +269,30 @@ _UPDATES: dict[tuple[str, Precision], Callable[..., None]] = {
 """(`ElementwiseRule.kernel_name`, precision) -> the rule's kernel."""
 
 
-def gradient_kernels(precision: Precision) -> tuple[GradientKernel, GradientKernel]:
-    """What stores and what adds gradients of ``precision``: ``(dst address, src address, n) -> sum of squares``."""
+def gradient_kernels(precision: Precision) -> GradientKernels:
+    """Kernels for gradients of ``precision``; raises ConfigError for one that is not known."""
     check_precision(precision)
     if precision == "bf16":
-        return store_gradient_bf16, add_gradient_bf16
-    return store_gradient_fp32, add_gradient_fp32
+        return GradientKernels(store_gradient_bf16, add_gradient_bf16)
+    return GradientKernels(store_gradient_fp32, add_gradient_fp32)
 
 
-def kernels_for(rule: ElementwiseRule, precision: Precision) -> Kernels:
-    """Kernels for a rule, with weights and gradients of ``precision``; raises ConfigError for one that is not known."""
-    store, add = gradient_kernels(precision)
-    return Kernels(_UPDATES[rule.kernel_name, precision], store, add)
+def update_kernel(rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
+    """The kernel of a rule; raises ConfigError for a precision that is not known."""
+    check_precision(precision)
+    return _UPDATES[rule.kernel_name, precision]
 
 
 def warm_up(rule: ElementwiseRule, precision: Precision) -> None:
     """Compiles, or loads from Numba's cache, all that is used with these, so that no step waits for it."""
-    kernels = kernels_for(rule, precision)
     addresses = len(rule.states(precision)) + 1
     noise = () if rule.noise("", 1) is None else (0, 0, 0)
     # The types of the arguments select the compiled version, hence calls on nothing rather than signatures.
-    kernels.update(*[0] * addresses, 0, *noise, *rule.scalars(1))
+    update_kernel(rule, precision)(*[0] * addresses, 0, *noise, *rule.scalars(1))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
         codec_kernels.warm_up()
-    kernels.store_gradient(0, 0, 0)
-    kernels.add_gradient(0, 0, 0)
+    for kernel_of_gradients in gradient_kernels(precision):
+        kernel_of_gradients(0, 0, 0)
     if precision == "bf16":
         split(0, 0, 0, 0)
         join(0, 0, 0, 0)

@@ -139,7 +139,7 @@ class ElementwiseRule(Rule):
     """A rule whose new states are a function, element by element, of the old ones, the gradient and a few scalars.
 
     Its kernel computes in fp32 on blocks of any size, each operation rounded once in an order that the rule states, so
-    no cut into blocks, thread, tier or rank can show. `kernels.kernels_for` has it, by `kernel_name`.
+    no cut into blocks, thread, tier or rank can show. `kernels.update_kernel` has it, by `kernel_name`.
     """
 
     @property

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from pagoda.errors import UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.kernels import kernels_for, warm_up
+from pagoda.optim.kernels import gradient_kernels, update_kernel, warm_up
 from pagoda.optim.rule import ElementwiseRule, Precision
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST, SSD
@@ -90,11 +90,10 @@ class Engine:
         }
         self.rule = rule
         warm_up(rule, precision)
-        kernels = kernels_for(rule, precision)
         self.gradients = Gradients(
             self.store,
             open_staging(self.store),
-            kernels,
+            gradient_kernels(precision),
             self._lanes,
             device,
             write_behind=not plan.options.update_under_backward,
@@ -105,7 +104,8 @@ class Engine:
         self.packing = Packing(self)
         self.packing.register(units)
         self.brackets = Brackets(self.packing, self.acquire, self._before_evaluation)
-        stream = BlockStream(self.store, kernels, self._lanes, lambda record: self.gradients.release(record))
+        kernel = update_kernel(rule, precision)
+        stream = BlockStream(self.store, kernel, self._lanes, lambda record: self.gradients.release(record))
         self._updater: Updater | AsyncUpdater
         self._publisher: Publisher | None = None
         if plan.options.max_staleness is None:

@@ -12,7 +12,7 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slabs import SlabRegion
-from pagoda.optim.kernels import Kernels
+from pagoda.optim.kernels import GradientKernels
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS
@@ -80,7 +80,7 @@ class Gradients:
         self,
         store: Store,
         staging: SlabRegion | None,
-        kernels: Kernels,
+        kernels: GradientKernels,
         lanes: dict[str, Lane],
         device: Device,
         write_behind: bool,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import pages_for
 from pagoda.optim.codecs import Key
-from pagoda.optim.kernels import Kernels
+from pagoda.optim.kernels import UpdateKernel
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.runtime.capture import Capture
@@ -263,10 +263,10 @@ class BlockStream:
     """
 
     def __init__(
-        self, store: Store, kernels: Kernels, lanes: dict[str, Lane], finished: Callable[[UnitGradient], None]
+        self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane], finished: Callable[[UnitGradient], None]
     ) -> None:
         self._store = store
-        self._kernels = kernels
+        self._kernel = kernel
         self._lanes = lanes
         self.finished = finished
         """Told of every gradient that has been applied, or cannot be."""
@@ -432,7 +432,7 @@ class BlockStream:
                 states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]
                 assert record.buffer is not None
                 at = record.buffer.data_ptr() + piece.start * record.buffer.element_size()
-                self._kernels.update(*states, at, piece.stop - piece.start, *piece.arguments)
+                self._kernel(*states, at, piece.stop - piece.start, *piece.arguments)
 
         touched = 2 * sum(state.nbytes(stop - start) for state in self._states)
         touched += (stop - start) * store.dtype(GRAD).itemsize

@@ -75,7 +75,7 @@ def test_bits_do_not_depend_on_how_a_parameter_is_cut(
     noise = AdamW(moments=moments).noise("a", 4)
     flat.update(AdamW(moments=moments), whole, gradient, scalars_at(4), noise)
     specs = AdamW(moments=moments).states(precision)
-    kernel = kernels.kernels_for(AdamW(moments=moments), precision).update
+    kernel = kernels.update_kernel(AdamW(moments=moments), precision)
     bounds = sorted({0, n, *(BLOCK * c for c in cuts if BLOCK * c < n)})
 
     def block(start: int, stop: int) -> None:

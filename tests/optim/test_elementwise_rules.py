@@ -86,7 +86,7 @@ def test_the_bf16_weight_is_its_own_fp32_master(rule: ElementwiseRule) -> None:
 def test_kernels_compile_to_vectors_without_fused_operations(rule: ElementwiseRule) -> None:
     if numba.core.config.CPU_NAME == "generic":
         pytest.skip("compiled for a generic CPU")
-    fresh = numba.njit(**jit.OPTIONS)(kernels.kernels_for(rule, "bf16").update.py_func)
+    fresh = numba.njit(**jit.OPTIONS)(kernels.update_kernel(rule, "bf16").py_func)
     fresh(*[0] * (len(rule.states("bf16")) + 2), *rule.scalars(1))
     (assembly,) = fresh.inspect_asm().values()
     assert "fmadd" not in assembly

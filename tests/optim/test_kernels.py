@@ -34,7 +34,7 @@ def step_in_blocks(
     """One step by address, with block boundaries at ``cuts``, on plain Python threads."""
     n = gradient.numel()
     tensors = [*states.values(), gradient]
-    kernel = kernels.kernels_for(AdamW(), "bf16" if gradient.dtype is torch.bfloat16 else "fp32").update
+    kernel = kernels.update_kernel(AdamW(), "bf16" if gradient.dtype is torch.bfloat16 else "fp32")
     bounds = sorted({0, n, *(cut for cut in cuts if 0 < cut < n)})
 
     def block(start: int, end: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from pagoda.memory import Arena, MemoryTier
 from pagoda.memory.slabs import SlabRegion
 from pagoda.optim import AdamW, Precision
-from pagoda.optim.kernels import Kernels, kernels_for, warm_up
+from pagoda.optim.kernels import UpdateKernel, gradient_kernels, update_kernel, warm_up
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, RING_SLOTS
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, RING, Budgets, Placement
@@ -38,7 +38,7 @@ class Parts:
     plan: Plan
     store: Store
     units: list[LiveUnit]
-    kernels: Kernels
+    kernel: UpdateKernel
     lanes: dict[str, Lane]
     staging: SlabRegion
     gradients: Gradients
@@ -131,12 +131,18 @@ def parts(
     memory = MemoryTier("staging", Arena(staged_units * widest * PAGE), PAGE, poison=True)
     staging = SlabRegion(memory, staged_units * widest, widest)
     stalls: list[str] = []
-    kernels = kernels_for(AdamW(), precision)
+    kernel = update_kernel(AdamW(), precision)
     gradients = Gradients(
-        store, staging, kernels, lanes, Device(), write_behind, lambda lane, seconds: stalls.append(lane)
+        store,
+        staging,
+        gradient_kernels(precision),
+        lanes,
+        Device(),
+        write_behind,
+        lambda lane, seconds: stalls.append(lane),
     )
     try:
-        yield Parts(plan, store, units, kernels, lanes, staging, gradients, stalls)
+        yield Parts(plan, store, units, kernel, lanes, staging, gradients, stalls)
     finally:
         for lane in lanes.values():
             lane.close()

@@ -236,14 +236,13 @@ def test_whatever_the_timing_the_bound_holds_and_no_forward_sees_half_an_update(
     memory = memory_of(recipe, placement, tmp_path, max_staleness)
     model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=max_staleness)
     engine = engine_of(model)
-    adamw = engine._updater._stream._kernels.adamw
+    adamw = engine._updater._stream._kernel
 
     def slow_adamw(*args: Any) -> None:
         time.sleep(delays.choice([0, 0, 0.002, 0.01]))
         adamw(*args)
 
-    kernels = engine._updater._stream._kernels._replace(adamw=slow_adamw)
-    monkeypatch.setattr(engine._updater._stream, "_kernels", kernels)
+    monkeypatch.setattr(engine._updater._stream, "_kernel", slow_adamw)
     published: dict[int, torch.Tensor] = {}
     publish = Publisher.publish
 

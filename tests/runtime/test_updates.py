@@ -35,7 +35,7 @@ class Updates:
         self.part = part
         self.finished: list[int] = []
         self.latest: dict[int, Handle] = {}
-        stream = BlockStream(part.store, part.kernels, part.lanes, self._finished)
+        stream = BlockStream(part.store, part.kernel, part.lanes, self._finished)
         self.updater = Updater(part.store, part.gradients, stream)
         self.states = part.plan.layout.states
         self.expected: dict[int, dict[str, torch.Tensor]] = {}
