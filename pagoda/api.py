@@ -4,7 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -19,9 +19,11 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
 from pagoda.optim import SGD, Adam, AdamW, Lion
 from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
+from pagoda.plan.activations import ActivationMode
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
+from pagoda.runtime.blocks import refuse_own_checkpointing
 from pagoda.runtime.construct import Builder, check_batch_norms, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine
@@ -60,6 +62,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 HOST_SHARE = 0.8
 """Share of the RAM that is free now which a host budget left open may take; the rest is for activations."""
+ACTIVATION_SHARE = 0.8
+"""Share of what is then free beside pages which graphs may keep; the rest is for what operators work with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +91,13 @@ class Memory:
     """Most bytes of weights fetched together; None chooses."""
     split: Split | None = None
     """How host RAM is divided where not everything fits it; None chooses."""
+    activations: str | int | None = None
+    """What graphs may keep, beside pages, where compute runs; wrap(activations="auto") keeps to it. None takes 80% of
+    what is free beside pages."""
 
     def __post_init__(self) -> None:
         self.budgets()
+        _ = self.activation_bytes
         page = self.page_bytes
         if page is not None and (page % PAGE_ALIGN or page & (page - 1)):
             raise ConfigError(f"memory.page_size is {page}; it must be a power of two and a multiple of {PAGE_ALIGN}.")
@@ -97,6 +105,10 @@ class Memory:
     @property
     def page_bytes(self) -> int | None:
         return None if self.page_size is None else parse_bytes(self.page_size, "memory.page_size")
+
+    @property
+    def activation_bytes(self) -> int | None:
+        return None if self.activations is None else parse_bytes(self.activations, "memory.activations")
 
     @property
     def unit_bytes(self) -> int | None:
@@ -168,6 +180,7 @@ def wrap(
     speculate: bool | None = None,
     update: Update = "sync",
     max_staleness: int = 1,
+    activations: ActivationMode = "keep",
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
@@ -204,6 +217,13 @@ def wrap(
     checkpoints, `close` and, between steps, a forward without gradients drain first.
     `optimizer.stats.staleness` has what was observed.
 
+    `activations` says what becomes of what graphs keep between forward and backward. "keep": it stays, as in plain
+    PyTorch. "recompute": of each block (a module that the model repeats, such as its layers) only the inputs stay, and
+    backward computes it again. "offload": what is large goes to RAM, where compute has a memory of its own, and else to
+    SSD, and comes back ahead of backward. "recompute+offload": as "recompute", and the inputs go. "auto" follows a
+    plan, block by block, made of the sizes that a first forward of each bucket of input shapes shows, for
+    `memory.activations`. The bits are the same. Compile blocks before `wrap`, if at all.
+
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
     them, UsageError for a model wrapped already.
@@ -211,6 +231,7 @@ def wrap(
     memory = memory or Memory()
     check_precision(precision)
     _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness)
+    _check_activations(activations, memory, model)
     _check_model(model)
     groups = named_groups(model, param_groups)
     trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
@@ -231,8 +252,13 @@ def wrap(
         keep_checkpoints,
         max_staleness if update == "async" else None,
         speculate,
+        activations,
     )
     plan = make_plan(describe(model, trained), states, memory.budgets(), options)
+    if activations == "auto":
+        budget = memory.activation_bytes
+        room = _free_beside(plan, device.torch_device) if budget is None else budget
+        plan = replace(plan, options=replace(options, activation_bytes=room))
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
     engine = Engine(plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device)
@@ -296,6 +322,21 @@ def _check_settings(
         )
 
 
+def _check_activations(activations: ActivationMode, memory: Memory, model: nn.Module) -> None:
+    """Raises ConfigError for a policy that is none, or has nowhere to offload to; UsageError for a model that
+    checkpoints by itself."""
+    if activations not in get_args(ActivationMode):
+        raise ConfigError(f"activations is {activations!r}; use one of {', '.join(get_args(ActivationMode))}.")
+    if activations == "keep":
+        return
+    refuse_own_checkpointing(model)
+    if activations.endswith("offload") and memory.device is None and memory.ssd is None:
+        raise ConfigError(
+            f"activations is {activations!r}, but there is nowhere to offload to: compute is the CPU, and activations "
+            "are in its RAM. Give memory.ssd, or use 'recompute'."
+        )
+
+
 def _check_model(model: nn.Module) -> None:
     """Raises as `wrap` does for a model that cannot be trained, whatever the settings."""
     if any(is_paged(param) for param in model.parameters()):
@@ -312,7 +353,7 @@ def plan_of(model: nn.Module) -> Plan:
     engine = getattr(model, _ENGINE, None)
     if not isinstance(engine, Engine):
         raise UsageError("This model is not wrapped: call pagoda.wrap(model, ...) first.")
-    return engine.plan
+    return engine.whole_plan
 
 
 _ENGINE = "_pagoda_engine"
@@ -327,6 +368,15 @@ def free_ram() -> int:
     except OSError:
         pass
     raise ConfigError("This system does not say how much RAM is free: set memory.host.")
+
+
+def _free_beside(plan: Plan, device: torch.device) -> int:
+    """Bytes that activations may take where compute runs, beside all pages of a plan that are about to be taken."""
+    if device.type == "cuda":
+        free, pages = torch.cuda.mem_get_info(device)[0], plan.peak_bytes.get("device", 0)
+    else:
+        free, pages = free_ram(), plan.peak_bytes.get("host", 0) + plan.peak_bytes.get("device", 0)
+    return max(0, int((free - pages) * ACTIVATION_SHARE))
 
 
 def _directory_and_size(text: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from transformers import (
 import pagoda
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import AdamW, Moments, Precision, Rule, StateSpec
+from pagoda.plan.activations import ActivationMode
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
@@ -296,13 +297,16 @@ def squeeze(
     unit_limit: str = UNIT_LIMIT,
     moments: Moments = "fp32",
     rule: Rule | None = None,
+    activations: ActivationMode = "keep",
 ) -> pagoda.Memory:
     """The smallest budgets under which a model trains in a placement.
 
     HOST_WEIGHTS keeps weights and gradients in RAM and every moment on SSD; ALL_ON_SSD has in RAM what streams
     through it; ARENA computes in the smallest memory of its own.
     """
-    options = Options(PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness)
+    options = Options(
+        PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness, activations=activations
+    )
     root, states = describe(model), (rule or AdamW(moments=moments)).states(precision)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None

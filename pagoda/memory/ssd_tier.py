@@ -90,6 +90,11 @@ class SSDTier(Tier):
             return frozenset(self._commits)
 
     @property
+    def bytes_on_drives(self) -> dict[Path, int]:
+        """Bytes of the page file in each directory."""
+        return {file.directory: file.nbytes for file in self._store.file.files}
+
+    @property
     def capacity_bytes(self) -> int:
         """Bytes of all pages and spare slots."""
         return super().capacity_bytes + self._spare * self.page_bytes

@@ -18,6 +18,8 @@ PIECE_ELEMENTS = 1 << 20
 """Elements of a state that a checkpoint writes, and hashes, at a time."""
 BLOCK_ELEMENTS = 1 << 20
 """Elements the update kernel takes at a time: its streams then stay a few MiB, and two threads share a unit."""
+_ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES = 16, 4 << 20
+"""Most of one buffer between activations and SSD."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Layout:
     max_staleness: int | None = None
     """Steps whose gradients may wait to be applied while a forward reads the weights; None where updates are not
     asynchronous. Then weights have two extents, and every gradient one in RAM and one more for each such step."""
+    offloads: bool = False
+    """Whether activations may be offloaded to SSD, through buffers in RAM."""
 
     @property
     def weight(self) -> StateSpec:
@@ -132,6 +136,11 @@ class Layout:
         """Pages that hold a piece of a checkpoint, wherever it begins in its first page."""
         widest = min(PIECE_ELEMENTS, max(unit.numel for unit in self.units))
         return pages_for(widest * max(s.dtype.itemsize for s in self.states), self.page_bytes) + 1
+
+    @property
+    def activation_buffer_pages(self) -> int:
+        """Pages of each buffer between activations and SSD."""
+        return max(1, min(_ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES // self.page_bytes))
 
     def lease_pages(self, ahead: int) -> int:
         """Frames with which a unit, those around it and `ahead` more can be leased at once, wherever they lie.

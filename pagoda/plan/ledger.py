@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from pagoda.plan.activations import ActivationBytes
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import (
+    ACTIVATIONS,
     BOUNCE,
     CHECKPOINT,
     COLLECTIVE_BUFFERS,
@@ -18,12 +20,20 @@ from pagoda.plan.placement import (
 )
 
 
-def bytes_by_state(layout: Layout, placement: Placement) -> dict[str, dict[str, int]]:
-    """tier -> line -> bytes, in the order a table shows them."""
-    buffers = (GRAD_QUEUE, LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS)
+def bytes_by_state(
+    layout: Layout, placement: Placement, activations: ActivationBytes | None = None
+) -> dict[str, dict[str, int]]:
+    """tier -> line -> bytes, in the order a table shows them; `activations` says how much is offloaded, once known."""
+    buffers = (GRAD_QUEUE, LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS, ACTIVATIONS)
     order: Sequence[str] = (*(s.name for s in layout.states), WEIGHT_BACK, GRAD, SPARE, UNDO, *buffers)
-    return {
+    account = {
         tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}
         for tier in (DEVICE, HOST, SSD)
         if (pages := placement.lines.get(tier))
     }
+    offloaded = {HOST: activations.host, SSD: activations.ssd} if activations is not None else {}
+    for tier, nbytes in offloaded.items():
+        if nbytes:
+            lines = account.setdefault(tier, {})
+            lines[ACTIVATIONS] = lines.get(ACTIVATIONS, 0) + nbytes
+    return account

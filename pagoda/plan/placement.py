@@ -18,7 +18,10 @@ COLLECTIVE_BUFFERS = "collective"
 CHECKPOINT = "checkpoint"
 SPARE = "spare"
 UNDO = "undo"
+ACTIVATIONS = "activations"
 
+ACTIVATION_BUFFERS = 4
+"""Between activations and SSD: two on their way out, two on their way back."""
 FETCH_SLOTS = 4
 """Pieces of weights between SSD and a separate device at once."""
 BOUNCE_ELEMENTS = 1 << 20
@@ -46,6 +49,7 @@ class Placement:
     COLLECTIVE_BUFFERS hold whole gradients that several ranks add up; CHECKPOINT holds states that a checkpoint has not
     written yet when their next update comes; SPARE pages on SSD are for what changes while checkpoints keep theirs.
     UNDO keeps the old states of speculated units beside the new: as pages on SSD, as copies of weights in RAM.
+    ACTIVATIONS has the buffers through which activations go to SSD; how much is offloaded, a step shows.
     """
 
     homes: Mapping[tuple[int, str], str]
@@ -208,6 +212,8 @@ class _Filler:
             lines[BOUNCE] = 2 * self._bounce_pages()
         else:
             lines[COLLECTIVE_BUFFERS] = self.layout.collective_pages
+        if self.layout.offloads and self.budgets.ssd is not None:
+            lines[ACTIVATIONS] = ACTIVATION_BUFFERS * self.layout.activation_buffer_pages
         if not self.separate and self.layout.ranks is not None and self.layout.ranks.shards_weights:
             lines[LEASES] = self.layout.lease_pages(ahead=1)
         return {line: pages for line, pages in lines.items() if pages}

@@ -8,6 +8,7 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
+from pagoda.plan.activations import ActivationMode, ActivationPlan
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, SSD, Kind, Op
@@ -48,11 +49,20 @@ class Options:
     speculate: bool | None = None
     """Update under backward as if nothing would be clipped: False never, None where there is room to undo it, True even
     at the cost of moments in RAM."""
+    activations: ActivationMode = "keep"
+    """What becomes of activations."""
+    activation_bytes: int | None = None
+    """Most bytes of activations beside the pages, where that is to be chosen; None for no limit."""
 
     @property
     def update_under_backward(self) -> bool:
         """True when a gradient is known to be final, and its scale too, as soon as it has arrived."""
         return self.accumulation_steps is not None and not self.clipping and self.max_staleness is None
+
+    @property
+    def may_offload(self) -> bool:
+        """True when activations may leave the memory that compute uses."""
+        return self.activations not in ("keep", "recompute")
 
     @property
     def may_speculate(self) -> bool:
@@ -71,6 +81,8 @@ class Plan:
     options: Options
     trace: Trace
     reasons: tuple[str, ...]
+    activations: ActivationPlan | None = None
+    """What becomes of activations, once a step has shown their sizes."""
     exchanges: Mapping[str, int] = field(default_factory=dict)
     """Module whose children are experts -> bytes of tokens that this rank sends to it, and gets from it, in forward."""
 
@@ -90,7 +102,7 @@ class Plan:
     @cached_property
     def bytes(self) -> Mapping[str, Mapping[str, int]]:
         """tier -> state -> bytes: what each tier holds at its peak, in whole pages."""
-        return bytes_by_state(self.layout, self.placement)
+        return bytes_by_state(self.layout, self.placement, None if self.activations is None else self.activations.peak)
 
     @cached_property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -200,7 +212,13 @@ def make_plan(
         units = discover(root, limit, itemsize, frozenset(exchanges))
         experts = frozenset(unit.index for unit in units if is_within(unit.module, exchanges))
         draft = Layout(
-            units, states, PAGE_BYTES, ranks=ranks, expert_units=experts, max_staleness=options.max_staleness
+            units,
+            states,
+            PAGE_BYTES,
+            ranks=ranks,
+            expert_units=experts,
+            max_staleness=options.max_staleness,
+            offloads=options.may_offload,
         )
         try:
             layout, placement = _fit(_paged(draft, options.page_bytes), budgets, options)
@@ -225,7 +243,7 @@ def make_plan(
     )
     uses = [use.unit for use in forward_uses(root, units)]
     trace = assumed_trace(uses, options.accumulation_steps or 1)
-    return Plan(layout, budgets, placement, options, trace, reasons, exchanges)
+    return Plan(layout, budgets, placement, options, trace, reasons, exchanges=exchanges)
 
 
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:

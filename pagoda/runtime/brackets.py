@@ -43,6 +43,11 @@ class Brackets:
         """Told that a forward without gradients starts which no other forward called."""
         self._open: list[_Bracket] = []
 
+    @property
+    def idle(self) -> bool:
+        """Whether no forward is running."""
+        return not self._open
+
     def open(self, module: nn.Module, units: list[LiveUnit]) -> None:
         """A module's forward starts: lease its units and point their parameters into the leases."""
         if not self._open and not torch.is_grad_enabled():

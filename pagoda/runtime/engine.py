@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,9 +27,9 @@ from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
+from pagoda.runtime.graph_memory import GraphMemory
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
 from pagoda.runtime.leases import Lease
-from pagoda.runtime.packing import Packing
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.regions import open_leases, open_staging
@@ -101,9 +102,9 @@ class Engine:
         )
         self._fetcher = Fetcher(self.store, self._lanes, device)
         self.leases = open_leases(self.store, device, units, self._fill, poison)
-        self.packing = Packing(self)
-        self.packing.register(units)
-        self.brackets = Brackets(self.packing, self.acquire, self._before_evaluation)
+        self.graphs = GraphMemory(self, self.store, directories, self._lanes, device, self._meter.stalled, poison)
+        self.graphs.packing.register(units)
+        self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
         kernel = update_kernel(rule, precision)
         stream = BlockStream(self.store, kernel, self._lanes, lambda record: self.gradients.release(record))
         self._updater: Updater | AsyncUpdater
@@ -142,6 +143,11 @@ class Engine:
     def plan(self) -> Plan:
         """The plan followed now."""
         return self._pilot.plan
+
+    @property
+    def whole_plan(self) -> Plan:
+        """The plan followed now, with what steps have shown of activations."""
+        return replace(self.plan, activations=self.graphs.activations.plan)
 
     # --- accesses -------------------------------------------------------------------------------------------
 
@@ -225,6 +231,7 @@ class Engine:
         with ExitStack() as stack:
             stack.callback(self.store.close)
             stack.callback(self.leases.close)
+            stack.callback(self.graphs.close)
             for name in ("ssd_write", "update", "d2h", "h2d", "ssd_read"):  # from the last: each feeds those before it
                 stack.callback(self._lanes[name].close)
             stack.callback(self._updater.close)
@@ -268,6 +275,7 @@ class Engine:
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
         kept, undone = self._speculation.take_counts()
+        activations = self.graphs.end_of_step()
         self.stats = StepStats(
             step=self._step,
             grad_norm=norm,
@@ -282,6 +290,7 @@ class Engine:
             staleness=self._publisher.staleness() if self._publisher is not None else {},
             updates_kept=kept,
             updates_undone=undone,
+            activation_bytes=activations,
         )
         if meter.tape is not None:
             self._end_recording(meter.tape)
@@ -295,6 +304,8 @@ class Engine:
             peaks[tier] = peaks.get(tier, 0) + self.leases.region.peak_bytes
         if self.store.ssd is not None:
             peaks[SSD] = self.store.ssd.peak_bytes
+        for tier, nbytes in self.graphs.peak_bytes.items():
+            peaks[tier] = peaks.get(tier, 0) + nbytes
         return peaks
 
     def weights_changed(self, unit: LiveUnit) -> None:

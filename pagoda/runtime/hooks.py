@@ -1,11 +1,13 @@
 """Hooks on the live model: where its uses of units and its gradients reach the engine."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from pagoda.runtime.blocks import Block, find_blocks, is_compiled
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
 
@@ -60,16 +62,27 @@ class ModelHooks:
     at every module that holds one of its parameters: tied weights are used far from their root, and a checkpoint
     inside the root's own call (as transformers' layers have it) recomputes without calling the root.
     The outermost bracket also packs what graphs save.
+
+    Inside a compiled module nothing is hooked, as hooks would be compiled too: it is bracketed from outside, with the
+    units of all that it holds.
     """
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[torch.autograd.graph.Node] = []
+        engine.graphs.packing.leave_alone(model.buffers())
         needed = _units_of_modules(model, engine.units)
         needed.setdefault(model, [])
+        self._calls: dict[nn.Module, Callable[..., Any]] = {}
         for module, units in needed.items():
-            self._bracket(module, units, root=module is model)
+            if module._compiled_call_impl is None:
+                self._bracket(module, units, root=module is model)
+            else:
+                self._bracket_compiled(module, module._compiled_call_impl, units)
+        self._blocks = find_blocks(model)
+        for block in self._blocks:
+            self._follow(block, needed.get(block.module, []))
         for unit in engine.units:
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
@@ -79,21 +92,59 @@ class ModelHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for block in self._blocks:
+            block.unwrap()
+        self._blocks.clear()
+        for module, call in self._calls.items():
+            module.__dict__["_compiled_call_impl"] = call
+        self._calls.clear()
 
     def _bracket(self, module: nn.Module, units: list[LiveUnit], root: bool) -> None:
         brackets = self._engine.brackets
 
-        def before(_module: nn.Module, _args: Any) -> None:
+        def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if root:
                 brackets.drop_interrupted(calling=module)
+                if brackets.idle and torch.is_grad_enabled():
+                    self._engine.graphs.activations.begin_forward((args, kwargs))
             brackets.open(module, units)
 
         def after(_module: nn.Module, _args: Any, _output: Any) -> None:
             brackets.close(module)
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         # always_call: a forward also ends by an exception, such as a checkpoint stopping its recomputation early.
         self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _bracket_compiled(self, module: nn.Module, call: Callable[..., Any], units: list[LiveUnit]) -> None:
+        """Bracket a module that was compiled in place, whose own hooks are part of what was compiled."""
+        brackets = self._engine.brackets
+
+        def bracketed(*args: Any, **kwargs: Any) -> Any:
+            brackets.open(module, units)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                brackets.close(module)
+
+        self._calls[module] = call
+        module.__dict__["_compiled_call_impl"] = bracketed
+
+    def _follow(self, block: Block, units: list[LiveUnit]) -> None:
+        """Let activations run a block's forward, and lease its units when backward repeats that: no hook sees it."""
+        brackets, activations = self._engine.brackets, self._engine.graphs.activations
+
+        def run(block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def again(*args: Any, **kwargs: Any) -> Any:
+                brackets.open(block.module, units)
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    brackets.close(block.module)
+
+            return activations.run(block, forward, args, kwargs, again)
+
+        block.wrap(run)
 
     def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
         param = unit.params[slot]
@@ -129,7 +180,10 @@ class ModelHooks:
 
 
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
-    """module -> the units its forward must find leased: those it is the root of, and those it holds a parameter of."""
+    """module -> the units its forward must find leased: those it is the root of, and those it holds a parameter of.
+
+    A compiled module must find those of all that it holds.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     owner = {id(param): unit for unit in units for param in unit.params}
     needed: dict[nn.Module, list[LiveUnit]] = {modules[unit.spec.module]: [] for unit in units}
@@ -140,4 +194,9 @@ def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module
             held = owner.get(id(param))
             if held is not None and held not in needed.setdefault(module, []):
                 needed[module].append(held)
+    for compiled in [module for module in model.modules() if is_compiled(module)]:
+        inside = [module for module in compiled.modules() if module is not compiled]
+        used = [unit for module in inside for unit in needed.pop(module, [])]
+        if used:
+            needed[compiled] = list(dict.fromkeys((*needed.get(compiled, []), *used)))
     return needed

@@ -1,13 +1,17 @@
-"""Reference packing: graphs keep the name of a weight, not the weight."""
+"""Packing: what graphs keep. Of a weight its name, of an activation itself or where it was offloaded to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pagoda.errors import UsageError
 from pagoda.plan.trace import Phase
+from pagoda.runtime.offload import OffloadedTensor, Offloader, modified
+from pagoda.runtime.saved import SavedStorage, SavedStorages
 
 if TYPE_CHECKING:
     from pagoda.runtime.engine import Engine
@@ -17,12 +21,17 @@ if TYPE_CHECKING:
 class WeightReference:
     """What a graph keeps in place of a tensor that lies in a lease."""
 
-    __slots__ = ("dtype", "offset", "shape", "stride", "unit", "version")
+    __slots__ = ("device", "dtype", "offset", "position", "shape", "stride", "unit", "version")
 
-    def __init__(self, unit: LiveUnit, tensor: torch.Tensor) -> None:
+    requires_grad = False
+    """With shape, dtype and device, what torch's checkpoint asks of what it holds."""
+
+    def __init__(self, unit: LiveUnit, tensor: torch.Tensor, position: int) -> None:
         self.unit = unit
+        self.position = position
         self.version = unit.version
         self.dtype = tensor.dtype
+        self.device = tensor.device
         self.offset = tensor.storage_offset()
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -32,18 +41,41 @@ class WeightReference:
         self.unit.packed -= 1
 
 
+class KeptTensor:
+    """What a graph keeps of a tensor that stays: its value, and the version it was saved at.
+
+    torch compares versions only where there are no hooks, so these do it.
+    """
+
+    __slots__ = ("position", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, position: int) -> None:
+        self.tensor = tensor.detach()  # the tensor itself could hold the graph that holds this
+        self.version = tensor._version
+        self.position = position
+
+
+Packed = KeptTensor | WeightReference | OffloadedTensor
+
+
 class Packing:
     """The pair of hooks for `torch.autograd.graph.saved_tensors_hooks`.
 
     Unpacking is itself the backward access: it leases the unit again, so correctness never depends on a
-    backward hook.
+    backward hook. Hooks hide those around them, so what becomes of activations is decided here too.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, saved: SavedStorages, offloader: Offloader | None) -> None:
         self._engine = engine
-        self._depth = 0
+        self._saved = saved
+        self._offloader = offloader
+        self.offloading = False
+        """Whether what is saved now is to be offloaded."""
+        self.noted: Callable[[SavedStorage], None] | None = None
+        """Told of every storage that is saved and is not a weight's."""
         self._hooks: Any = None
         self._placeholders: dict[int, str] = {}
+        self._buffers: frozenset[int] = frozenset()
 
     def register(self, units: list[LiveUnit]) -> None:
         """Learn the placeholders, so that saving one names the parameter that was used in the wrong place."""
@@ -52,6 +84,10 @@ class Packing:
             for unit in units
             for slot, placeholder in enumerate(unit.placeholders)
         }
+
+    def leave_alone(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Learn the model's buffers: they live anyway, so a graph that saves them keeps nothing."""
+        self._buffers = frozenset(buffer.untyped_storage()._cdata for buffer in buffers)
 
     def enter(self) -> bool:
         """Start packing at the outermost hooked module; returns whether `leave` must be called.
@@ -72,21 +108,56 @@ class Packing:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(None, None, None)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | WeightReference:
-        if tensor.layout is not torch.strided:
-            return tensor
-        storage = tensor.untyped_storage()._cdata
-        lease = self._engine.leases.find(storage)
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        reference = self.reference(tensor)
+        if reference is not None:
+            return reference
+        storage = self.count(tensor)
+        if storage is not None:
+            if self.noted is not None:
+                self.noted(storage)
+            if self.offloading and self._offloader is not None:
+                offloaded = self._offloader.offload(tensor, storage)
+                if offloaded is not None:
+                    return offloaded
+        return KeptTensor(tensor, self._position)
+
+    def reference(self, tensor: torch.Tensor) -> WeightReference | None:
+        """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
+        if not _plain(tensor):
+            return None
+        address = tensor.untyped_storage()._cdata
+        lease = self._engine.leases.find(address)
         if lease is not None:
-            return WeightReference(lease.unit, tensor)
-        name = self._placeholders.get(storage)
+            return WeightReference(lease.unit, tensor, self._position)
+        name = self._placeholders.get(address)
         if name is not None:
             raise UsageError(outside_use(name))
-        return tensor
+        return None
 
-    def unpack(self, packed: torch.Tensor | WeightReference) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+    def count(self, tensor: torch.Tensor) -> SavedStorage | None:
+        """Count a tensor that a graph saves; None where that keeps nothing that would not live anyway."""
+        if not _plain(tensor):
+            return None
+        address = tensor.untyped_storage()._cdata
+        if address in self._buffers or address in self._placeholders or self._engine.leases.find(address) is not None:
+            return None
+        return self._saved.add(tensor)
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        if self._offloader is not None:
+            self._offloader.read_ahead(packed.position)
+        if isinstance(packed, KeptTensor):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(modified(packed.tensor.shape, packed.version))
+            return packed.tensor
+        if isinstance(packed, OffloadedTensor):
+            assert self._offloader is not None
+            return self._offloader.unpack(packed)
+        return self.weight(packed)
+
+    def weight(self, packed: WeightReference) -> torch.Tensor:
+        """The weight, leased again."""
         unit = packed.unit
         if unit.version != packed.version:
             raise UsageError(
@@ -98,6 +169,15 @@ class Packing:
         base = self._engine.acquire(unit, Phase.BACKWARD).base
         empty = torch.empty(0, dtype=packed.dtype, device=base.device)
         return empty.set_(base.untyped_storage(), packed.offset, packed.shape, packed.stride)
+
+    @property
+    def _position(self) -> int:
+        return self._offloader.position if self._offloader is not None else 0
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether its storage is all that a tensor has."""
+    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
 
 
 def outside_use(name: str) -> str:

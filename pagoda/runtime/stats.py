@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pagoda.plan.activations import ActivationBytes
 from pagoda.plan.ops import LANES
 from pagoda.runtime.tape import Tape
 
@@ -52,6 +53,9 @@ class StepStats:
     """Units updated under backward before the norm was known, whose update stood: nothing was clipped."""
     updates_undone: int = 0
     """Units whose update under backward was undone: the gradients were clipped, or the states were asked for."""
+    activation_bytes: ActivationBytes = field(default_factory=ActivationBytes)
+    """What graphs kept between forward and backward: in compute's memory at the worst moment of the step, and offloaded
+    since `wrap()`."""
 
 
 class Meter:

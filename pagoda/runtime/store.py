@@ -80,6 +80,11 @@ class Store:
         states = self.plan.layout.states
         return next((s.dtype for s in states if s.name == state), states[0].dtype)
 
+    def left_on_drives(self, directories: Mapping[Path, int | None]) -> dict[Path, int | None]:
+        """What page files leave of each directory's limit, in bytes; None for no limit."""
+        taken = self.ssd.bytes_on_drives if self.ssd is not None else {}
+        return {at: None if limit is None else limit - taken.get(at, 0) for at, limit in directories.items()}
+
     def tensor(self, unit: int, state: str) -> torch.Tensor | None:
         """A host extent, shape [elements of its pages], or None when its home is elsewhere."""
         return self._tensors.get((unit, state))

@@ -1,0 +1,186 @@
+"""Scratch: pages for bytes that live within one step, taken from a tier's budget as they are needed."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pagoda.errors import StorageError
+from pagoda.memory.arena import Arena
+from pagoda.memory.page import Run, pages_for
+from pagoda.memory.pool import PagePool
+from pagoda.memory.slots import Hashes, PageTable
+from pagoda.memory.ssd import PageFile, StripedFile, portion_of
+from pagoda.memory.verify import hashes_of, read_pages
+
+_GROWTH_BYTES = 64 << 20
+"""Room is taken in banks of at least so much, so that there are few of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Pages of one bank that adjoin."""
+
+    bank: int
+    run: Run
+
+
+class Scratch(ABC):
+    """Pages that nobody knows the number of before a step has run: the tier grows by a bank when more are asked for.
+
+    Invariant: `in_use_bytes <= peak_bytes <= capacity_bytes <= room_bytes`, always. What is allocated may lie in
+    several pieces, so nothing is lost to fragmentation. NOT thread-safe; transfers of pieces are.
+    """
+
+    def __init__(self, room_bytes: int, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self._room = max(0, room_bytes) // page_bytes
+        self._pools: list[PagePool] = []
+        self._in_use = 0
+        self._peak = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """Most bytes it may ever hold."""
+        return self._room * self.page_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes taken from the system so far."""
+        return sum(pool.frames for pool in self._pools) * self.page_bytes
+
+    @property
+    def in_use_bytes(self) -> int:
+        return self._in_use * self.page_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use at once since creation."""
+        return self._peak * self.page_bytes
+
+    def restart_peak(self) -> None:
+        """Count the peak anew, from what is in use now."""
+        self._peak = self._in_use
+
+    def alloc(self, nbytes: int) -> tuple[Piece, ...] | None:
+        """Pages for `nbytes`; None where the room does not have them. Raises as the system does that gives no more."""
+        wanted = pages_for(nbytes, self.page_bytes)
+        if wanted > self._room - self._in_use or not self._grow_for(wanted):
+            return None
+        pieces = []
+        left = wanted
+        for bank, pool in enumerate(self._pools):
+            while left and pool.largest_free:
+                run = pool.alloc(min(left, pool.largest_free))
+                assert run is not None, "the longest free run is free"
+                pieces.append(Piece(bank, run))
+                left -= run.count
+        self._in_use += wanted
+        self._peak = max(self._peak, self._in_use)
+        return tuple(pieces)
+
+    def free(self, pieces: tuple[Piece, ...]) -> None:
+        """Give back what `alloc` returned."""
+        for piece in pieces:
+            self._pools[piece.bank].free(piece.run)
+            self._in_use -= piece.run.count
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back to the system."""
+
+    @abstractmethod
+    def _open(self, pages: int) -> bool:
+        """Take one more bank; False where a limit that is not the room's forbids it."""
+
+    def _grow_for(self, wanted: int) -> bool:
+        have = sum(pool.frames for pool in self._pools)
+        lacking = wanted - (have - self._in_use)
+        if lacking > 0:
+            usual = max(lacking, have // 2, _GROWTH_BYTES // self.page_bytes)
+            pages = min(self._room - have, usual)
+            if not self._open(pages):
+                return False
+            self._pools.append(PagePool(pages))
+        return True
+
+
+class MemoryScratch(Scratch):
+    """Scratch pages in RAM."""
+
+    def __init__(self, room_bytes: int, page_bytes: int, arena: Callable[[int], Arena], poison: bool = False) -> None:
+        """`arena` gives RAM; `poison` fills pages with NaN whenever nobody has them, as `MemoryTier` does."""
+        super().__init__(room_bytes, page_bytes)
+        self._arena = arena
+        self._poison = poison
+        self._arenas: list[Arena] = []
+
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        """The bytes of a piece, uint8, shape [bytes]."""
+        page = self.page_bytes
+        return self._arenas[piece.bank].tensor(piece.run.start * page, piece.run.count * page, torch.uint8)
+
+    def free(self, pieces: tuple[Piece, ...]) -> None:
+        super().free(pieces)
+        if self._poison:
+            for piece in pieces:
+                start, nbytes = piece.run.start * self.page_bytes, piece.run.count * self.page_bytes
+                self._arenas[piece.bank].poison(start, nbytes)
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+
+    def _open(self, pages: int) -> bool:
+        self._arenas.append(self._arena(pages * self.page_bytes))
+        return True
+
+
+class SSDScratch(Scratch):
+    """Scratch pages in files without a name, striped over the drives, which vanish with the process.
+
+    Every write hashes each page, every read compares, as `SSDTier` does.
+    """
+
+    def __init__(self, room_bytes: int, page_bytes: int, directories: Mapping[Path, int | None]) -> None:
+        """`directories` has most bytes of each, None for no limit."""
+        super().__init__(room_bytes, page_bytes)
+        self._directories = tuple(directories)
+        self._left = [None if limit is None else limit // page_bytes for limit in directories.values()]
+        self._files: list[StripedFile] = []
+
+    def write(self, piece: Piece, first_page: int, data: memoryview) -> Hashes:
+        """Write whole pages to a piece, from its page `first_page` on. Raises StorageError."""
+        hashes = hashes_of(data, self.page_bytes)
+        start = piece.run.start + first_page
+        self._files[piece.bank].write(np.arange(start, start + len(hashes)), data)
+        return hashes
+
+    def read(self, piece: Piece, first_page: int, hashes: Hashes, into: memoryview) -> None:
+        """Read whole pages of a piece, from its page `first_page` on. Raises CorruptPageError, StorageError."""
+        start = piece.run.start + first_page
+        read_pages(self._files[piece.bank], PageTable(np.arange(start, start + len(hashes)), hashes), into)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _open(self, pages: int) -> bool:
+        portion = portion_of(pages, self._left)
+        if portion is None:
+            return False
+        used = [(directory, count) for directory, count in zip(self._directories, portion, strict=True) if count]
+        files: list[PageFile] = []
+        try:
+            for directory, count in used:
+                files.append(PageFile(directory, count, self.page_bytes))
+        except StorageError:
+            for file in files:
+                file.close()
+            raise
+        self._files.append(StripedFile(files, [[count for _, count in used]]))
+        self._left = [None if left is None else left - count for left, count in zip(self._left, portion, strict=True)]
+        return True

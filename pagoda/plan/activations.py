@@ -1,0 +1,253 @@
+"""Activation policies: what becomes of the tensors that a block's graph keeps between forward and backward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from typing import Literal
+
+ActivationMode = Literal["auto", "keep", "recompute", "offload", "recompute+offload"]
+
+LEAST_OFFLOADED_BYTES = 64 << 10
+"""A smaller storage stays, and pages of offloaded ones are of this size, unless the plan's pages are smaller."""
+BUFFERED = 2
+"""Storages on their way at once in each direction: one is moved while the next is made or used."""
+_STEPS_PER_OCTAVE = 8
+
+
+class Policy(StrEnum):
+    """What becomes of the activations of one block."""
+
+    KEEP = "keep"
+    """They stay."""
+    RECOMPUTE = "recompute"
+    """Only the block's inputs stay; backward computes it again."""
+    OFFLOAD = "offload"
+    """The large ones leave the memory that compute uses, and come back ahead of backward."""
+    RECOMPUTE_OFFLOAD = "recompute+offload"
+    """Only the block's inputs are saved, and they leave."""
+
+    @property
+    def recomputes(self) -> bool:
+        return self in (Policy.RECOMPUTE, Policy.RECOMPUTE_OFFLOAD)
+
+    @property
+    def offloads(self) -> bool:
+        return self in (Policy.OFFLOAD, Policy.RECOMPUTE_OFFLOAD)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Bytes of the storages that a block's forward leaves to its backward. Each counts where it is first seen."""
+
+    inputs: int
+    """Of the block's arguments."""
+    inner: int
+    """Of all else that its graph saves where nothing is recomputed."""
+    movable_inputs: int
+    """Of `inputs`, in storages that are large enough to offload, in whole pages."""
+    movable_inner: int
+    """Of `inner`, likewise."""
+    forward_s: float = 0.0
+    """Seconds of its forward, which is what recomputing costs."""
+
+    def kept(self, policy: Policy) -> int:
+        """What stays between forward and backward."""
+        everything = self.inputs if policy.recomputes else self.inputs + self.inner
+        return max(0, everything - self.away(policy))
+
+    def away(self, policy: Policy) -> int:
+        """What is elsewhere between forward and backward."""
+        if not policy.offloads:
+            return 0
+        return self.movable_inputs + (0 if policy.recomputes else self.movable_inner)
+
+    def extra(self, policy: Policy) -> int:
+        """What the block's own backward has in memory beyond what it kept."""
+        if policy is Policy.RECOMPUTE:
+            return self.inner
+        return self.movable_inputs + self.inner if policy is Policy.RECOMPUTE_OFFLOAD else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What one forward leaves to its backward."""
+
+    blocks: tuple[BlockSizes, ...]
+    """In the order in which forward runs them."""
+    outside: tuple[int, ...]
+    """Bytes saved before each block by what is in none, and at the end after the last: one more than blocks."""
+    largest: int = 0
+    """Bytes of the largest storage that can be offloaded."""
+
+    def scaled(self, factor: float) -> "StepSizes":
+        """The sizes of a forward that keeps `factor` times as much."""
+
+        def more(nbytes: int) -> int:
+            return int(nbytes * factor)
+
+        blocks = tuple(
+            BlockSizes(more(b.inputs), more(b.inner), more(b.movable_inputs), more(b.movable_inner), b.forward_s)
+            for b in self.blocks
+        )
+        return StepSizes(blocks, tuple(map(more, self.outside)), more(self.largest))
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """Most bytes at once of what graphs keep, by where it is."""
+
+    kept: int = 0
+    """In the memory that compute uses, beside all pages."""
+    host: int = 0
+    """Offloaded to RAM."""
+    ssd: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.host + self.ssd
+
+    def or_more(self, other: "ActivationBytes") -> "ActivationBytes":
+        """The larger of each."""
+        return ActivationBytes(max(self.kept, other.kept), max(self.host, other.host), max(self.ssd, other.ssd))
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationPlan:
+    """The policy of every block, and what that takes at its peak."""
+
+    policies: tuple[Policy, ...]
+    peak: ActivationBytes
+    sizes: StepSizes | None = None
+    """What it was made for; None before a step has shown it."""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        counts = {policy: self.policies.count(policy) for policy in Policy if policy in self.policies}
+        return ", ".join(f"{count} {policy}" for policy, count in counts.items()) or "no blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the activations of a step may use."""
+
+    kept: int
+    """Bytes of the memory that compute uses, beside the pages."""
+    host: int = 0
+    """Bytes of RAM to offload to."""
+    ssd: int = 0
+    movable_host: float = inf
+    """Bytes that can go to RAM and come back while a step computes."""
+    movable_ssd: float = inf
+
+
+def peak_of(sizes: StepSizes, policies: Sequence[Policy], host_room: int = 0) -> ActivationBytes:
+    """The most bytes of each place, if offloaded storages take RAM first, in forward order, and then SSD.
+
+    The graph is largest when forward ends, or when a block that was recomputed is about to run backward.
+    """
+    in_flight = BUFFERED * sizes.largest if any(policy.offloads for policy in policies) else 0
+    before = peak = host = ssd = 0
+    for block, outside, policy in zip(sizes.blocks, sizes.outside, policies, strict=False):
+        before += outside + block.kept(policy)
+        peak = max(peak, before + block.extra(policy))
+        away = block.away(policy)
+        here = min(away, max(0, host_room - host))
+        host += here
+        ssd += away - here
+    return ActivationBytes(max(peak, before + sizes.outside[-1]) + in_flight, host, ssd)
+
+
+def choose(sizes: StepSizes, room: Room) -> ActivationPlan:
+    """The policies that cost least time, block by block.
+
+    All are kept if they fit. Else the start is what takes least memory: every block recomputed, and the inputs of the
+    first ones offloaded as far as it takes to fit. What memory is left is for keeping blocks, the last first, as they
+    are held for the shortest time; and as long as lanes have time to spare, blocks are offloaded, the first first, as
+    they have the longest to come back. Both orders are tried. What does not fit at all is planned as tightly as can be.
+    """
+    count = len(sizes.blocks)
+    everything = [Policy.KEEP] * count
+    if _fits(sizes, everything, room):
+        return _plan(sizes, everything, room, "all fit beside the pages")
+    start = [Policy.RECOMPUTE] * count
+    for index in range(count):
+        if not _fits(sizes, start, room):
+            start[index] = Policy.RECOMPUTE_OFFLOAD
+            if not _has_room(sizes, start, room):
+                start[index] = Policy.RECOMPUTE
+                break
+    if not _fits(sizes, start, room):
+        return _plan(sizes, start, room, "even recomputing every block does not fit beside the pages")
+    candidates = [
+        _offload_some(sizes, _keep_some(sizes, start, room), room),
+        _keep_some(sizes, _offload_some(sizes, start, room), room),
+    ]
+    best = min(candidates, key=lambda policies: recomputed_s(sizes, policies))
+    return _plan(sizes, best, room, "more does not fit beside the pages, or would wait for lanes")
+
+
+def recomputed_s(sizes: StepSizes, policies: Sequence[Policy]) -> float:
+    """Seconds of a step in which blocks are computed again."""
+    return sum(b.forward_s for b, policy in zip(sizes.blocks, policies, strict=True) if policy.recomputes)
+
+
+def _plan(sizes: StepSizes, policies: Sequence[Policy], room: Room, reason: str) -> ActivationPlan:
+    return ActivationPlan(tuple(policies), peak_of(sizes, policies, room.host), sizes, reason)
+
+
+def _keep_some(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> list[Policy]:
+    """Keep recomputed blocks as memory allows: most seconds per byte first, the last where these are equal."""
+
+    def cost(index: int) -> tuple[float, int]:
+        block = sizes.blocks[index]
+        return -block.forward_s / max(1, block.inner), -index
+
+    changed = list(policies)
+    for index in sorted((i for i, policy in enumerate(policies) if policy.recomputes), key=cost):
+        before, changed[index] = changed[index], Policy.KEEP
+        if not _fits(sizes, changed, room):
+            changed[index] = before
+    return changed
+
+
+def _offload_some(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> list[Policy]:
+    """Offload recomputed blocks as memory allows and lanes keep up with."""
+    changed = list(policies)
+    for index in (i for i, policy in enumerate(policies) if policy.recomputes):
+        before, changed[index] = changed[index], Policy.OFFLOAD
+        peak = peak_of(sizes, changed, room.host)
+        in_time = peak.host <= room.movable_host and peak.ssd <= room.movable_ssd
+        if not (in_time and _fits(sizes, changed, room)):
+            changed[index] = before
+    return changed
+
+
+def _fits(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> bool:
+    return peak_of(sizes, policies, room.host).kept <= room.kept and _has_room(sizes, policies, room)
+
+
+def _has_room(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> bool:
+    return peak_of(sizes, policies, room.host).ssd <= room.ssd
+
+
+Bucket = tuple[tuple[int, ...], ...]
+
+
+def bucket_of(shapes: Sequence[Sequence[int]]) -> Bucket:
+    """Shapes of a forward's inputs, each dimension rounded up to one of eight per power of two.
+
+    Forwards of one bucket share a plan, so lengths that vary from step to step need few.
+    """
+    return tuple(tuple(_rounded(size) for size in shape) for shape in shapes)
+
+
+def growth(shapes: Sequence[Sequence[int]]) -> float:
+    """How much more the largest forward of a bucket may keep than one of `shapes`: attention may grow squarely."""
+    ratios = [_rounded(size) / size for shape in shapes for size in shape if size]
+    return max(ratios, default=1.0) ** 2
+
+
+def _rounded(size: int) -> int:
+    step = max(1, (1 << max(0, size.bit_length() - 1)) // _STEPS_PER_OCTAVE)
+    return -(-size // step) * step

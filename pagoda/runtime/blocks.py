@@ -1,0 +1,106 @@
+"""Blocks: the modules that a model repeats, such as its layers. Activations are kept, recomputed or moved by block."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from pagoda.errors import UsageError
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class Block:
+    """A module that is treated as one, and the forward it had before that was wrapped."""
+
+    def __init__(self, index: int, name: str, module: nn.Module) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self._name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+        self._own = module.__dict__.get(self._name)
+        """A forward of the object's own, such as a compiled module's; None where it is the class's."""
+
+    def wrap(self, run: Callable[["Block", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Let `run(block, forward, args, kwargs)` call the forward from now on."""
+        forward = getattr(self.module, self._name)
+
+        @wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return run(self, forward, args, kwargs)
+
+        self.module.__dict__[self._name] = wrapped
+
+    def unwrap(self) -> None:
+        """Put the forward back."""
+        if self._own is None:
+            self.module.__dict__.pop(self._name, None)
+        else:
+            self.module.__dict__[self._name] = self._own
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The outermost modules that a model repeats: in a list or a sequence, with parts and a sibling of their class.
+
+    Layers of transformers' models are such modules even where there is one alone.
+    """
+    blocks: list[Block] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        children = list(module.named_children())
+        kinds = Counter(type(_original(child)) for _, child in children)
+        repeats = isinstance(module, nn.ModuleList | nn.Sequential)
+        for short, child in children:
+            child_name = f"{name}.{short}" if name else short
+            inner = _original(child)
+            if child in seen:
+                continue
+            has_parts = any(True for _ in inner.children())
+            if _is_transformers_layer(inner) or (repeats and has_parts and kinds[type(inner)] > 1):
+                seen.add(child)
+                blocks.append(Block(len(blocks), child_name, child))
+            else:
+                visit(child, child_name)
+
+    seen: set[nn.Module] = set()
+    visit(model, "")
+    return blocks
+
+
+def refuse_own_checkpointing(model: nn.Module) -> None:
+    """Raises UsageError for a model of transformers that checkpoints by itself."""
+    if any(_is_transformers_layer(m) and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        raise UsageError(
+            "The model checkpoints its layers itself: call model.gradient_checkpointing_disable(), or leave out "
+            "wrap(activations=...), which would recompute them twice."
+        )
+
+
+def without_cache(module: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a layer of transformers that is about to be recomputed: a key-value cache would grow twice."""
+    changed = dict(kwargs)
+    module = _original(module)
+    if not _is_transformers_layer(module):
+        return changed
+    if changed.get("use_cache"):
+        changed["use_cache"] = False
+    if not getattr(module, "_can_checkpoint_with_cache", False):
+        changed.update({name: None for name in _CACHES if changed.get(name) is not None})
+    return changed
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run compiled code, by `torch.compile(module)` or `module.compile()`."""
+    return module._compiled_call_impl is not None or _original(module) is not module
+
+
+def _original(module: nn.Module) -> nn.Module:
+    """What `torch.compile` was called on, or the module itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None or type(module).__name__ != "OptimizedModule" else inner
+
+
+def _is_transformers_layer(module: nn.Module) -> bool:
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)

@@ -1,0 +1,74 @@
+"""Saved storages: what graphs keep for backward, counted for exactly as long as it lives."""
+
+import weakref
+from collections import deque
+
+import torch
+
+
+class SavedStorage:
+    """One storage that a block was given or that a graph has saved, as long as the storage lives."""
+
+    __slots__ = ("_alive", "copy", "counted", "nbytes", "seen", "version")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.counted = False
+        """Whether a graph has saved it, so that it is an activation."""
+        self.seen: object = None
+        """The forward that has put it on its account."""
+        self.copy: object = None
+        """A weak reference to what holds its bytes elsewhere, if they were offloaded."""
+        self.version = 0
+        """Version of the tensor that `copy` was made of."""
+        self._alive: object = None
+
+
+class SavedStorages:
+    """Every storage that is saved now, once however many tensors lie in it, and the bytes of all.
+
+    Invariant: a storage is known here exactly while it lives, so that its address stands for it.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        """Most bytes that lived at once since `start_step`."""
+        self._live_bytes = 0
+        self._known: dict[int, SavedStorage] = {}
+        self._dead: deque[int] = deque()
+        """Storages that have died, on whatever thread: appending is atomic."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the storages that graphs have saved and that live now."""
+        self._bury()
+        return self._live_bytes
+
+    def start_step(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    def find(self, tensor: torch.Tensor) -> SavedStorage:
+        """The storage that a tensor lies in; counts nothing."""
+        self._bury()
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        found = self._known.get(address)
+        if found is None:
+            found = self._known[address] = SavedStorage(storage.nbytes())
+            found._alive = weakref.ref(storage, lambda _: self._dead.append(address))
+        return found
+
+    def add(self, tensor: torch.Tensor) -> SavedStorage:
+        """A graph saves a tensor: its storage is an activation from now until it dies."""
+        found = self.find(tensor)
+        if not found.counted:
+            found.counted = True
+            self._live_bytes += found.nbytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        return found
+
+    def _bury(self) -> None:
+        while self._dead:
+            found = self._known.pop(self._dead.popleft())
+            if found.counted:
+                self._live_bytes -= found.nbytes
