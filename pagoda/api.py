@@ -1,4 +1,4 @@
-"""What the user touches: `wrap`, `Memory`, `Split`, `init`, `load`, `gathered`, `plan_of`."""
+"""What the user touches: `wrap`, `Memory`, `Split`, `init`, `load`, `chunked_loss`, `gathered`, `plan_of`."""
 
 import os
 import shutil
@@ -17,12 +17,15 @@ from pagoda.memory.commits import bytes_of_stores
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
+from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adam, AdamW, Lion
 from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
 from pagoda.plan.activations import ActivationMode
+from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
+from pagoda.runtime.batch_tiles import blocks_to_tile, tile_batches
 from pagoda.runtime.blocks import refuse_own_checkpointing
 from pagoda.runtime.construct import Builder, check_batch_norms, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
@@ -48,6 +51,7 @@ __all__ = [
     "ModelState",
     "OptimizerState",
     "Split",
+    "chunked_loss",
     "gathered",
     "init",
     "load",
@@ -181,6 +185,7 @@ def wrap(
     update: Update = "sync",
     max_staleness: int = 1,
     activations: ActivationMode = "keep",
+    batch_tiles: BatchTiles | None = None,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
@@ -224,6 +229,12 @@ def wrap(
     plan, block by block, made of the sizes that a first forward of each bucket of input shapes shows, for
     `memory.activations`. The bits are the same. Compile blocks before `wrap`, if at all.
 
+    `batch_tiles=N` lets each of the model's repeated layers run the batch it is given in N micro-batches, or in as many
+    as "auto" finds useful. Feed the whole batch of a step at once: weights are then fetched once for all of it, and
+    with gradient checkpointing a layer's activations are there for one micro-batch at a time. Gradients have the bits
+    of ordinary accumulation of the same micro-batches where a layer treats samples independently. A layer that
+    cannot be tiled runs its batch whole, with a warning.
+
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
     them, UsageError for a model wrapped already.
@@ -238,6 +249,7 @@ def wrap(
     check_placed(model, trained)
     for group in groups:
         optimizer.with_group({**optimizer.defaults(), **group})
+    tiled_blocks = [] if batch_tiles is None else blocks_to_tile(model, batch_tiles)
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
     if device.torch_device.type == "cpu":
@@ -266,6 +278,9 @@ def wrap(
         Builder(model, engine.store).build(units)
         move_buffers(model, device.torch_device)
         paged = PagedOptimizer(model, optimizer, engine, groups)
+        if batch_tiles is not None:
+            tile_batches(tiled_blocks, batch_tiles)
+            paged.blocks += tiled_blocks
     except BaseException:
         engine.close()
         raise

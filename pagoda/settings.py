@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from pagoda.errors import ConfigError
+from pagoda.plan.batch_tiles import BatchTiles
 
 if TYPE_CHECKING:
     from pagoda.api import Memory
@@ -46,6 +47,12 @@ class MemoryConfig:
             page_size=self.page_size,
             unit_limit=self.unit_limit,
         )
+
+
+def check_batch_tiles(tiles: BatchTiles | None) -> None:
+    """Raises ConfigError for a count that is none."""
+    if isinstance(tiles, int):
+        require(tiles >= 1, "batch_tiles", tiles, "must be at least 1, or auto")
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:

@@ -8,6 +8,8 @@ from pagoda.memory.sizes import format_bytes
 _LOGIT_BYTES = 12
 """Of a logit at the worst moment of the loss: itself in 16 bits and in fp32, its gradient in both. docs/plan.md has
 what was measured."""
+_CHUNK_BYTES = 14 << 22
+"""Of a chunked loss: what `models.linear_cross_entropy` has of a block, and a few numbers a token, which is less."""
 _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 """Tensors of hidden and of MLP width that a layer keeps for backward, gradients in flight included. Megatron-LM's
 count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP four times as wide, which is
@@ -25,7 +27,8 @@ class Activations:
     logits: int
     """Around the loss."""
     gradients: int
-    """Two of the largest parameter's gradient: the one autograd makes, and the one on its way to its extent."""
+    """Two of the largest parameter's gradient: the one autograd makes, and the one on its way to its extent. Or all of
+    a layer's, which layers that run in tiles add up first, if that is more."""
 
     @property
     def total(self) -> int:
@@ -44,13 +47,43 @@ class Activations:
         return "loss" if self.logits >= self.working else "layer that is recomputed"
 
 
-def estimate_activations(subject: Subject, tokens: int, itemsize: int, checkpointing: bool) -> Activations:
-    """Activations of a micro-batch of `tokens` tokens whose elements take `itemsize` bytes."""
-    layer = itemsize * tokens * (_HIDDEN_TENSORS * subject.hidden + _FFN_TENSORS * subject.ffn)
+def estimate_activations(
+    subject: Subject,
+    tokens: int,
+    itemsize: int,
+    checkpointing: bool,
+    chunked_loss: bool | None = None,
+    tile_tokens: int | None = None,
+) -> Activations:
+    """Activations of a micro-batch of `tokens` tokens whose elements take `itemsize` bytes.
+
+    `chunked_loss` as `pagoda train` takes it. With `tile_tokens`, layers run so many tokens at a time.
+    """
+    running = tokens if tile_tokens is None else min(tokens, tile_tokens)
     inputs = itemsize * tokens * subject.hidden
+    if chunked_loss is None:
+        chunked_loss = chunking_helps(
+            subject.hidden, subject.ffn, subject.vocab, running, tokens, itemsize, checkpointing
+        )
+    largest = max(param.numel for param in subject.root.walk())
+    tiled_layer = (subject.params - subject.vocab * subject.hidden) // subject.layers if running < tokens else 0
     return Activations(
-        saved=subject.layers * (inputs if checkpointing else layer),
-        working=layer if checkpointing else 0,
-        logits=_LOGIT_BYTES * tokens * subject.vocab,
-        gradients=2 * itemsize * max(param.numel for param in subject.root.walk()),
+        saved=subject.layers * (inputs if checkpointing else _layer(subject.hidden, subject.ffn, tokens, itemsize)),
+        working=_layer(subject.hidden, subject.ffn, running, itemsize) if checkpointing else 0,
+        logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * subject.vocab,
+        gradients=itemsize * max(2 * largest, tiled_layer),
     )
+
+
+def chunking_helps(
+    hidden: int, ffn: int, vocab: int, tile_tokens: int, tokens: int, itemsize: int, checkpointing: bool
+) -> bool:
+    """Whether the loss in one piece would be the peak of activations, and in chunks would not take as much."""
+    logits = _LOGIT_BYTES * tokens * vocab
+    working = _layer(hidden, ffn, tile_tokens, itemsize) if checkpointing else 0
+    return logits > working and logits > 2 * (2 * itemsize * tokens * hidden + _CHUNK_BYTES)
+
+
+def _layer(hidden: int, ffn: int, tokens: int, itemsize: int) -> int:
+    """What a layer of `tokens` tokens keeps for backward."""
+    return itemsize * tokens * (_HIDDEN_TENSORS * hidden + _FFN_TENSORS * ffn)

@@ -105,7 +105,15 @@ def _twice_the_batch(forecast: Forecast, setting: Setting) -> Setting | None:
     """The setting with what twice the activations leave to pages; None where they leave nothing."""
     config = forecast.config
     itemsize = setting.states[0].dtype.itemsize
-    activations = estimate_activations(setting.subject, 2 * config.tokens, itemsize, config.gradient_checkpointing)
+    twice = replace(config, batch_size=2 * config.batch_size)
+    activations = estimate_activations(
+        setting.subject,
+        twice.tokens,
+        itemsize,
+        twice.gradient_checkpointing,
+        twice.chunked_loss,
+        twice.tile_tokens,
+    )
     try:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)
     except BudgetError:

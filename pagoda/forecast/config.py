@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.errors import ConfigError
-from pagoda.settings import MemoryConfig, PlanMode, require
+from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
+from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,10 @@ class PlanConfig:
     --checkpoint-every is given."""
     gradient_checkpointing: bool = True
     """Recompute layers in backward instead of saving their activations."""
+    chunked_loss: bool | None = None
+    """Compute the loss without ever holding all logits. By default where they would be the peak of activations."""
+    batch_tiles: BatchTiles | None = None
+    """Micro-batches in which each layer runs its batch."""
     plan: PlanMode = "search"
     """search: forecast the fastest of several plans, which is what `pagoda train` then takes on a measured machine.
     usual: the planner's first choice."""
@@ -73,6 +78,7 @@ class PlanConfig:
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         if self.clip_grad_norm is not None:
             require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
+        check_batch_tiles(self.batch_tiles)
         if (self.model is None) != self.max_model:
             raise ConfigError("give either --model NAME, or --max-model to find the largest GPT that fits")
 
@@ -80,3 +86,8 @@ class PlanConfig:
     def tokens(self) -> int:
         """Tokens of one forward pass on one GPU."""
         return self.batch_size * self.seq_len
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that a layer runs at a time."""
+        return tile_tokens(self.batch_tiles, self.batch_size, self.seq_len)

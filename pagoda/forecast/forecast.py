@@ -159,7 +159,14 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
         expert_parallel=config.expert_parallel,
     )
     states = AdamW(moments=config.moments).states(config.precision)
-    activations = estimate_activations(subject, config.tokens, states[0].dtype.itemsize, config.gradient_checkpointing)
+    activations = estimate_activations(
+        subject,
+        config.tokens,
+        states[0].dtype.itemsize,
+        config.gradient_checkpointing,
+        config.chunked_loss,
+        config.tile_tokens,
+    )
     try:
         budgets, notes = budgets_for(machine, config.memory, activations)
     except BudgetError as refusal:

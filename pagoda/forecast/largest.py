@@ -49,6 +49,13 @@ def _check(step: int, config: PlanConfig, machine: Machine) -> None:
     )
     states = AdamW(moments=config.moments).states(config.precision)
     itemsize = states[0].dtype.itemsize
-    activations = estimate_activations(subject, config.tokens, itemsize, config.gradient_checkpointing)
+    activations = estimate_activations(
+        subject,
+        config.tokens,
+        itemsize,
+        config.gradient_checkpointing,
+        config.chunked_loss,
+        config.tile_tokens,
+    )
     budgets, _ = budgets_for(machine, config.memory, activations)
     make_plan(subject.root, states, budgets, options_of(config), machine.ranks)

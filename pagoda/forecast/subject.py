@@ -90,7 +90,7 @@ def _of_transformers(
             raise
         raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    hidden = int(config.hidden_size)
+    hidden, ffn, vocab = widths(config)
     return Subject(
         name=name,
         params=sum(param.numel for param in root.walk()),
@@ -98,7 +98,14 @@ def _of_transformers(
         forward_flops=counted,
         layers=int(config.num_hidden_layers),
         hidden=hidden,
-        ffn=int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden),
-        vocab=int(config.vocab_size),
+        ffn=ffn,
+        vocab=vocab,
         buildable=True,
     )
+
+
+def widths(config: Any) -> tuple[int, int, int]:
+    """Hidden width, width inside the MLP and vocabulary of a language model of transformers."""
+    hidden = int(config.hidden_size)
+    ffn = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+    return hidden, ffn, int(config.vocab_size)

@@ -11,6 +11,7 @@ from pagoda.checkpoint.torch_file import torch_file
 from pagoda.errors import UsageError
 from pagoda.optim.rule import Rule
 from pagoda.plan.timeline import Timeline
+from pagoda.runtime.blocks import Block
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.groups import NamedGroup, check_groups
 from pagoda.runtime.hooks import ModelHooks
@@ -45,6 +46,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
         self._states = RuleStates(engine.store, rule)
+        self.blocks: list[Block] = []
+        """Blocks whose forwards `wrap` has wrapped."""
 
     @property
     def stats(self) -> StepStats:
@@ -236,6 +239,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises the error of a checkpoint in the background that failed, with everything closed.
         """
+        for block in self.blocks:
+            block.unwrap()
         self._hooks.remove()
         self._weights.remove()
         self._engine.close()

@@ -2,17 +2,32 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from pagoda.api import Memory
 from pagoda.errors import ConfigError
+from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
+from pagoda.forecast.subject import widths
+from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.plan.hardware import hardware_file
 from pagoda.train.config import TrainConfig
+
+
+def chunks_loss(config: TrainConfig, model: Any) -> bool:
+    """Whether the loss of a run is computed in chunks: as asked, or where that lowers the peak of activations."""
+    if config.chunked_loss is not None:
+        return config.chunked_loss
+    hidden, ffn, vocab = widths(model.config.get_text_config())
+    tokens = config.batch_size * config.seq_len
+    at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
+    itemsize = 2 if config.precision == "bf16" else 4
+    return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, config.gradient_checkpointing)
 
 
 def choose_plan(config: TrainConfig, memory: Memory, console: Console) -> Memory:
@@ -55,6 +70,8 @@ def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, .
         keep_checkpoints=config.kept_on_ssd,
         moments=config.optim.moments,
         gradient_checkpointing=config.gradient_checkpointing,
+        chunked_loss=config.chunked_loss,
+        batch_tiles=config.batch_tiles,
     )
     made = forecast(asked, _here(asked, memory), measure=False)
     if made.choice is None:

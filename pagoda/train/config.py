@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pagoda.errors import ConfigError
-from pagoda.settings import MemoryConfig, PlanMode, flag, require
+from pagoda.plan.batch_tiles import BatchTiles
+from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, flag, require
 
 if TYPE_CHECKING:
     from pagoda.optim import AdamW
@@ -124,6 +125,12 @@ class TrainConfig:
     """With async, the most steps whose gradients may be missing in the weights that a forward reads."""
     gradient_checkpointing: bool = True
     """Recompute layers in backward instead of saving their activations."""
+    chunked_loss: bool | None = None
+    """Compute the loss without ever holding all logits, at the price of one more product with the output layer. By
+    default where all logits would be the peak of activations. Rounds otherwise than the usual loss."""
+    batch_tiles: BatchTiles | None = None
+    """Run each layer in so many micro-batches, or as many as "auto" finds useful, so that weights move once for the
+    whole batch: give --batch-size what --accumulation-steps would have added up."""
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     out: Path
@@ -150,6 +157,7 @@ class TrainConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
+        check_batch_tiles(self.batch_tiles)
         if self.update == "async" and self.plan == "search":
             raise ConfigError("--plan search simulates synchronous updates only: leave it out with --update async")
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pagoda.api import init, plan_of, wrap
+from pagoda.api import chunked_loss, init, plan_of, wrap
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.forecast.plan_table import plan_table
@@ -22,7 +22,7 @@ from pagoda.models.build import model_directory
 from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.train.choice import choose_plan
+from pagoda.train.choice import choose_plan, chunks_loss
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import VOCABULARY, Batches, ByteText
 from pagoda.train.metrics import MetricsFile, StepMetrics
@@ -83,6 +83,9 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     built = _built_model(config)
     if checkpoint is None:
         _give_weights(config, built, console)
+    if chunks_loss(config, built):
+        chunked_loss(built)
+        console.print("Loss: in chunks, so that logits are never whole", highlight=False)
     model, optimizer = wrap(
         built,
         config.optim.build(config.seed),
@@ -94,6 +97,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         update=config.update,
         max_staleness=config.max_staleness,
         keep_checkpoints=config.kept_on_ssd,
+        batch_tiles=config.batch_tiles,
     )
     try:
         console.print(plan_table(plan_of(model)))

@@ -1,0 +1,42 @@
+"""`chunked_loss`: the opt-in of a model whose logits are never whole."""
+
+from typing import TypeVar
+
+from torch import nn
+
+from pagoda.errors import ConfigError
+from pagoda.models.late_logits import LateHead, make_late
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def chunked_loss(model: Model) -> Model:
+    """Let a Hugging Face language model compute its loss without ever holding all logits; returns the model.
+
+    One line, before or after `wrap`:
+
+        model = pagoda.chunked_loss(model)
+
+    The model's output layer then gives logits that are made when they are read. Cross-entropy reads them in blocks,
+    and once more in backward, so the memory of the loss no longer grows with tokens times vocabulary; the price is one
+    more product with the output layer. This goes for the model's own loss and for
+    `torch.nn.functional.cross_entropy(logits, targets)`, with the shift of causal models, `ignore_index`,
+    `label_smoothing`, sums over several batches, soft caps and scales. Whatever else reads logits makes them whole.
+
+    The loss is that of fp32 logits, as transformers has it, with another order of summation: it is no less accurate,
+    but not the same to the last bit. Under `torch.compile` of the whole model the logits are made as ever.
+
+    Raises ConfigError for a model without an output layer, or with one that is not a plain `nn.Linear`.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if isinstance(head, LateHead):
+        return model
+    if type(head) is not nn.Linear:
+        found = "no output layer" if head is None else f"a {type(head).__name__} as output layer"
+        raise ConfigError(
+            f"chunked_loss needs a model whose get_output_embeddings() gives an nn.Linear; {type(model).__name__} has "
+            f"{found}."
+        )
+    make_late(head)
+    return model

@@ -1,0 +1,165 @@
+"""Cross-entropy of a linear layer's output that is never whole.
+
+Logits are made in blocks of tokens and vocabulary, reduced to a few numbers per token, dropped, and made once more in
+backward (as in "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009).
+
+Shapes: N tokens, H hidden, V rows of the weight.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+BLOCK_LOGITS = 1 << 22
+"""Logits that exist at once."""
+BLOCK_TOKENS = 2048
+"""Tokens of a block, at most; the rest of its logits are vocabulary. Products of matrices are fast with both long."""
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+"""What is done to each logit before the loss, such as a soft cap: element-wise, keeps the shape."""
+
+
+class Reduced(NamedTuple):
+    """What the loss needs of the logits of some rows of the vocabulary: fp32, [N] each."""
+
+    logsumexp: torch.Tensor
+    target: torch.Tensor
+    """The target's logit, 0 where the target is another row."""
+    total: torch.Tensor
+    """Sum of the logits."""
+
+
+def reduce_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    maps: Sequence[Map] = (),
+) -> Reduced:
+    """Reduce the logits `maps(hidden @ weight.T + bias)` of every token; differentiable in the first three.
+
+    `hidden` [N, H], `weight` [V, H], `bias` [V], `target` [N]: rows; those outside [0, V) are none of these rows.
+    """
+    return Reduced(*_Reduce.apply(hidden, weight, bias, target, tuple(maps)))  # type: ignore[no-untyped-call]
+
+
+def cross_entropy(
+    parts: Sequence[Reduced],
+    target: torch.Tensor,
+    vocabulary: int,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` of fp32 logits, from the parts of the vocabulary; `target` [N]."""
+    counted = target != ignore_index
+    torch._assert_async(
+        (((target >= 0) & (target < vocabulary)) | ~counted).all(), f"A target is not in [0, {vocabulary})."
+    )
+    if len(parts) == 1:
+        logsumexp, picked, total = parts[0]
+    else:
+        logsumexp = torch.stack([part.logsumexp for part in parts]).logsumexp(0)
+        picked = torch.stack([part.target for part in parts]).sum(0)
+        total = torch.stack([part.total for part in parts]).sum(0)
+    losses = logsumexp - picked
+    if label_smoothing:
+        losses = (1 - label_smoothing) * losses + label_smoothing * (logsumexp - total / vocabulary)
+    losses = losses.where(counted, 0.0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+
+class _Reduce(torch.autograd.Function):
+    """Goes over rows in the outer loop, so that a row's gradient is added up in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        maps: tuple[Map, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count = len(hidden)
+        logsumexp = hidden.new_full((count,), -torch.inf, dtype=torch.float32)
+        picked, total = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(2))
+        for rows in _blocks(len(weight), _rows_at_once(count)):
+            for tokens in _blocks(count, BLOCK_TOKENS):
+                logits = _logits(hidden[tokens], weight[rows], bias, rows)
+                for each in maps:
+                    logits = each(logits)
+                logits = logits.float()
+                column, inside = _column(target[tokens], rows)
+                logsumexp[tokens] = torch.logaddexp(logsumexp[tokens], logits.logsumexp(1))
+                picked[tokens] += logits.gather(1, column)[:, 0].where(inside, 0.0)
+                total[tokens] += logits.sum(1)
+        ctx.save_for_backward(hidden, weight, bias, target, logsumexp)
+        ctx.maps = maps
+        return logsumexp, picked, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logsumexp: torch.Tensor, grad_picked: torch.Tensor, grad_total: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, target, logsumexp = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
+        grad_weight = torch.empty_like(weight) if for_weight else None
+        grad_bias = torch.empty_like(bias) if for_bias else None
+        for rows in _blocks(len(weight), _rows_at_once(len(hidden))):
+            of_weight = weight.new_zeros(len(weight[rows]), weight.shape[1], dtype=torch.float32)
+            of_bias = weight.new_zeros(len(weight[rows]), dtype=torch.float32)
+            for tokens in _blocks(len(hidden), BLOCK_TOKENS):
+                made = _logits(hidden[tokens], weight[rows], bias, rows)
+                with torch.enable_grad():
+                    logits = made.requires_grad_(bool(ctx.maps))
+                    for each in ctx.maps:
+                        logits = each(logits)
+                    logits = logits.float()
+                column, inside = _column(target[tokens], rows)
+                grad = logits.detach().sub(logsumexp[tokens, None]).exp_().mul_(grad_logsumexp[tokens, None])
+                grad += grad_total[tokens, None]
+                at_target = grad.gather(1, column) + grad_picked[tokens].where(inside, 0.0)[:, None]
+                grad.scatter_(1, column, at_target)
+                if ctx.maps:
+                    (grad,) = torch.autograd.grad(logits, made, grad)
+                else:
+                    grad = grad.to(made.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[tokens] += grad @ weight[rows]
+                if for_weight:
+                    of_weight += grad.T @ hidden[tokens]
+                if for_bias:
+                    of_bias += grad.sum(0, dtype=torch.float32)
+            if grad_weight is not None:
+                grad_weight[rows] = of_weight
+            if grad_bias is not None:
+                grad_bias[rows] = of_bias
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> torch.Tensor:
+    return nn.functional.linear(hidden, weight, None if bias is None else bias[rows])
+
+
+def _column(target: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's target's column in a block of `rows` ([n, 1]; any column if it has none), and if it has one."""
+    inside = (target >= rows.start) & (target < rows.stop)
+    return (target - rows.start).where(inside, 0)[:, None], inside
+
+
+def _rows_at_once(tokens: int) -> int:
+    return max(256, BLOCK_LOGITS // max(1, min(tokens, BLOCK_TOKENS)))
+
+
+def _blocks(length: int, most: int) -> Iterator[slice]:
+    for start in range(0, length, most):
+        yield slice(start, min(start + most, length))

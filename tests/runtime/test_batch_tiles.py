@@ -1,0 +1,221 @@
+"""Batch tiling gives what accumulation gives and moves weights once; what cannot be tiled runs whole, and says so."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import pagoda
+
+SAMPLES, WIDTH = 8, 64
+
+
+class Block(nn.Module):
+    """A layer with several inputs and outputs, only some of which have a batch dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpoints = True
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, shift: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], *, flag: bool = False
+    ) -> dict[str, Any]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.tanh(self.up(x) + shift)) * scales[0] * scales[1]
+
+        assert flag
+        x = checkpoint(run, x, use_reentrant=False) if self.checkpoints else run(x)
+        return {"x": x, "table": shift * 2, "flag": flag}
+
+
+class Model(nn.Module):
+    """Its loss is a sum over samples of what none of them shares, so gradients are sums over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        shift = torch.linspace(-1, 1, 2 * WIDTH, dtype=x.dtype)
+        for layer in self.layers:
+            out = layer(x, shift, (mask, torch.full((1, 1), 0.5, dtype=x.dtype)), flag=True)
+            x, shift = out["x"], out["table"] / 2
+        return (x.float().square() / WIDTH).sum()
+
+
+class Unchecked(Model):
+    """The same without checkpoints of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.checkpoints = False
+
+
+def data(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(SAMPLES, 4, WIDTH, generator=generator)
+    return x.bfloat16(), torch.rand(SAMPLES, 1, 1, generator=generator).bfloat16()
+
+
+def train(
+    memory: pagoda.Memory, *, tiles: int | str | None = None, passes: int = 1, build: Any = Model, **wrap: Any
+) -> zoo.Outcome:
+    torch.manual_seed(0)
+
+    def loop(model: nn.Module, optimizer: Any, outcome: zoo.Outcome) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            samples = data(generator)
+            for of_pass in zip(*(tensor.chunk(passes) for tensor in samples), strict=True):
+                model(*of_pass).backward()
+            zoo.take_step(optimizer, outcome)
+
+    return zoo.run(build().train(), memory, loop, batch_tiles=tiles, **wrap)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("tiles", [2, 8])
+def test_has_the_bits_of_ordinary_accumulation(tiles: int, clip: float | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiled = train(zoo.RESIDENT, tiles=tiles, clip_grad_norm=clip)
+    tiled.assert_same_bits(train(zoo.RESIDENT, passes=tiles, clip_grad_norm=clip))
+
+
+def test_placement_does_not_change_a_bit(tmp_path: Path) -> None:
+    memory = zoo.squeeze(Model(), zoo.ARENA_ALL_ON_SSD, tmp_path, clipping=False, unit_limit="36KiB")
+    outcome = train(memory, tiles=4, build=Model)
+    assert min(outcome.moved[-1][lane] for lane in ("h2d", "ssd_read", "ssd_write")) > 0
+    outcome.assert_same_bits(train(zoo.RESIDENT, tiles=4))
+
+
+def test_weights_move_once_for_all_micro_batches(tmp_path: Path) -> None:
+    memory = zoo.squeeze(Model(), zoo.ARENA, tmp_path, unit_limit="36KiB")
+    moved = [
+        sum(step["h2d"] for step in train(memory, **how).moved)  # type: ignore[arg-type]
+        for how in ({"passes": 8}, {"tiles": 8}, {})
+    ]
+    assert moved[1] < 1.2 * moved[2]  # where a prefetch falls in time may differ
+    assert moved[0] > 5 * moved[1]
+
+
+RECIPES = {name: zoo.Recipe(name, checkpointing=True) for name in ("llama", "gpt2", "qwen3", "t5", "conv")}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_models_of_every_kind_are_tiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer sees one sample at a time, and losses are those of the untiled model but for rounding."""
+    monkeypatch.setattr(zoo, "BATCH", 4)
+    losses, sizes = [], []
+    for tiles in (None, 4):
+        model = RECIPES[name].build().eval()  # dropout draws other numbers for a tile
+        blocks = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+        part = next(part for part in blocks[0].modules() if isinstance(part, nn.Linear | nn.Conv2d | nn.LayerNorm))
+        part = part if name != "gpt2" else blocks[0].ln_1
+        model.train()
+        for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
+            dropout.p = 0.0
+        model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", batch_tiles=tiles)
+        seen: set[int] = set()
+        handle = part.register_forward_pre_hook(lambda _, args, seen=seen: seen.add(len(args[0])))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = zoo.loss_of(model(**zoo.batch(name, torch.Generator().manual_seed(5))))
+        seen.clear()
+        loss.backward()  # what is recomputed, without the probe
+        handle.remove()
+        optimizer.step()
+        losses.append((loss.item(), optimizer.stats.grad_norm))
+        sizes.append(seen)
+        optimizer.close()
+        assert not any("forward" in vars(module) for module in model.modules())
+    assert sizes == [{4}, {1}]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("activations", ["keep", "auto"])
+def test_any_policy_of_activations_gives_the_same_bits(activations: str) -> None:
+    def bits(tiles: int | None, passes: int) -> zoo.Outcome:
+        return train(zoo.RESIDENT, tiles=tiles, passes=passes, build=Unchecked, activations=activations)
+
+    bits(4, 1).assert_same_bits(bits(None, 4))
+
+
+def test_auto_keeps_micro_batches_as_large_as_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.plan.batch_tiles.TILE_TOKENS", 10)
+    train(zoo.RESIDENT, tiles="auto").assert_same_bits(train(zoo.RESIDENT, tiles=4))
+
+
+class Alone(nn.Module):
+    """A layer that cannot be tiled, of one kind or another."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.Identity()
+
+    def forward(self, x: torch.Tensor, cache: Any, heads: torch.Tensor) -> torch.Tensor:
+        x = x + self.linear(x)
+        if self.kind == "mean":
+            x = x - x.mean(0)
+        if self.kind == "heads":  # as long as the batch, but of another dimension
+            x = (x.view(len(x), SAMPLES, -1) * heads[:, None]).view(x.shape)
+        return self.norm(x)
+
+
+class Cache:
+    """What a forward could write to."""
+
+
+REASONS = {
+    "mean": "not treated independently",
+    "batch norm": "batch norm",
+    "cache": "Cache",
+    "heads": "cannot be run alone",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_cannot_be_tiled_runs_whole_and_says_so(kind: str) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Alone(kind) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, Cache() if kind == "cache" else None, torch.arange(1.0, SAMPLES + 1))
+            return x.square().mean()
+
+    results = []
+    x = torch.randn(SAMPLES, WIDTH)
+    for tiles in (None, 4):
+        torch.manual_seed(0)
+        model, optimizer = pagoda.wrap(
+            Stack(), pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", batch_tiles=tiles
+        )
+        if tiles is None:
+            loss = model(x)
+        else:
+            with pytest.warns(UserWarning, match=REASONS[kind]) as warned:
+                loss = model(x)
+            assert len(warned) == 1
+        loss.backward()
+        optimizer.step()
+        results.append((loss.item(), optimizer.stats.grad_norm))
+        optimizer.close()
+    assert results[0] == results[1]
+
+
+def test_refuses_what_has_no_blocks_and_counts_that_are_none() -> None:
+    with pytest.raises(pagoda.ConfigError, match="repeated layers"):
+        pagoda.wrap(nn.Linear(4, 4), pagoda.AdamW(), memory=zoo.RESIDENT, batch_tiles=2)
+    with pytest.raises(pagoda.ConfigError, match="batch_tiles is 0"):
+        pagoda.wrap(Model(), pagoda.AdamW(), memory=zoo.RESIDENT, batch_tiles=0)
