@@ -1,5 +1,6 @@
 """A checkpoint directory: a manifest beside its tensor files, appearing whole or not at all."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -22,27 +23,55 @@ _REMOVED = ".removed"
 def committed(directory: Path) -> Iterator[Path]:
     """A temporary directory to fill; renamed to `directory` when the block ends well, removed when it does not.
 
-    Files in it must have been synced by whoever wrote them. Raises CheckpointError when `directory` exists already,
-    StorageError when the disk is full or cannot be written. Pagoda's own errors pass as they are.
+    Files in it must have been synced by whoever wrote them. Raises CheckpointError when `directory` exists already, or
+    somebody else is writing it; StorageError when the disk is full or cannot be written. Pagoda's own errors pass as
+    they are.
     """
     check_absent(directory)
     temporary = directory.with_name(f".{directory.name}.partial")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # what a crash may have left
-        temporary.mkdir()
-        yield temporary
-        _sync(temporary)
-        temporary.rename(directory)
-        _sync(directory.parent)
+        lock = _claim(temporary, directory)
+        try:
+            yield temporary
+            _sync(temporary)
+            temporary.rename(directory)
+            _sync(directory.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
     except StorageError:
         raise  # another disk failed, and this says which
     except OSError as error:
         raise StorageError(
             f"{directory} could not be written: {error}. Free space there, or name another directory."
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _claim(temporary: Path, directory: Path) -> int:
+    """Make a directory, or take over what a crash left of it, emptied; returns the descriptor that locks it."""
+    while True:
+        temporary.mkdir(exist_ok=True)
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had it may have renamed or removed it since it was opened here.
+            if temporary.is_dir() and os.path.samestat(os.fstat(descriptor), temporary.stat()):
+                for entry in temporary.iterdir():
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                return descriptor
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{directory} is being written by somebody else. Wait for that to end, or name another one."
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        check_absent(directory)
 
 
 def remove(directory: Path) -> None:

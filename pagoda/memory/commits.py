@@ -190,9 +190,10 @@ def stores_in(directory: Path) -> list[tuple[StoreRecord, int]]:
     return sorted(found, key=lambda pair: (pair[0].folders[pair[1]] / _RECORD).stat().st_mtime_ns)
 
 
-def bytes_of_stores(directory: Path) -> int:
-    """Bytes that page files with names take in a directory."""
-    return sum(path.stat().st_blocks * 512 for path in Path(directory).glob(f"{_PREFIX}*/{_PAGES}"))
+def bytes_of_stores(directory: Path, but: str = "") -> int:
+    """Bytes that page files with names take in a directory, without those of the store `but`."""
+    files = Path(directory).glob(f"{_PREFIX}*/{_PAGES}")
+    return sum(path.stat().st_blocks * 512 for path in files if path.parent.name != f"{_PREFIX}{but}")
 
 
 def sweep(directory: Path) -> None:

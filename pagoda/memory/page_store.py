@@ -15,6 +15,7 @@ from pagoda.memory.commits import (
     Commit,
     Reference,
     StoreRecord,
+    bytes_of_stores,
     locate,
     remove_commit,
     stores_in,
@@ -34,7 +35,8 @@ class PageStore:
 
     Until the first commit the files have no name, where the file system can do that, so that a process that ends
     before leaves nothing behind. A store of the same page size that commits have left in the same directories is used
-    on, and grown until it has free slots for all pages beside what they keep.
+    on, and grown until it has free slots for all pages beside what they keep. Stores of another page size or other
+    stripes are left alone, and what they take counts against the limits.
 
     Thread-safe.
     """
@@ -149,25 +151,29 @@ class PageStore:
         kept = len(np.unique(np.concatenate([commit.table.written for commit in self._commits])))
         more = self._pages + max(self._spare, kept) - self.file.slots
         if more > 0:
-            self.file.grow(self._portion(more, [file.pages for file in self.file.files], kept))
+            self.file.grow(self._portion(more, [file.pages for file in self.file.files], kept, self.record.id))
             self.record = replace(self.record, portions=tuple(self.file.portions))
             self.record.write()
 
-    def _portion(self, slots: int, have: Sequence[int], kept: int = 0) -> tuple[int, ...]:
-        """How many of `slots` each directory gets beside those it has."""
+    def _portion(self, slots: int, have: Sequence[int], kept: int = 0, own: str = "") -> tuple[int, ...]:
+        """How many of `slots` each directory gets beside the `have` slots of the store `own`."""
         page = self._page_bytes
+        others = [bytes_of_stores(directory, but=own) for directory in self._directories]
         limits = [
-            None if limit is None else max(0, limit // page - has)
-            for limit, has in zip(self._limits, have, strict=True)
+            None if limit is None else max(0, (limit - other) // page - has)
+            for limit, other, has in zip(self._limits, others, have, strict=True)
         ]
         portion = portion_of(slots, limits)
         if portion is None:
             room = sum(limit for limit in limits if limit is not None)
-            others = f"; checkpoints there keep {format_bytes(kept * page)}: delete some," if kept else ":"
+            taken = [f"checkpoints there keep {format_bytes(kept * page)}"] if kept else []
+            if any(others):
+                taken.append(f"stores of another page size or other directories take {format_bytes(sum(others))}")
             raise BudgetError(
                 f"SSD {', '.join(map(str, self._directories))}: {format_bytes(slots * page)} more are needed and "
-                f"{format_bytes(room * page)} are allowed{others} raise memory.ssd='DIR:SIZE', or name another "
-                "directory",
+                f"{format_bytes(room * page)} are allowed"
+                f"{'; ' + ' and '.join(taken) + ': delete checkpoints (see pagoda inspect),' if taken else ':'} "
+                "raise memory.ssd='DIR:SIZE', or name another directory",
                 tier="ssd",
             )
         return portion

@@ -335,7 +335,8 @@ class _Filler:
             return
         spare = self._spare_pages(ssd)
         if needed + spare > available:
-            self._refuse(SSD, needed + spare, available, "memory.ssd='DIR:SIZE', or lower keep_checkpoints")
+            setting = "memory.ssd='DIR:SIZE', or lower keep_checkpoints (--keep-checkpoints; 0 copies what is on SSD)"
+            self._refuse(SSD, needed + spare, available, setting)
         if keep := spare // state:
             ssd[SPARE] = spare
             self.reasons.append(

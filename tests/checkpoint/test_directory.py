@@ -62,6 +62,17 @@ def test_a_directory_that_exists_is_never_overwritten(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_while_somebody_writes_a_directory_nobody_else_may(tmp_path: Path) -> None:
+    """Else two exports to one place could become one directory with files of both."""
+    with committed(tmp_path / "one") as folder:
+        (folder / "mine").touch()
+        with pytest.raises(CheckpointError, match="being written by somebody else"), committed(tmp_path / "one"):
+            pass
+        (folder / "mine too").touch()
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["mine", "mine too"]
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
 def test_a_directory_that_another_process_filled_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "step-1"
 

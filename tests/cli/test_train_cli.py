@@ -15,6 +15,7 @@ import pytest
 from pagoda.cli.main import main
 from pagoda.train.data import Batches
 from pagoda.train.metrics import read_metrics
+from tests.tiny import write_model
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "stall_s",
@@ -22,17 +23,6 @@ KEYS = [
 ]  # fmt: skip
 LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update"}
 
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
 STEPS = 6
 
 
@@ -44,13 +34,9 @@ class Workspace:
         self.model = root / "model"
         self.text = root / "text.txt"
         self.ssd = root / "ssd"
-        self.model.mkdir()
         self.ssd.mkdir()
-        self.write_model()
+        write_model(self.model)
         self.text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-
-    def write_model(self, **changes: object) -> None:
-        (self.model / "config.json").write_text(json.dumps({**TINY, **changes}))
 
     def args(self, out: str, /, *flags: str, **changes: object) -> list[str]:
         """The command line of a run in `out`; `changes` replace flags of the same name."""
@@ -255,7 +241,7 @@ def test_bad_input_is_explained_and_leaves_nothing_behind(
 
 
 def test_a_vocabulary_too_small_for_bytes_is_explained(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    work.write_model(vocab_size=255)
+    write_model(work.model, vocab_size=255)
     assert main(work.args("run")) == 2
     assert "vocab_size" in capsys.readouterr().err
     assert not (work.root / "run").exists()

@@ -119,7 +119,7 @@ def test_a_store_with_too_few_free_slots_beside_its_commits_grows(ssd: Path, che
             tier.store(run, 0, pattern(4, 2))
             assert committed(reference, run) == pattern(4, 1)
         assert [path.stat().st_size for path in ssd.rglob("pages")] == [8 * PAGE]
-    with pytest.raises(BudgetError, match=r"checkpoints there keep 16\.00 KiB: delete some"):
+    with pytest.raises(BudgetError, match=r"checkpoints there keep 16\.00 KiB: delete"):
         SSDTier("ssd", {ssd: 9 * PAGE}, 6, PAGE, 0)
 
 
@@ -136,6 +136,16 @@ def test_another_page_size_or_other_stripes_make_a_store_beside(ssd: Path, check
     with SSDTier("ssd", {ssd: None}, 4, 2 * PAGE, 4) as tier, open_commit(reference) as pages:
         assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
     assert committed(reference, run) == pattern(4, 1)
+
+
+def test_what_stores_of_another_geometry_take_counts_against_the_limit(ssd: Path, checkpoint: Path) -> None:
+    with SSDTier("ssd", {ssd: 16 * PAGE}, 4, PAGE, 4) as tier:
+        tier.store(tier.alloc(4), 0, pattern(4, 1))
+        commit(tier, checkpoint)
+    with pytest.raises(BudgetError, match=r"32\.00 KiB are allowed; stores of another page size .* take 32\.00 KiB"):
+        SSDTier("ssd", {ssd: 16 * PAGE}, 3, 4 * PAGE, 0)
+    SSDTier("ssd", {ssd: 16 * PAGE}, 2, 4 * PAGE, 0).close()
+    SSDTier("ssd", {ssd: 16 * PAGE}, 4, PAGE, 12).close()  # its own pages it may have again
 
 
 def test_striped_pages_are_found_where_their_directories_are_now(tmp_path: Path, checkpoint: Path) -> None:

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +6,7 @@ import torch
 from pagoda.errors import ConfigError
 from pagoda.models import SHAPES, build_model, parameter_count
 from pagoda.models.papers import gpt_of_step
+from tests.tiny import write_model
 
 PARAMETERS = {
     "llama-15m": 15_191_712,
@@ -22,17 +22,7 @@ PARAMETERS = {
     "gpt2-xl": 1_557_611_200,
 }
 
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+SMALLER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
 def checkpoints(model: torch.nn.Module) -> bool:
@@ -40,8 +30,7 @@ def checkpoints(model: torch.nn.Module) -> bool:
 
 
 def write_config(directory: Path, **changes: object) -> str:
-    (directory / "config.json").write_text(json.dumps({**TINY, **changes}))
-    return str(directory)
+    return write_model(directory, **{**SMALLER, **changes})
 
 
 def test_every_shape_has_its_published_parameter_count() -> None:

@@ -1,8 +1,9 @@
-"""Trains in forked processes and kills them: a program for tests, which imports everything once.
+"""Trains and exports in forked processes and kills them: a program for tests, which imports everything once.
 
 It says "ready", then reads one request a line from stdin, as JSON, and answers each with a line: {"status": exit
-status, or minus the signal}. A request has "config" (a TrainConfig as JSON), "kill_after" (seconds from the fork to
-SIGKILL, or null) and "slow_s" (seconds that every write to a checkpoint takes longer).
+status, or minus the signal}. A request has "kill_after" (seconds from the fork to SIGKILL, or null), "slow_s" (seconds
+that every piece of a checkpoint takes longer to write, or to export), and what to do: "train" (a TrainConfig as JSON)
+with "echo" (where to save what was restored, before any step; or null), or "export" (a checkpoint, and where to).
 """
 
 import io
@@ -13,45 +14,73 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from rich.console import Console
 
+from pagoda.checkpoint.export import export
+from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.tensors import TensorWriter
 from pagoda.optim import AdamW
 from pagoda.optim.kernels import warm_up
 from pagoda.train import TrainConfig
-from pagoda.train.loop import run
+from pagoda.train.loop import _Loop, run
+from pagoda.train.run_dir import Checkpoint as RunCheckpoint
 from pagoda.train.run_dir import RunDir
 
+SHARD_BYTES = 100_000
+"""Of an export: several files."""
 
-def train(request: dict[str, Any]) -> int:
-    """In the child: train, or go on with what is there."""
-    write, slow_s = TensorWriter.write, request["slow_s"]
 
-    def slowly(self: TensorWriter, name: str, piece: int, data: memoryview) -> None:
-        time.sleep(slow_s)
-        write(self, name, piece, data)
-
-    if slow_s:
-        TensorWriter.write = slowly  # type: ignore[method-assign]
-    config = TrainConfig.from_json(json.dumps(request["config"]))
-    resume = RunDir(config.out).checkpoints.exists()
+def do(request: dict[str, Any]) -> int:
+    """In the child: what is asked; returns the exit status."""
+    if request["slow_s"]:
+        slow_down(*((Checkpoint, "read") if "export" in request else (TensorWriter, "write")), request["slow_s"])
     try:
-        run(replace(config, resume=resume), Console(file=io.StringIO()))
+        if "export" in request:
+            source, out = map(Path, request["export"])
+            export(source, out, dtype="fp32", max_shard_bytes=SHARD_BYTES)
+        else:
+            train(TrainConfig.from_json(json.dumps(request["train"])), request["echo"])
     except Exception:
         traceback.print_exc()
         return 1
     return 0
 
 
+def slow_down(kind: type, method: str, seconds: float) -> None:
+    """Let every call of a method take longer."""
+    real = getattr(kind, method)
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(seconds)
+        return real(*args)
+
+    setattr(kind, method, slowly)
+
+
+def train(config: TrainConfig, echo: str | None) -> None:
+    """Train, or go on with what is there."""
+    restore = _Loop.restore
+
+    def restored(self: _Loop, checkpoint: RunCheckpoint) -> int:
+        step = restore(self, checkpoint)
+        self.optimizer.save_checkpoint(echo)  # type: ignore[arg-type]
+        return step
+
+    if echo is not None:
+        _Loop.restore = restored  # type: ignore[method-assign]
+    run(replace(config, resume=RunDir(config.out).checkpoints.exists()), Console(file=io.StringIO()))
+
+
 def attempt(request: dict[str, Any]) -> int:
-    """Fork, train, kill; returns how the child ended."""
+    """Fork, do, kill; returns how the child ended."""
     child = os.fork()
     if child == 0:
-        os._exit(train(request))
+        os._exit(do(request))
     deadline = None if request["kill_after"] is None else time.monotonic() + request["kill_after"]
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)

@@ -1,7 +1,6 @@
 """Which plan a run takes: what `pagoda plan` forecasts, with the bits of any other."""
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,24 +16,14 @@ from pagoda.settings import MemoryConfig
 from pagoda.train import TrainConfig, TrainResult, run
 from pagoda.train.metrics import read_metrics
 from tests.forecast.machines import SMALL
-
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
-}
+from tests.tiny import write_model
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """A run of a machine that has not been measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    write_model(tmp_path, num_hidden_layers=6)
     (tmp_path / "text").write_text("a text that is long enough for some sequences. " * 20)
     return TrainConfig(
         model=str(tmp_path),

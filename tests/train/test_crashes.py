@@ -1,8 +1,9 @@
 """Killed at random instants, a run goes on from its last committed checkpoint and ends with the same bits.
 
 Each case trains a tiny model in processes of its own, which are killed by SIGKILL at instants drawn over the length of
-a run, and started again until the last step is done. `pytest -m slow tests/train/test_crashes.py -s` kills more often
-and prints how often, and what was found each time.
+a run, and started again until the last step is done. Asynchronous updates promise less: what is resumed is, bit for
+bit, what the last checkpoint holds. `pytest -m slow tests/train/test_crashes.py -s` kills more often and prints how
+often, and what was found each time.
 """
 
 import json
@@ -28,17 +29,8 @@ from pagoda.errors import CheckpointError
 from pagoda.train import MemoryConfig, TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
+from tests.tiny import write_model
 
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
-}
 STEPS = 10
 KILLED = -9
 
@@ -48,13 +40,15 @@ class Mode:
     """Where state lives and how it is updated; `slow_s` makes every checkpoint last."""
 
     host: str = "64MiB"
-    ssd: bool = False
+    drives: int = 0
     device: str | None = None
     clip: float | None = 1.0
+    lag: int | None = None
+    """Most steps that asynchronous updates may lag, if updates are that."""
     slow_s: float = 0.0
 
     def config(self, folder: Path) -> TrainConfig:
-        ssd = str(folder / "ssd") if self.ssd else None
+        ssd = ",".join(str(folder / f"ssd{drive}") for drive in range(self.drives)) or None
         return TrainConfig(
             model=str(folder / "model"),
             data=str(folder / "text"),
@@ -63,6 +57,8 @@ class Mode:
             seq_len=16,
             memory=MemoryConfig(host=self.host, ssd=ssd, device=self.device, unit_limit="128KiB", page_size="4KiB"),
             clip_grad_norm=self.clip,
+            update="sync" if self.lag is None else "async",
+            max_staleness=self.lag or 0,
             checkpoint_every=1,
             out=folder / "run",
         )
@@ -72,12 +68,18 @@ MODES = {
     "ram": Mode(),
     "ram, during checkpoints": Mode(slow_s=0.001),
     "ram, updates under backward": Mode(clip=None, slow_s=0.0005),
-    "moments on ssd": Mode(host="1200KiB", ssd=True),
+    "moments on ssd": Mode(host="1200KiB", drives=1),
     "moments on ssd, updates under backward, during checkpoints": Mode(
-        host="1200KiB", ssd=True, clip=None, slow_s=0.0005
+        host="1200KiB", drives=1, clip=None, slow_s=0.0005
     ),
-    "all on ssd": Mode(host="900KiB", ssd=True),
-    "separate arena": Mode(host="1200KiB", ssd=True, device="cpu:512KiB", slow_s=0.0005),
+    "all on ssd": Mode(host="900KiB", drives=1),
+    "separate arena": Mode(host="1200KiB", drives=1, device="cpu:512KiB", slow_s=0.0005),
+    "all on three drives": Mode(host="900KiB", drives=3),
+}
+ASYNC = {
+    "async, ram": Mode(lag=2, slow_s=0.0005),
+    "async, moments on ssd": Mode(host="3MiB", drives=1, lag=2),
+    "async, moments on two drives": Mode(host="3MiB", drives=2, lag=1),
 }
 
 
@@ -92,13 +94,21 @@ class Server:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
-    def train(self, config: TrainConfig, kill_after: float | None = None, slow_s: float = 0.0) -> int:
-        """How the run ended: 0, or KILLED."""
-        settings = json.loads(json.dumps(asdict(config), default=str))
-        request = {"config": settings, "kill_after": kill_after, "slow_s": slow_s}
+    def train(
+        self, config: TrainConfig, kill_after: float | None = None, slow_s: float = 0.0, echo: Path | None = None
+    ) -> int:
+        """How the run ended: 0, or KILLED. What it restores, if anything, it saves to `echo`."""
+        return self._ask({"train": asdict(config), "echo": echo}, kill_after, slow_s)
+
+    def export(self, checkpoint: Path, out: Path, kill_after: float | None = None, slow_s: float = 0.0) -> int:
+        """How the export ended."""
+        return self._ask({"export": [checkpoint, out]}, kill_after, slow_s)
+
+    def _ask(self, what: dict[str, Any], kill_after: float | None, slow_s: float) -> int:
+        request = {**what, "kill_after": kill_after, "slow_s": slow_s}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.write(json.dumps(request, default=str) + "\n")
         self._process.stdin.flush()
         status: int = json.loads(self._process.stdout.readline())["status"]
         return status
@@ -126,25 +136,29 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def filled(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "ssd").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    write_model(tmp_path / "model")
+    for drive in range(3):
+        (tmp_path / f"ssd{drive}").mkdir()
     (tmp_path / "text").write_text("a text that is long enough for some sequences. " * 40)
     return tmp_path
 
 
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """All that a checkpoint says of the state, read from it."""
+    with Checkpoint(checkpoint) as opened:
+        hashes = {}
+        for state in (*opened.states, BUFFERS):
+            for name, spec in opened.specs(state).items():
+                values = opened.read(state, name, 0, spec.nbytes // spec.dtype.itemsize)
+                hashes[f"{state} of {name}"] = xxhash.xxh3_64_hexdigest(tensor_bytes(values))
+        return {"hashes": hashes, **{key: opened.manifest[key] for key in ("steps", "param_groups", "rng")}}
+
+
 def bits_of(config: TrainConfig) -> dict[str, Any]:
     """All that the last checkpoint and the metrics of a run say, but for times."""
-    last = RunDir(config.out).latest()
-    with Checkpoint(last.path) as checkpoint:
-        hashes = {}
-        for state in (*checkpoint.states, BUFFERS):
-            for name, spec in checkpoint.specs(state).items():
-                values = checkpoint.read(state, name, 0, spec.nbytes // spec.dtype.itemsize)
-                hashes[f"{state} of {name}"] = xxhash.xxh3_64_hexdigest(tensor_bytes(values))
-        said = {key: checkpoint.manifest[key] for key in ("steps", "param_groups", "rng", "extra")}
     lines = read_metrics(config.out / "metrics.jsonl")
-    return {"hashes": hashes, **said, "metrics": [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines]}
+    metrics = [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in lines]
+    return {**state_of(RunDir(config.out).latest().path), "metrics": metrics}
 
 
 @dataclass
@@ -155,6 +169,22 @@ class Endurance:
     runs: int = 0
     found: Counter[str] = field(default_factory=Counter)
     """What lay there after kills."""
+
+
+def found_in(config: TrainConfig, seen: Endurance) -> Path | None:
+    """The checkpoint that a run goes on from; None, with nothing left of the run, where it starts again."""
+    if not config.out.exists():
+        return None
+    try:
+        last = RunDir(config.out).latest()
+    except CheckpointError:  # killed before the first
+        seen.found["no checkpoint"] += 1
+        shutil.rmtree(config.out)
+        return None
+    seen.found[f"step {last.step}"] += 1
+    if list(RunDir(config.out).checkpoints.glob(".*")):
+        seen.found["a partial checkpoint"] += 1
+    return last.path
 
 
 def endure(server: Server, folder: Path, mode: Mode, kills: int, draw: random.Random) -> Endurance:
@@ -168,15 +198,7 @@ def endure(server: Server, folder: Path, mode: Mode, kills: int, draw: random.Ra
     seen = Endurance()
     shutil.rmtree(config.out)
     while seen.kills < kills or config.out.exists():
-        if config.out.exists():
-            try:
-                step = RunDir(config.out).latest().step
-                seen.found[f"step {step}"] += 1
-                if list(RunDir(config.out).checkpoints.glob(".*")):
-                    seen.found["a partial checkpoint"] += 1
-            except CheckpointError:  # killed before the first: a run starts again
-                seen.found["no checkpoint"] += 1
-                shutil.rmtree(config.out)
+        found_in(config, seen)
         after = draw.uniform(0, 1.1 * length) if seen.kills < kills else None
         status = server.train(config, after, mode.slow_s)
         assert status in (0, KILLED)
@@ -188,17 +210,93 @@ def endure(server: Server, folder: Path, mode: Mode, kills: int, draw: random.Ra
     return seen
 
 
-@pytest.mark.parametrize("name", ["ram, during checkpoints", "moments on ssd", "all on ssd"])
+def endure_lagging(server: Server, folder: Path, mode: Mode, kills: int, draw: random.Random) -> Endurance:
+    """Kill runs of a mode `kills` times; what each resumes with must be what the last checkpoint holds."""
+    config, echo = mode.config(folder), folder / "echo"
+    began = time.monotonic()
+    assert server.train(config, slow_s=mode.slow_s) == 0
+    length = time.monotonic() - began
+    seen = Endurance()
+    shutil.rmtree(config.out)
+    while seen.kills < kills or config.out.exists():
+        last = found_in(config, seen)
+        saved = state_of(last) if last else None
+        after = draw.uniform(0, 1.1 * length) if seen.kills < kills else None
+        status = server.train(config, after, mode.slow_s, echo)
+        assert status in (0, KILLED)
+        seen.kills += status == KILLED
+        if echo.exists():
+            assert state_of(echo) == saved
+            seen.found["a resumed state"] += 1
+            shutil.rmtree(echo)
+        if RunDir(config.out).checkpoint(STEPS).exists():
+            lines = read_metrics(config.out / "metrics.jsonl")
+            assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+            assert all(unit["max"] <= (mode.lag or 0) for line in lines for unit in line["staleness"].values())
+            seen.runs += 1
+            shutil.rmtree(config.out)
+    return seen
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def endure_exports(server: Server, folder: Path, mode: Mode, kills: int, draw: random.Random) -> int:
+    """Kill exports `kills` times; OUT is never there in part, and can always be made after all. How often it was not
+    there."""
+    config, out = mode.config(folder), folder / "exported"
+    assert server.train(config) == 0
+    checkpoint = RunDir(config.out).latest().path
+    began = time.monotonic()
+    assert server.export(checkpoint, out, slow_s=mode.slow_s) == 0
+    length = time.monotonic() - began
+    whole = files_of(out)
+    assert len(whole) > 3
+    shutil.rmtree(out)
+    killed = unfinished = 0
+    while killed < kills:
+        status = server.export(checkpoint, out, draw.uniform(0, 1.1 * length), mode.slow_s)
+        assert status in (0, KILLED)
+        killed += status == KILLED
+        assert {path.name for path in folder.glob("*exported*")} <= {"exported", ".exported.partial"}
+        if not out.exists():
+            unfinished += 1
+            if unfinished % 2:  # else the next one finds what this one left
+                continue
+            assert server.export(checkpoint, out) == 0
+        assert files_of(out) == whole
+        assert not (folder / ".exported.partial").exists()
+        shutil.rmtree(out)
+    return unfinished
+
+
+@pytest.mark.parametrize("name", ["ram, during checkpoints", "moments on ssd", "all on three drives"])
 def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(name: str, server: Server, folder: Path) -> None:
     assert endure(server, folder, MODES[name], 3, random.Random(name)).kills == 3
+
+
+def test_a_lagging_run_that_is_killed_resumes_with_what_its_last_checkpoint_holds(server: Server, folder: Path) -> None:
+    mode = ASYNC["async, moments on two drives"]
+    assert endure_lagging(server, folder, mode, 3, random.Random(1)).found["a resumed state"]
+
+
+def test_an_export_that_is_killed_leaves_no_part_of_a_model(server: Server, folder: Path) -> None:
+    assert endure_exports(server, folder, Mode(host="900KiB", drives=1, slow_s=0.002), 6, random.Random(2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_nothing_is_lost_over_a_hundred_kills(server: Server, folder: Path) -> None:
     total = 0
-    for name, mode in MODES.items():
-        seen = endure(server, folder, mode, 20, random.Random(name))
-        print(f"{name}: {seen.kills} kills, {seen.runs} runs came to their end; found {dict(seen.found)}")
-        total += seen.kills
-    assert total >= 100
+    for modes, run in ((MODES, endure), (ASYNC, endure_lagging)):
+        for name, mode in modes.items():
+            seen = run(server, folder, mode, 20, random.Random(name))
+            print(f"{name}: {seen.kills} kills, {seen.runs} runs came to their end; found {dict(seen.found)}")
+            total += seen.kills
+    for slow_s in (0.0, 0.002):
+        unfinished = endure_exports(server, folder, Mode(host="900KiB", drives=1, slow_s=slow_s), 20, random.Random(3))
+        shutil.rmtree(folder / "run")
+        print(f"export: 20 kills, {unfinished} before its end")
+        total += 20
+    assert total >= 200

@@ -1,5 +1,4 @@
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,26 +9,14 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.train import MemoryConfig, TrainConfig, run
 from pagoda.train.metrics import read_metrics
-
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
-}
+from tests.tiny import write_model
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "text").write_text("a text that is long enough for some sequences. " * 20)
     return TrainConfig(
-        model=str(tmp_path / "model"),
+        model=write_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
         data=str(tmp_path / "text"),
         steps=4,
         batch_size=2,
