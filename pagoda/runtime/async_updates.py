@@ -171,6 +171,7 @@ class AsyncUpdater:
                 self._error = self._error or error
                 progress.writing = False
                 self._lock.notify_all()
+            self._stream.damage.note(error)
 
         handles = Handle(self.lane(unit)), Handle("ssd_write")
         handles[0].then(published)

@@ -3,8 +3,8 @@
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +117,7 @@ class Engine:
                 self._updater, units, plan.options.max_staleness, self._show_published, self._meter.stalled
             )
         self._stream = stream
+        self.damage = stream.damage
         self.saver = Saver()
         speculated_on = self._updater if isinstance(self._updater, Updater) else None
         self._speculation = Speculation(
@@ -158,6 +159,7 @@ class Engine:
                 f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
+        self.damage.check()
         self._speculation.undo(unit)
         unit.used = True
         if self._publisher is not None:
@@ -177,6 +179,7 @@ class Engine:
         self.brackets.drop_interrupted()
         if self._meter.tape is not None:
             self._meter.tape.access("step")
+        self.damage.check()
         norm = self.stepper.step()
         if self._publisher is not None:
             self._publisher.end_of_step()
@@ -186,16 +189,34 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
-        self.brackets.drop_interrupted()
-        self._speculation.undo_all()
-        self._updater.drain()
-        if self._publisher is not None:
-            self._publisher.publish_idle()
+        self._end_updates()
+        self.damage.check()
 
     def settle(self) -> None:
         """Drain, and let a checkpoint that is being written finish: before states change other than by updates."""
         self.drain()
         self.saver.settle()
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """All states are to be replaced, whatever has become of them. If that fails half-way, they are damaged."""
+        with suppress(Exception):
+            self._end_updates()  # raises what failed, once
+        self._end_updates()
+        self.saver.settle()
+        if self.damage.found:
+            for unit in self.units:
+                unit.updated = False  # the step that it was updated under will not come
+        self.stepper.zero_grad()
+        try:
+            yield
+        except BaseException as error:
+            self.damage.note(error)
+            raise
+        self._stream.forget_errors()
+        for unit in self.units:
+            unit.update = None
+        self.damage.mend()
 
     def prepare_capture(self) -> None:
         """Let states be as the last `step()` leaves them, but for updates that it has queued.
@@ -236,7 +257,7 @@ class Engine:
                 stack.callback(self._lanes[name].close)
             stack.callback(self._updater.close)
             stack.callback(self.saver.close)
-            self.drain()
+            self._end_updates()
 
     # --- a recording ----------------------------------------------------------------------------------------
 
@@ -261,6 +282,14 @@ class Engine:
         self.timeline = tape.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
 
     # --- parts ----------------------------------------------------------------------------------------------
+
+    def _end_updates(self) -> None:
+        """Wait until every update has ended; raises the first error that nobody has seen."""
+        self.brackets.drop_interrupted()
+        self._speculation.undo_all()
+        self._updater.drain()
+        if self._publisher is not None:
+            self._publisher.publish_idle()
 
     def _wait(self, handle: Handle) -> None:
         if handle.done:

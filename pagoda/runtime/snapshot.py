@@ -53,6 +53,7 @@ class Snapshot:
                 "save_checkpoint() between backward and step(): with accumulation_steps announced, some units have had "
                 "this step's update already and others have not. Call optimizer.step() first."
             )
+        self._engine.damage.check()
         saver = self._engine.saver
         saver.wait()
         check_absent(directory)
@@ -144,28 +145,28 @@ class Snapshot:
     def load(self, directory: Path, groups: list[NamedGroup]) -> tuple[list[NamedGroup], dict[str, Any]]:
         """Restore a checkpoint into the run whose param groups are given; returns its own groups and extra.
 
-        Nothing changes before all of it is checked.
+        Nothing changes before all that can be checked without reading its data has been. Where data turns out to be
+        damaged, the optimizer is of no use until another checkpoint is loaded.
         """
-        self._engine.settle()
         buffers = self._buffers()
         with Checkpoint(directory, self._engine.ssd_directories) as checkpoint:
             self._check_fits(checkpoint, groups)
             for state in self._states:
                 checkpoint.check(state.name, self._specs(state))
             checkpoint.check(BUFFERS, self._buffer_specs(buffers))
-            self._engine.stepper.zero_grad()
-            for unit in self._engine.units:
-                for state in self._states:
-                    if not self._adopt(checkpoint, unit, state.name):
-                        self._copy_in(checkpoint, unit, state)
-            for name, buffer in buffers.items():
-                buffer.detach().copy_(checkpoint.read(BUFFERS, name, 0, buffer.numel()).view(buffer.shape))
             manifest = checkpoint.manifest
-        for unit in self._engine.units:
-            for param in unit.params:
-                param.grad = None
-            unit.steps = [manifest["steps"][unit.name(slot)] for slot in range(unit.trainable)]
-            self._engine.weights_changed(unit)
+            with self._engine.replacing():
+                for unit in self._engine.units:
+                    for state in self._states:
+                        if not self._adopt(checkpoint, unit, state.name):
+                            self._copy_in(checkpoint, unit, state)
+                for name, buffer in buffers.items():
+                    buffer.detach().copy_(checkpoint.read(BUFFERS, name, 0, buffer.numel()).view(buffer.shape))
+                for unit in self._engine.units:
+                    for param in unit.params:
+                        param.grad = None
+                    unit.steps = [manifest["steps"][unit.name(slot)] for slot in range(unit.trainable)]
+                    self._engine.weights_changed(unit)
         restore_rng(manifest["rng"])
         defaults = self._engine.rule.defaults()
         for group in manifest["param_groups"]:  # JSON has no tuples

@@ -16,6 +16,7 @@ from pagoda.optim.kernels import UpdateKernel
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import SSD
 from pagoda.runtime.capture import Capture
+from pagoda.runtime.damage import Damage
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
 from pagoda.runtime.store import Store
@@ -139,6 +140,7 @@ class Updater:
 
     def stands(self, update: Update) -> None:
         """An update belongs to the state that `drain` waits for."""
+        update.written.then(self._stream.damage.note)
         with self._lock:
             self._latest[update.record.unit.index] = update.written
 
@@ -275,6 +277,8 @@ class BlockStream:
         self.lock = threading.Condition()
         self.capture: Capture | None = None
         """The checkpoint that is being written, if any."""
+        self.damage = Damage()
+        """Told of updates that failed."""
         self._written: dict[int, Handle] = {}
         """unit -> `written` of the latest update that was fed."""
         self._successor: dict[int, int] = {}
@@ -318,6 +322,10 @@ class BlockStream:
         for slot, reads in dropped.values():
             Latch("ssd_read", reads).then(lambda _, slot=slot: self._release_slot(slot))  # type: ignore[misc]
         return [read for _, reads in dropped.values() for read in reads]
+
+    def forget_errors(self) -> None:
+        """Every state has been replaced: that some could not be written before no longer matters."""
+        self._written = {u: h if h.succeeded else Latch("ssd_write", []) for u, h in self._written.items()}
 
     def forget(self, unit: int, written: Handle) -> None:
         """The states of a unit are about to be what they were before the update that `written` is of, however it ended.

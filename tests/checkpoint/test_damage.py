@@ -1,0 +1,140 @@
+"""A disk that fails: an error that says what, a state that can do no harm, and a checkpoint to go on from."""
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from zoo import PAGE, RESIDENT
+
+import pagoda
+from pagoda.errors import StorageError
+
+from .test_paged import flip
+from .test_resume import HALF, LLAMA, Run, data, on_ssd, uninterrupted
+
+Transfer = Callable[[int, Sequence[memoryview], int], int]
+
+
+def fails(_real: Transfer, *_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def ends_early(_real: Transfer, *_: object) -> int:
+    return 0
+
+
+def flips_a_bit(real: Transfer, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    moved = real(descriptor, buffers, offset)
+    buffers[0].cast("B")[100] ^= 4
+    return moved
+
+
+FAULTS = {
+    "a read error": ("preadv", fails, "failed to read .*Input/output error"),
+    "a short read": ("preadv", ends_early, "failed to read .*end of file after 0 bytes"),
+    "a flipped bit": ("preadv", flips_a_bit, "does not hold what was written there"),
+    "a write error": ("pwritev", fails, "failed to write .*Input/output error"),
+    "a short write": ("pwritev", ends_early, "failed to write .*the disk took no more after 0 bytes"),
+}
+
+
+def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.MonkeyPatch) -> None:
+    """From now on, transfers of one unit's `exp_avg` meet a fault."""
+    store = run.optimizer._engine.store
+    assert store.ssd is not None
+    broken, met = store.run(1, "exp_avg"), threading.local()
+    move, real = ("load" if verb == "preadv" else "store"), getattr(os, verb)
+    moved = getattr(store.ssd, move)
+
+    def transfer(run: pagoda.memory.Run, *rest: object) -> None:
+        met.fault = run == broken
+        moved(run, *rest)
+        met.fault = False
+
+    patch.setattr(store.ssd, move, transfer)
+    patch.setattr(os, verb, lambda *args: fault(real, *args) if getattr(met, "fault", False) else real(*args))
+
+
+def assert_of_no_use(run: Run, directory: Path) -> None:
+    """Nothing can be computed from it, nor stepped, nor saved."""
+    with suppress(StorageError):
+        run.optimizer.drain()  # raises what nobody has seen yet
+    for use in (
+        lambda: run.model(**data(LLAMA, 0)),
+        run.optimizer.step,
+        run.optimizer.state_dict,
+        lambda: run.optimizer.save_checkpoint(directory),
+    ):
+        with pytest.raises(StorageError, match=r"The training state is that of no step.*until a checkpoint is loaded"):
+            use()
+    assert not directory.exists()
+
+
+def assert_goes_on_from(run: Run, checkpoint: Path) -> None:
+    run.losses, run.rates = [], []
+    run.load(checkpoint).train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_update_that_fails_leaves_a_state_that_only_a_checkpoint_replaces(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb, happens, message = FAULTS[fault]
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    run.save(tmp_path / "good")
+    with monkeypatch.context() as patch:
+        break_moment(run, verb, happens, patch)
+        with pytest.raises(StorageError, match=message):
+            run.train(HALF, HALF + 2).optimizer.drain()
+        assert_of_no_use(run, tmp_path / "bad")
+    assert_of_no_use(run, tmp_path / "bad")  # that the disk is well again changes nothing
+    assert_goes_on_from(run, tmp_path / "good")
+
+
+def test_an_asynchronous_update_that_fails_does_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    memory = pagoda.Memory(host="1MiB", ssd=str(tmp_path), unit_limit="16KiB", page_size=PAGE)
+    run = Run.__new__(Run)
+    run.recipe, run.losses, run.rates = LLAMA, [], []
+    run.model, run.optimizer = pagoda.wrap(
+        LLAMA.build(), pagoda.AdamW(lr=1e-2), memory=memory, update="async", max_staleness=1
+    )
+    run.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, T_max=10)
+    run.train(0, HALF).save(tmp_path / "good")
+    expected = run.model.state_dict()
+    with monkeypatch.context() as patch:
+        break_moment(run, "pwritev", fails, patch)
+        with pytest.raises(StorageError, match="failed to write"):
+            run.train(HALF, HALF + 4).optimizer.drain()
+        assert_of_no_use(run, tmp_path / "bad")
+    run.load(tmp_path / "good")
+    assert all(torch.equal(value, expected[name]) for name, value in run.model.state_dict().items())
+    run.train(HALF, 2 * HALF).optimizer.drain()
+    run.optimizer.close()
+
+
+def test_damage_found_in_the_middle_of_a_load_leaves_a_state_of_no_use(tmp_path: Path) -> None:
+    run = Run(LLAMA, RESIDENT).train(0, HALF)
+    run.save(tmp_path / "good")
+    shutil.copytree(tmp_path / "good", tmp_path / "damaged")
+    flip(tmp_path / "damaged" / "exp_avg_sq.safetensors", -1000)
+    run.train(HALF, HALF + 1)
+    with pytest.raises(pagoda.CheckpointError, match=r"exp_avg_sq.*damaged"):
+        run.load(tmp_path / "damaged")
+    assert_of_no_use(run, tmp_path / "bad")
+    assert_goes_on_from(run, tmp_path / "good")
+
+
+def test_damage_that_is_found_before_anything_changes_does_no_harm(tmp_path: Path) -> None:
+    run = Run(LLAMA, RESIDENT).train(0, HALF)
+    run.save(tmp_path / "damaged")
+    (tmp_path / "damaged" / "exp_avg.safetensors").unlink()
+    with pytest.raises(pagoda.CheckpointError, match="exp_avg"):
+        run.load(tmp_path / "damaged")
+    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
