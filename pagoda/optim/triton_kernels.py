@@ -1,0 +1,100 @@
+"""GPU kernels as the runtime calls them: on tensors, behind the stream that is current.
+
+`kernels` is the same for the CPU. Import this only where a GPU is, as `triton_parts` says.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from triton import cdiv, next_power_of_2
+
+from pagoda.optim import triton_adamw, triton_momentum, triton_squares
+from pagoda.optim.codecs import BLOCK
+from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
+
+DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
+"""An update in place: states in StateSpec order and the gradient, flat and contiguous, and what a CPU kernel takes
+after its number of elements. Each state has the elements that `StateSpec.elements` says for the gradient's.
+
+A kernel may be given at most 2**31 - 2**20 elements."""
+
+_STRICT = {"enable_fp_fusion": False}
+"""How every kernel is launched: each operation rounds by itself."""
+_SIZE = 1024
+"""Elements of a program."""
+_BITS = {torch.bfloat16: torch.int16}
+
+
+class _Kernel(NamedTuple):
+    """A compiled function, how many numbers of noise it takes before its scalars, and its constants."""
+
+    function: Any
+    noise: int = 0
+    constants: tuple[tuple[str, bool], ...] = ()
+
+
+_UPDATES = {
+    "adamw": _Kernel(triton_adamw.adamw, 3, (("noisy", False),)),
+    "adamw_moments_bf16": _Kernel(triton_adamw.adamw, 3, (("noisy", True),)),
+    "adamw_moments_8bit": _Kernel(triton_adamw.adamw_8bit),
+    "adam": _Kernel(triton_momentum.adam),
+    "sgd": _Kernel(triton_momentum.sgd),
+    "sgd_momentum": _Kernel(triton_momentum.sgd_momentum),
+    "lion": _Kernel(triton_momentum.lion),
+}
+"""By `ElementwiseRule.kernel_name`, as in `kernels`."""
+
+
+def update_kernel(rule: ElementwiseRule, precision: Precision) -> DeviceKernel:
+    """The kernel of a rule; raises ConfigError for a precision that is not known."""
+    check_precision(precision)
+    kernel, split = _UPDATES[rule.kernel_name], precision == "bf16"
+    constants = {**dict(kernel.constants), "split": split, "size": _SIZE}
+    random = constants.get("noisy", False)
+
+    def update(states: Sequence[torch.Tensor], gradient: torch.Tensor, arguments: Sequence[float]) -> None:
+        n = gradient.numel()
+        noise = tuple(map(_as_int32, arguments[:3])) if random else (0,) * kernel.noise
+        scalars = arguments[3:] if random else arguments
+        tensors = [_bits(state) for state in states]
+        if not split:
+            tensors.insert(0, tensors[0])  # there is no low half: its pointer is not used
+        kernel.function[(cdiv(n, _SIZE),)](*tensors, _bits(gradient), n, *noise, *scalars, **constants, **_STRICT)
+
+    return update
+
+
+def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
+    """The partial sums of squares of each `piece` elements of a flat gradient; `piece` is a power of two.
+
+    into: fp64, at least [pieces, LANES]. A piece's sum is that of its lanes, added from the first to the last.
+    """
+    assert piece == next_power_of_2(piece)
+    n = gradient.numel()
+    half = gradient.dtype is torch.bfloat16
+    # One warp, so that a lane is a thread.
+    triton_squares.square_sums[(cdiv(n, piece),)](
+        _bits(gradient), into, n, piece=piece, half=half, num_warps=1, **_STRICT
+    )
+
+
+def warm_up(rule: ElementwiseRule, precision: Precision, device: torch.device, piece: int) -> None:
+    """Compile, or load from Triton's cache, all that is used with these, so that no step waits for it."""
+    states = rule.states(precision)
+    # Aligned, as every block of a unit is.
+    tensors = [torch.zeros(state.elements(BLOCK), dtype=state.dtype, device=device) for state in states]
+    gradient = torch.zeros(BLOCK, dtype=states[0].dtype, device=device)
+    noise = () if rule.noise("", 1) is None else (0, 0, 0)
+    update_kernel(rule, precision)(tensors, gradient, (*noise, *rule.scalars(1)))
+    square_sums(gradient, torch.zeros(triton_squares.LANES.value, dtype=torch.float64, device=device), piece)
+    torch.cuda.synchronize(device)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS.get(tensor.dtype, tensor.dtype))
+
+
+def _as_int32(value: float) -> int:
+    """The signed number with the same 32 low bits."""
+    return ((int(value) + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)

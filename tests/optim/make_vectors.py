@@ -1,0 +1,100 @@
+"""Writes `vectors.npz`: states and gradients, and what one update makes of them by the CPU's compiled kernels.
+
+    python -m tests.optim.make_vectors
+
+Every kernel of a rule, on whatever device, must give the same. Half of the values are extremes. All arrays are bit
+patterns, named `RULE/PRECISION/before|after/STATE`; `RULE/PRECISION/gradient` is the gradient.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, Precision, flat, gradient_dtype
+from pagoda.optim.kernels import update_kernel
+
+from .blocks import random_block
+
+RULES: dict[str, ElementwiseRule] = {
+    "adamw": AdamW(lr=3e-3, weight_decay=0.1),
+    "adamw-bf16": AdamW(lr=3e-3, weight_decay=0.1, moments="bf16"),
+    "adamw-8bit": AdamW(lr=3e-3, weight_decay=0.1, moments="8bit"),
+    "adam": Adam(lr=3e-3, weight_decay=0.1),
+    "sgd": SGD(lr=3e-2, weight_decay=0.1),
+    "momentum": SGD(lr=3e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "nesterov": SGD(lr=3e-2, momentum=0.9, nesterov=True),
+    "lion": Lion(lr=3e-3, weight_decay=0.1),
+}
+CASES: tuple[tuple[str, Precision], ...] = tuple((rule, precision) for rule in RULES for precision in ("bf16", "fp32"))
+PATH = Path(__file__).with_name("vectors.npz")
+SIZE = 700
+"""Elements: two blocks of quantization and a part of one."""
+KEY, INDEX = Key(0x9E3779B9, 0x7F4A7C15), (1 << 32) - 300
+"""The noise of bf16 moments; the element's number wraps."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+States = dict[str, torch.Tensor]
+
+
+def arguments(rule: ElementwiseRule) -> tuple[float, ...]:
+    """What a kernel takes after its number of elements."""
+    noise = () if rule.noise("", 1) is None else (INDEX, *KEY)
+    return (*noise, *rule.scalars(3, 0.37))
+
+
+def load(name: str, precision: Precision, when: str) -> States:
+    """The states of a case, before or after its update, in the order of the kernels."""
+    with np.load(PATH) as vectors:
+        return {
+            state.name: torch.from_numpy(vectors[f"{name}/{precision}/{when}/{state.name}"]).view(state.dtype)
+            for state in RULES[name].states(precision)
+        }
+
+
+def load_gradient(name: str, precision: Precision) -> torch.Tensor:
+    with np.load(PATH) as vectors:
+        return torch.from_numpy(vectors[f"{name}/{precision}/gradient"]).view(gradient_dtype(precision))
+
+
+def random_states(name: str, precision: Precision, n: int, seed: int) -> tuple[States, torch.Tensor]:
+    """States in the order of the kernels, and a gradient; half of all values are extremes."""
+    rule = RULES[name]
+    moments = "fp32"
+    kept = [state.name for state in rule.own_states()]
+    if isinstance(rule, AdamW):
+        moments, kept = rule.moments, ["exp_avg", "exp_avg_sq"]
+    made, gradient = random_block(precision, n, seed=seed, edges=True, moments=kept)
+    if isinstance(rule, AdamW):
+        for moment in kept:
+            encoded = flat.encode_moment(moment, made.pop(moment), moments)
+            made.update(zip((state.name for state in rule.states_of(moment)), encoded, strict=True))
+    return {state.name: made[state.name] for state in rule.states(precision)}, gradient
+
+
+def update(name: str, precision: Precision, states: States, gradient: torch.Tensor) -> None:
+    """One update of the gradient's elements by the CPU's kernel."""
+    rule = RULES[name]
+    addresses = [state.data_ptr() for state in states.values()]
+    update_kernel(rule, precision)(*addresses, gradient.data_ptr(), gradient.numel(), *arguments(rule))
+
+
+def main() -> None:
+    arrays: dict[str, np.ndarray] = {}
+
+    def put(name: str, tensor: torch.Tensor) -> None:
+        arrays[name] = tensor.view(_INTEGERS[tensor.element_size()]).numpy().copy()
+
+    for seed, (name, precision) in enumerate(CASES):
+        states, gradient = random_states(name, precision, SIZE, seed)
+        put(f"{name}/{precision}/gradient", gradient)
+        for state, values in states.items():
+            put(f"{name}/{precision}/before/{state}", values)
+        update(name, precision, states, gradient)
+        for state, values in states.items():
+            put(f"{name}/{precision}/after/{state}", values)
+    np.savez_compressed(PATH, **arrays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""GPU kernels give the bits of the CPU's: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pagoda.optim import Precision, flat
+from pagoda.plan.placement import BOUNCE_ELEMENTS
+
+from . import make_vectors
+from .blocks import random_block, same_bits
+from .make_vectors import CASES, RULES, States, arguments, load, load_gradient, random_states
+
+pytest.importorskip("triton")
+CUDA = torch.cuda.is_available()
+if CUDA or os.environ.get("TRITON_INTERPRET") == "1":
+    from pagoda.optim import triton_kernels
+else:
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+cases = pytest.mark.parametrize(("name", "precision"), CASES)
+on_gpu = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True)
+def _extremes_overflow() -> Iterator[None]:
+    """The interpreter computes with numpy, which would warn of what the extremes are there for."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        yield
+
+
+def on_device(states: States) -> States:
+    return {name: state.to(DEVICE) for name, state in states.items()}
+
+
+def assert_same_states(ours: States, theirs: States) -> None:
+    for name, state in ours.items():
+        mine, other = state.cpu(), theirs[name].cpu()
+        assert same_bits(mine, other) if mine.is_floating_point() else torch.equal(mine, other), name
+
+
+def step(name: str, precision: Precision, states: States, gradient: torch.Tensor) -> None:
+    kernel = triton_kernels.update_kernel(RULES[name], precision)
+    kernel(list(states.values()), gradient, arguments(RULES[name]))
+
+
+def check_vectors(name: str, precision: Precision) -> None:
+    states = on_device(load(name, precision, "before"))
+    step(name, precision, states, load_gradient(name, precision).to(DEVICE))
+    assert_same_states(states, load(name, precision, "after"))
+
+
+@cases
+def test_a_triton_kernel_gives_the_bits_of_the_vectors(name: str, precision: Precision) -> None:
+    check_vectors(name, precision)
+
+
+@cases
+def test_the_compiled_cpu_kernel_gives_the_bits_of_the_vectors(name: str, precision: Precision) -> None:
+    states = load(name, precision, "before")
+    make_vectors.update(name, precision, states, load_gradient(name, precision))
+    assert_same_states(states, load(name, precision, "after"))
+
+
+@cases
+@pytest.mark.parametrize("n", [1, 255, 1025])
+def test_any_number_of_elements_is_updated_and_none_beside_them(name: str, precision: Precision, n: int) -> None:
+    theirs, gradient = random_states(name, precision, n + 256, seed=n)
+    gradient = gradient[:n]
+    ours = on_device({name: state.clone() for name, state in theirs.items()})
+    step(name, precision, ours, gradient.to(DEVICE))
+    make_vectors.update(name, precision, theirs, gradient)
+    assert_same_states(ours, theirs)
+
+
+def square_sum(gradient: torch.Tensor, piece: int) -> list[float]:
+    """The sums of a gradient's pieces, by the GPU's kernel."""
+    pieces = -(-gradient.numel() // piece)
+    sums = torch.full((pieces, 32), torch.nan, dtype=torch.float64, device=DEVICE)
+    triton_kernels.square_sums(gradient.to(DEVICE), sums, piece)
+    return [sum(lanes) for lanes in sums.tolist()]
+
+
+def cpu_square_sum(gradient: torch.Tensor, piece: int) -> list[float]:
+    return [flat.store_gradient(torch.empty_like(part), part) for part in gradient.split(piece)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("n", [1, 100, 128, 1000, 2500])
+def test_square_sums_have_the_bits_of_the_cpu(precision: Precision, n: int) -> None:
+    _, gradient = random_block(precision, n, seed=n, edges=n == 1000)
+    assert square_sum(gradient, 1024) == cpu_square_sum(gradient, 1024)
+
+
+PTX = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pagoda.optim import triton_adamw, triton_momentum, triton_squares
+
+TYPES = {"n": "i32", **dict.fromkeys(("index", "key_low", "key_high"), "i32")}
+
+def ptx(kernel, types, **constants):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    return triton.compile(source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}).asm["ptx"]
+
+for split in (True, False):
+    weight = "*i16" if split else "*fp32"
+    types = {**TYPES, "weight": weight, "weight_low": weight, "gradient": weight}
+    fp32 = types | dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), "*fp32")
+    half = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*i16")
+    codes = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*u8")
+    codes |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), "*fp32")
+    print(ptx(triton_adamw.adamw, fp32, split=split, noisy=False, size=1024))
+    print(ptx(triton_adamw.adamw, half, split=split, noisy=True, size=1024))
+    print(ptx(triton_adamw.adamw_8bit, codes, split=split, size=1024))
+    for kernel in (triton_momentum.adam, triton_momentum.sgd, triton_momentum.sgd_momentum, triton_momentum.lion):
+        print(ptx(kernel, fp32, split=split, size=1024))
+    print(ptx(triton_squares.square_sums, types | {"sums": "*fp64"}, piece=1 << 20, half=split))
+"""
+
+
+def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(tmp_path: object) -> None:
+    """The compiler needs no GPU: what it makes for one divides and takes roots exactly and never fuses."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", PTX], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(".entry") == 16
+    for exact in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32", "mul.rn.f64"):
+        assert exact in done.stdout
+    for other in ("fma.rn.f32", "fma.rn.f64", ".approx", ".full", ".ftz"):
+        assert other not in done.stdout
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.gpu
+@cases
+def test_a_gpu_gives_the_bits_of_the_vectors(name: str, precision: Precision) -> None:
+    check_vectors(name, precision)
+
+
+@on_gpu
+@pytest.mark.gpu
+@cases
+def test_a_gpu_gives_the_bits_of_the_cpu_on_a_hundred_million_elements(name: str, precision: Precision) -> None:
+    n = 100_000_000
+    theirs, gradient = random_states(name, precision, n, seed=7)
+    ours = on_device(theirs)
+    for _ in range(2):
+        step(name, precision, ours, gradient.to(DEVICE))
+        make_vectors.update(name, precision, theirs, gradient)
+    assert_same_states(ours, theirs)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_gpu_sums_squares_with_the_bits_of_the_cpu(precision: Precision) -> None:
+    _, gradient = random_block(precision, 5 * BOUNCE_ELEMENTS + 12_345, seed=1)
+    assert square_sum(gradient, BOUNCE_ELEMENTS) == cpu_square_sum(gradient, BOUNCE_ELEMENTS)
