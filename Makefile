@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-all lint clean
+.PHONY: install demo test test-all gpu lint clean
 
 install: $(STAMP)
 
@@ -22,6 +22,13 @@ test: install
 
 test-all: install
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'not gpu'
+
+# On a machine with an NVIDIA GPU: its tests, then its benchmark. SSD=DIR names a directory on a fast drive.
+GPU_RESULTS ?= benchmarks/results/gpu-$(shell hostname).json
+
+gpu: install
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/gpu.py $(if $(SSD),--ssd $(SSD)) --out $(GPU_RESULTS)
 
 lint: install
 	$(BIN)/ruff check .

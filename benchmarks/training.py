@@ -25,13 +25,17 @@ class Workload:
     seq_len: int
     clip: float | None = 1.0
     checkpointing: bool = True
+    layers: int | None = None
+    """Instead of the model's own."""
 
     @property
     def tokens(self) -> int:
         return self.batch_size * self.seq_len
 
     def build(self) -> nn.Module:
-        return build_model(self.model, seq_len=self.seq_len, gradient_checkpointing=self.checkpointing)
+        return build_model(
+            self.model, seq_len=self.seq_len, gradient_checkpointing=self.checkpointing, layers=self.layers
+        )
 
     def batches(self, device: torch.device = CPU) -> Iterator[torch.Tensor]:
         """Random tokens, the same ones every time."""
@@ -72,23 +76,32 @@ class Plain:
 class Paged:
     """The same model under Pagoda."""
 
-    def __init__(self, workload: Workload, memory: pagoda.Memory, speculate: bool | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        memory: pagoda.Memory,
+        speculate: bool | None = None,
+        rule: pagoda.AdamW | None = None,
+    ) -> None:
         torch.manual_seed(0)
         with pagoda.init():
             model = workload.build()
         self.model, self.optimizer = pagoda.wrap(
             model.train(),
-            pagoda.AdamW(lr=LR),
+            rule or pagoda.AdamW(lr=LR),
             memory=memory,
             clip_grad_norm=workload.clip,
             accumulation_steps=1,
             speculate=speculate,
         )
 
-    def step(self, ids: torch.Tensor) -> None:
-        self.model(input_ids=ids, labels=ids).loss.backward()
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss, on the device."""
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return loss.detach()
 
     def close(self) -> None:
         self.optimizer.close()

@@ -5,13 +5,14 @@ import torch
 from pagoda.calibrate.matmul import ended, matmul_rate
 from pagoda.calibrate.meter import Meter
 from pagoda.memory.cuda import CudaArena, PinnedArena
+from pagoda.optim import AdamW
 from pagoda.plan.hardware import Device, Figure, Link
 from pagoda.runtime.device import PAST, CudaDevice
 
 _TOKENS = 8192
 _WIDTH = 4096
 _UPDATED = 64 << 20
-"""Parameters, 16 bytes each."""
+"""Parameters, 14 bytes each."""
 _COPIED = 1 << 30
 
 
@@ -36,11 +37,12 @@ def _memory_rate(meter: Meter, device: torch.device) -> Figure:
 
 
 def _update_rate(meter: Meter, device: torch.device) -> Figure:
-    # Pagoda has no update on the GPU yet: torch's stands in, which moves 28 bytes of fp32 a parameter.
-    parameter = torch.nn.Parameter(torch.ones(_UPDATED, device=device))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return meter.rate(_UPDATED, ended(device, lambda: optimizer.step()), "torch's fused AdamW in fp32")
+    rule = AdamW()
+    states = [torch.zeros(_UPDATED, dtype=state.dtype, device=device) for state in rule.states("bf16")]
+    gradient = torch.ones(_UPDATED, dtype=torch.bfloat16, device=device)
+    kernel = CudaDevice(device).update_kernel(rule, "bf16")
+    step = ended(device, lambda: kernel(states, gradient, rule.scalars(1)))
+    return meter.rate(_UPDATED, step, "AdamW on the split master, Pagoda's kernel")
 
 
 def measure_link(meter: Meter, torch_device: torch.device) -> Link:

@@ -3,7 +3,7 @@
 import torch
 
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.memory.arena import Arena
+from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
 from pagoda.memory.sizes import format_bytes
 
 
@@ -29,6 +29,11 @@ class CudaArena(Arena):
             ) from error
         self.nbytes = nbytes
         self.address = self._gpu_bytes.data_ptr()
+        if storage_use_count(self.tensor(0, 1, torch.uint8)) != FRESH_USE_COUNT:
+            raise ConfigError(
+                f"torch {torch.__version__} counts the holders of storages on {device} in another way than on the CPU: "
+                "nothing tells when weights there are no longer used. Use a version that Pagoda is tested with."
+            )
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = numel * dtype.itemsize

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pagoda.plan.activations import ActivationBytes
+from pagoda.plan.device_updates import UPDATE_RING
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import (
@@ -24,7 +25,18 @@ def bytes_by_state(
     layout: Layout, placement: Placement, activations: ActivationBytes | None = None
 ) -> dict[str, dict[str, int]]:
     """tier -> line -> bytes, in the order a table shows them; `activations` says how much is offloaded, once known."""
-    buffers = (GRAD_QUEUE, LEASES, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT, COLLECTIVE_BUFFERS, ACTIVATIONS)
+    buffers = (
+        GRAD_QUEUE,
+        LEASES,
+        UPDATE_RING,
+        STAGING,
+        RING,
+        FETCH_RING,
+        BOUNCE,
+        CHECKPOINT,
+        COLLECTIVE_BUFFERS,
+        ACTIVATIONS,
+    )
     order: Sequence[str] = (*(s.name for s in layout.states), WEIGHT_BACK, GRAD, SPARE, UNDO, *buffers)
     account = {
         tier: {line: pages[line] * layout.page_bytes for line in order if line in pages}

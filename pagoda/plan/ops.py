@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 DEVICE, HOST, SSD = "device", "host", "ssd"
-LANES = ("h2d", "d2h", "ssd_read", "ssd_write", "update")
+LANES = ("h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update")
 """The lanes besides `compute`, which is the thread that runs the model."""
 COLLECTIVE = "collective"
 """The lane that several ranks have beside those."""
@@ -25,11 +25,11 @@ class Kind(StrEnum):
     SPILL = "spill"
     """A gradient extent from host frames to SSD."""
     READ = "read"
-    """Optimizer state from SSD to the ring."""
+    """Optimizer state from SSD to the ring; or, with the gradient, from RAM to that of the device."""
     UPDATE = "update"
     """The optimizer's math."""
     WRITE = "write"
-    """Optimizer state from the ring back to SSD."""
+    """Optimizer state from the ring back to SSD, or to RAM."""
     ALL_GATHER = "all_gather"
     """Every rank's slice of a unit's weights to every rank: into a lease, or (stages 1 and 2) after the update."""
     REDUCE_SCATTER = "reduce_scatter"

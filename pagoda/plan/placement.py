@@ -7,6 +7,7 @@ from typing import NoReturn
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_bytes
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
 from pagoda.plan.fit import beside_copies, first_that_fit, last_that_fit
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, RING_SLOTS, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
@@ -61,6 +62,8 @@ class Placement:
     speculated: frozenset[int] = frozenset()
     """Units that are updated under backward as if nothing would be clipped; their old states are kept until that is
     known. Each of their states is on SSD, except that weights may be in RAM."""
+    updated_on_device: frozenset[int] = frozenset()
+    """Units whose states, all of them in RAM, pass the device for their update."""
     reasons: tuple[str, ...] = field(default=())
 
     def home(self, unit: int, state: str) -> str:
@@ -241,13 +244,22 @@ class _Filler:
             return {}
         total = sum(map(self.layout.lease_of, self.layout.units))
         collective = self.layout.collective_pages
-        room = self.budgets.device // self.layout.page_bytes - collective
+        ring = self._update_ring_pages()
+        room = self.budgets.device // self.layout.page_bytes - collective - ring
         leases = min(room, total)
         least = self.layout.lease_pages(ahead=1)
         if leases < least:
-            setting = "memory.device, or lower memory.unit_limit"
-            self._refuse(DEVICE, least + collective, leases + collective, setting)
-        return {LEASES: leases, COLLECTIVE_BUFFERS: collective} if collective else {LEASES: leases}
+            setting = "memory.device, or lower memory.unit_limit" + " or split.device_update_share" * (ring > 0)
+            self._refuse(DEVICE, least + collective + ring, leases + collective + ring, setting)
+        lines = {LEASES: leases, COLLECTIVE_BUFFERS: collective, UPDATE_RING: ring}
+        return {line: pages for line, pages in lines.items() if pages}
+
+    def _update_ring_pages(self) -> int:
+        """Pages of the device through which the states of units pass that are updated there."""
+        if not self.split.device_update_share or self.asynchronous or self.layout.ranks is not None:
+            return 0
+        layout = self.layout
+        return DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, layout.page_bytes)
 
     def _placement(
         self,
@@ -282,6 +294,16 @@ class _Filler:
                 homes[unit.index, GRAD] = HOST
             homes.update({(unit.index, state.name): HOST for state in layout.scales})
         everything = len(layout.units)
+        device = dict(device)
+        in_ram = [u for u in layout.units if u.trainable_numel and u.index in weights_in & moments_in]
+        passing = on_device(in_ram, self.split.device_update_share) if UPDATE_RING in device else frozenset()
+        if passing:
+            self.reasons.append(
+                f"{len(passing)} of {everything} units are updated on the device: their states pass it while the CPU "
+                "updates the others."
+            )
+        else:
+            device.pop(UPDATE_RING, None)
         ring_slots = 0
         speculated: frozenset[int] = frozenset()
         if grads_in != frozenset(u.index for u in layout.units):
@@ -321,9 +343,9 @@ class _Filler:
         host[CHECKPOINT] += max(0, copied)
         if self.budgets.ssd is not None:
             self._add_checkpoints(ssd, self.budgets.ssd // layout.page_bytes)
-        lines[DEVICE] = dict(device)
+        lines[DEVICE] = device
         taken = {tier: pages for tier, pages in lines.items() if pages}
-        return Placement(homes, taken, ring_slots, speculated, tuple(self.reasons))
+        return Placement(homes, taken, ring_slots, speculated, passing, tuple(self.reasons))
 
     def _add_checkpoints(self, ssd: dict[str, int], available: int) -> None:
         """Add the spare pages of checkpoints to the lines of SSD, which has `available` pages."""

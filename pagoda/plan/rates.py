@@ -8,7 +8,7 @@ from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.timeline import COMPUTE
 
-READ, WRITE, H2D, D2H, UPDATE = "ssd_read", "ssd_write", "h2d", "d2h", "update"
+READ, WRITE, H2D, D2H, UPDATE, DEVICE_UPDATE = "ssd_read", "ssd_write", "h2d", "d2h", "update", "device_update"
 _PAIRS = ((READ, WRITE), (H2D, D2H))
 
 
@@ -34,6 +34,10 @@ class Rates:
         cpu, ssd, link = hardware.cpu, hardware.ssd, hardware.link
         ranks = hardware.gpus_per_node
         self._params_per_s = cpu.update_params_per_s.value / ranks
+        # An arena that stands in for a device is updated by the CPU.
+        self._device_params_per_s = (
+            self._params_per_s if hardware.device is None else hardware.device.update_params_per_s.value
+        )
         if link is None:
             self._bytes_per_s = {
                 H2D: _known(cpu.copy_bytes_per_s, hardware, "copies to an arena"),
@@ -123,6 +127,10 @@ class Rates:
         """How long the update of so many parameters takes with nothing beside it."""
         return parameters / self._params_per_s
 
+    def device_update_seconds(self, parameters: int) -> float:
+        """The same on the device, of states that lie there."""
+        return parameters / self._device_params_per_s
+
     def shared(self, lanes: frozenset[str]) -> dict[str, float]:
         """lane -> share of its own rate that it has while `lanes` are busy."""
         known = self._shares.get(lanes)
@@ -149,7 +157,7 @@ class Rates:
         cpu, ssd = hardware.cpu, hardware.ssd
         if hardware.device is None:
             thread = 1.0 / cpu.cores
-            demand = {COMPUTE: 1.0, UPDATE: 1.0, H2D: thread, D2H: thread, COLLECTIVE: thread}
+            demand = {COMPUTE: 1.0, UPDATE: 1.0, DEVICE_UPDATE: 1.0, H2D: thread, D2H: thread, COLLECTIVE: thread}
             if ssd is not None and ssd.cpu_share is not None:
                 demand |= {READ: ssd.cpu_share.value / 2, WRITE: ssd.cpu_share.value / 2}
             return demand

@@ -8,12 +8,15 @@ from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.compute import Compute
+from pagoda.plan.device_updates import state_bytes
 from pagoda.plan.hardware import Hardware
+from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.rates import Rates
 from pagoda.plan.simulate import simulate
-from pagoda.plan.split import Split
+from pagoda.plan.split import USUAL_SPLIT, Split
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.units import ModuleSpec
 
@@ -106,7 +109,8 @@ def search(
 
     What `options` fixes stays fixed. The usual plan, which `make_plan` gives, is always among those that are tried, and
     stays unless another is clearly faster. What is open is tried one after another, each beside the fastest so far:
-    the unit limit, the split of RAM, the page size. Raises BudgetError where the usual plan does.
+    the unit limit, the split of RAM, the page size, how much is updated on the device. Raises BudgetError where the
+    usual plan does.
     """
 
     def candidate(name: str, tried: Options) -> Candidate:
@@ -117,7 +121,11 @@ def search(
     found: list[Candidate] = []
     usual = fastest = candidate(USUAL, options)
     found.append(usual)
-    for variations in (_unit_limits, _splits, _page_sizes):
+
+    def device_updates(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+        return _device_updates(fixed, fastest, hardware)
+
+    for variations in (_unit_limits, _splits, _page_sizes, device_updates):
         for name, tried in variations(options, fastest):
             try:
                 made = candidate(name if fastest is usual else f"{fastest.name}, {name}", tried)
@@ -143,6 +151,26 @@ def _splits(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]
     if fixed.split is None and len(fastest.plan.placement.lines) > 1:
         for name, split in _SPLITS.items():
             yield name, replace(fastest.options, split=split)
+
+
+def _device_updates(fixed: Options, fastest: Candidate, hardware: Hardware) -> Iterator[tuple[str, Options]]:
+    """Shares of the updates that run on a device of its own: as many as it gets through while the CPU does the others,
+    and fewer, since compute wants the link too."""
+    plan = fastest.plan
+    if fixed.split is not None or plan.budgets.device is None or plan.ranks is not None:
+        return
+    rates, states, n = Rates(hardware), plan.layout.states, 1 << 20
+    passing = state_bytes(states, n)
+    on_device = max(
+        rates.seconds("h2d", passing + n * plan.layout.itemsize(GRAD)),
+        rates.seconds("d2h", passing),
+        rates.device_update_seconds(n),
+    )
+    on_cpu = rates.update_seconds(n)
+    even = on_cpu / (on_cpu + on_device)
+    for share in (even, even / 2):
+        split = replace(fastest.options.split or USUAL_SPLIT, device_update_share=round(share, 2))
+        yield f"{split.device_update_share:.0%} of the updates on the device", replace(fastest.options, split=split)
 
 
 def _page_sizes(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:

@@ -67,7 +67,11 @@ class Simulation:
         """(seconds, tier, pages taken there, or given back if below zero) of lines that come and go."""
         self._offloads: deque[tuple[Task, int]] = deque()
         self._gradients = SimulatedGradients(plan, lambda pages: self._note(HOST, pages))
-        self._updater = SimulatedUpdater(plan, self._lanes, self._rates)
+        updated_on_device = plan.placement.updated_on_device
+        self._updaters = [SimulatedUpdater(plan, self._lanes, self._rates)]
+        if updated_on_device:
+            self._updaters.append(SimulatedUpdater(plan, self._lanes, self._rates, on_device=True))
+        self._updater_of = [self._updaters[unit.index in updated_on_device] for unit in plan.units]
         self._last_offload: dict[int, Task] = {}
         self._final = _final_backward(plan)
         self._speculated: dict[int, Task] = {}
@@ -99,7 +103,7 @@ class Simulation:
                 break
             self._issue(tick)
             unit = access.unit
-            self._wait(self._updater.published(unit))
+            self._wait(self._updater_of[unit].published(unit))
             self._wait(self._leases.get(unit))
             for exchange in self._plan.exchanges_at.get(tick, ()):
                 self._wait(self._exchange(exchange))
@@ -114,7 +118,8 @@ class Simulation:
                 self._gradients.updated(unit, self._speculated.pop(unit))
             elif not self._plan.options.update_under_backward:
                 self._queue_update(unit)
-        self._updater.pump()
+        for updater in self._updaters:
+            updater.pump()
         self._issue(last)
 
     def drain(self) -> Mapping[str, int]:
@@ -136,7 +141,7 @@ class Simulation:
 
     def _fetch(self, op: Op) -> Task:
         """From a unit's home to its lease; what is whole is what every rank's slice makes."""
-        pending = self._updater.published(op.unit)
+        pending = self._updater_of[op.unit].published(op.unit)
         after = [pending] if pending else []
         name = f"fetch {self._plan.units[op.unit].name}"
         if op.nbytes:
@@ -202,12 +207,12 @@ class Simulation:
             self._gradients.spilled(unit, spill)
         if final and (plan.options.update_under_backward or unit in plan.placement.speculated):
             self._queue_update(unit)
-            self._updater.pump()
+            self._updater_of[unit].pump()
 
     def _queue_update(self, unit: int) -> None:
         self._drop_lease(unit)
         settled = [self._last_offload[unit]]
-        published = self._updater.queue(unit, settled, reload=not self._gradients.holds(unit))
+        published = self._updater_of[unit].queue(unit, settled, reload=not self._gradients.holds(unit))
         if unit in self._plan.placement.speculated:
             self._speculated[unit] = published
         else:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 
+from pagoda.plan.device_updates import DEVICE_SLOTS, state_bytes
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, HOST, SSD
 from pagoda.plan.placement import STAGING
@@ -34,25 +35,41 @@ class _Update:
     written: Task = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The lanes that an update passes."""
+
+    read: str
+    update: str
+    write: str
+
+
+_ON_CPU, _ON_DEVICE = _Path("ssd_read", "update", "ssd_write"), _Path("h2d", "device_update", "d2h")
+
+
 class SimulatedUpdater:
     """Feeds queued updates to the lanes as the runtime's does: the most urgent first, streamed ones through the ring.
 
-    While none is queued, free slots of the ring read ahead the unit that came next the last time.
+    While none is queued, free slots of the ring read ahead the unit that came next the last time. What is updated
+    `on_device` has an updater and a ring of its own, and is not read ahead.
     """
 
-    def __init__(self, plan: Plan, lanes: SimulatedLanes, rates: Rates) -> None:
+    def __init__(self, plan: Plan, lanes: SimulatedLanes, rates: Rates, on_device: bool = False) -> None:
         self._plan = plan
+        self._on_device = on_device
+        self._path = _ON_DEVICE if on_device else _ON_CPU
         self._lanes = lanes
         self._rates = rates
         layout, placement = plan.layout, plan.placement
         self._touched_per_element = layout.bytes_per_update
         self._streamed = [self._streamed_bytes(unit) for unit in plan.units]
+        """Bytes of each unit that its update brings from elsewhere, and takes back."""
         self._elements = [layout.updated_elements(unit) for unit in plan.units]
         """Parameters of each unit that this rank updates."""
         elements = sum(self._elements)
         self._chunk = layout.block_elements * ceil(elements / layout.block_elements / _MOST_CHUNKS)
-        ring = placement.ring_slots * layout.block_elements
-        self._slots = max(3, ring // self._chunk) if placement.ring_slots else 0
+        slots = DEVICE_SLOTS if on_device else placement.ring_slots
+        self._slots = max(3, slots * layout.block_elements // self._chunk) if slots else 0
         uses = NextUse(plan.trace)
         self._urgency = [uses.after(u.index, len(plan.trace.accesses) - 1) for u in plan.units]
         self._queue: list[_Update] = []
@@ -78,9 +95,9 @@ class SimulatedUpdater:
 
     def queue(self, unit: int, gradient: list[Task], reload: bool) -> Task:
         """The unit's gradient is complete once `gradient` has ended; returns what ends when it has been used."""
-        weight_streams = self._plan.placement.home(unit, WEIGHT) == SSD
-        lane = "ssd_write" if weight_streams else "ssd_read" if self._streamed[unit] else "update"
-        milestones = self._lanes.milestone(lane), self._lanes.milestone("ssd_write")
+        path, streamed = self._path, self._streamed[unit] and not self._on_device
+        lane = path.write if streamed and self._weight_streams(unit) else path.read if streamed else path.update
+        milestones = self._lanes.milestone(lane), self._lanes.milestone(path.write)
         before = self._latest.get(unit)
         ready = [*gradient, before.written] if before else gradient
         update = _Update(self._urgency[unit], self._sequence, unit, ready, reload, *milestones)
@@ -132,19 +149,21 @@ class SimulatedUpdater:
             ahead = self._ahead.pop(start, None)
             if ahead is None and not self._slots:
                 return False
-            reads = [ahead or self._read(unit, nbytes)]
+            gradient = (stop - start) * self._plan.layout.itemsize(GRAD) if self._on_device else 0
+            reads = [ahead or self._read(unit, nbytes + gradient)]
         name = f"update {self._name(unit)}"
         touched = int((stop - start) * self._touched_per_element)
-        task = self._lanes.submit("update", name, touched, self._rates.update_seconds(stop - start), reads)
+        rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
+        task = self._lanes.submit(self._path.update, name, touched, rate(stop - start), reads)
         self._computed.append(task)
         if streamed:
-            seconds = self._rates.seconds("ssd_write", nbytes)
-            write = self._lanes.submit("ssd_write", f"write {self._name(unit)}", nbytes, seconds, [task])
+            seconds = self._rates.seconds(self._path.write, nbytes)
+            write = self._lanes.submit(self._path.write, f"write {self._name(unit)}", nbytes, seconds, [task])
             self._writes.append(write)
             write.then.append(self._slot_is_free)
         self._next_chunk = stop
         if stop == total:
-            self._finish(update, streams_weight=self._plan.placement.home(unit, WEIGHT) == SSD)
+            self._finish(update, streams_weight=self._weight_streams(unit))
             self._current, self._ahead_unit = None, -1
         return True
 
@@ -164,6 +183,8 @@ class SimulatedUpdater:
         """While nothing is queued: read one more chunk of the unit that most likely comes next."""
         unit = self._successor.get(self._fed, -1)
         if self._current is not None or self._queue or unit < 0 or not self._slots or not self._streamed[unit]:
+            return False
+        if self._on_device:
             return False
         if self._ahead_unit != unit:
             if not self._latest[unit].written.done:
@@ -185,18 +206,23 @@ class SimulatedUpdater:
 
     def _read(self, unit: int, nbytes: int) -> Task:
         self._slots -= 1
-        seconds = self._rates.seconds("ssd_read", nbytes)
-        return self._lanes.submit("ssd_read", f"read {self._name(unit)}", nbytes, seconds)
+        seconds = self._rates.seconds(self._path.read, nbytes)
+        return self._lanes.submit(self._path.read, f"read {self._name(unit)}", nbytes, seconds)
 
     def _slot_is_free(self) -> None:
         self._slots += 1
         self.pump()
 
     def _streamed_bytes(self, unit: UnitSpec) -> int:
-        """Bytes of the states of a unit that an update brings from SSD, and takes back."""
+        """Bytes of the states of a unit that an update brings, and takes back."""
         homes, states = self._plan.placement, self._plan.layout.states
         numel = self._plan.layout.updated_elements(unit)
+        if self._on_device:
+            return state_bytes(states, numel)
         return sum(s.nbytes(numel) for s in states if homes.home(unit.index, s.name) == SSD)
+
+    def _weight_streams(self, unit: int) -> bool:
+        return self._on_device or self._plan.placement.home(unit, WEIGHT) == SSD
 
     def _name(self, unit: int) -> str:
         return self._plan.units[unit].name

@@ -19,12 +19,19 @@ class Split:
     """Most of the gradients."""
     leases_ahead: int = 2
     """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
+    device_update_share: float = 0.0
+    """Most of the parameters whose update runs on a device of its own: their states pass it, block by block, while the
+    CPU updates the others. Only units with all their states in RAM are updated there."""
     undo_first: bool = False
     """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
     RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
 
     def __post_init__(self) -> None:
-        for name, share in (("weight_share", self.weight_share), ("grad_share", self.grad_share)):
+        for name, share in (
+            ("weight_share", self.weight_share),
+            ("grad_share", self.grad_share),
+            ("device_update_share", self.device_update_share),
+        ):
             if not 0 <= share <= 1:
                 raise ConfigError(f"split.{name} is {share}; it must be from 0 to 1.")
         if self.leases_ahead < 1:
@@ -34,6 +41,7 @@ class Split:
         return (
             f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
             f"at most {self.leases_ahead} leases are fetched ahead"
+            f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
             f"{'; copies for undoing updates come before moments' * self.undo_first} (as set)."
         )
 

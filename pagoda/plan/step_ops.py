@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
+from pagoda.plan.device_updates import state_bytes
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ops import COLLECTIVE, DEVICE, SSD, Kind, Op
 from pagoda.plan.placement import LEASES, Placement
@@ -102,6 +103,12 @@ class StepOps:
             read += layout.pages(unit, GRAD) * layout.page_bytes
         if read:
             yield Op(Kind.READ, unit.index, "ssd_read", read, tick)
+        if unit.index in placement.updated_on_device:
+            states, gradient = state_bytes(layout.states, elements), elements * layout.itemsize(GRAD)
+            yield Op(Kind.READ, unit.index, "h2d", states + gradient, tick)
+            yield Op(Kind.UPDATE, unit.index, "device_update", 2 * states + gradient, tick)
+            yield Op(Kind.WRITE, unit.index, "d2h", states, tick)
+            return
         yield Op(Kind.UPDATE, unit.index, "update", touched + elements * layout.itemsize(GRAD), tick)
         if write:
             yield Op(Kind.WRITE, unit.index, "ssd_write", write, tick)

@@ -1,18 +1,31 @@
 """The device: where compute reads weights and leaves gradients, and how bytes get there and back.
 
-All of CUDA that the runtime knows is `CudaDevice`: streams, events and pinned copies. `Device` is the same contract
-where compute is the CPU, so everything above runs, and is tested, without a GPU.
+All of CUDA that the runtime knows is `CudaDevice`: streams, events, pinned copies and kernels. `Device` is the same
+contract where compute is the CPU, so everything above runs, and is tested, without a GPU.
 """
 
 import ctypes
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from pagoda.memory.arena import Arena
 from pagoda.memory.cuda import CudaArena, PinnedArena
+from pagoda.optim.jit import LANES
+from pagoda.optim.kernels import update_kernel
+from pagoda.optim.rule import ElementwiseRule, Precision
+from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
+from pagoda.plan.placement import BOUNCE_ELEMENTS
+
+StoreGradient = Callable[[int, int, int], float]
+"""The CPU's kernel: (target address, source address, elements) -> sum of squares."""
+UpdateKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
+"""An update in place, on the device: flat states in StateSpec order, the gradient, and what a CPU kernel takes after
+its number of elements."""
 
 
+@runtime_checkable
 class Event(Protocol):
     """A point in a queue of work."""
 
@@ -43,9 +56,15 @@ class Device:
         """RAM that `copy_in` reads and `copy_out` writes."""
         return Arena(nbytes)
 
+    def warm_up(self, rule: ElementwiseRule, precision: Precision) -> None:
+        """Compile the device's own kernels, so that no step waits for it."""
+
     def fence(self) -> Event:
         """The point that compute has been told to reach so far. Called by the compute thread."""
         return PAST
+
+    def wait_for(self, event: Event) -> None:
+        """Let what compute is told from now on run behind `event`. Called by the compute thread."""
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         """Start copying RAM to the device once compute has passed `after`; returns when that has ended."""
@@ -57,19 +76,61 @@ class Device:
         _copy(target, source)
         return PAST
 
+    def store_gradient(
+        self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
+    ) -> list[float]:
+        """Copy a flat gradient to RAM once compute has passed `after`, and wait for that.
+
+        Returns the sum of squares of each BOUNCE_ELEMENTS of it, with the bits of the CPU's `kernel`.
+        """
+        n, itemsize = gradient.numel(), gradient.element_size()
+        to, source = target.data_ptr(), gradient.data_ptr()
+        return [
+            kernel(to + start * itemsize, source + start * itemsize, min(BOUNCE_ELEMENTS, n - start))
+            for start in range(0, n, BOUNCE_ELEMENTS)
+        ]
+
+    def update_kernel(self, rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
+        """The update of states that lie on the device, to be called inside `pipe`."""
+        kernel = update_kernel(rule, precision)
+
+        def update(states: Sequence[torch.Tensor], gradient: torch.Tensor, arguments: Sequence[float]) -> None:
+            kernel(*(state.data_ptr() for state in states), gradient.data_ptr(), gradient.numel(), *arguments)
+
+        return update
+
+    def pipe(self, number: int, work: Callable[[], None]) -> Event:
+        """Start what `work` does by `copy` and kernels, one after another, beside compute; returns when it has ended.
+
+        What is done in pipes of other numbers, below PIPES, runs beside it.
+        """
+        work()
+        return PAST
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy in either direction, inside `pipe`."""
+        _copy(target, source)
+
 
 class CudaDevice(Device):
-    """A GPU: copies run on a stream per direction, behind events of the stream that computes.
+    """A GPU: copies run on a stream per direction, updates on one for each pipe, behind events of the stream that
+    computes. A copy that waits for compute holds up those behind it, but no update.
 
-    Lanes wait for their copies (`Event.synchronize`, without the GIL), so a handle that has ended means bytes that
-    have arrived, for every thread and stream. Nothing uses `record_stream`: a tensor being copied is kept alive by the
-    lane, and frames are overwritten behind the fence that was taken when they were freed.
+    Lanes queue their work and wait for its events (`Event.synchronize`, without the GIL), so a handle that has ended
+    means bytes that have arrived, for every thread and stream. Nothing uses `record_stream`: a tensor being copied is
+    kept alive by the lane, and frames are overwritten behind the fence that was taken when they were freed.
+
+    torch's streams do not wait for the one that computes unless told to, the default stream included.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
-        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in, self._out, self._squares, *self._pipes = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for _ in range(3 + PIPES)
+        )
+        self._sums = torch.empty(0, LANES, dtype=torch.float64, device=device)
+        self._landed_sums = torch.empty(0, LANES, dtype=torch.float64)
 
     def arena(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.torch_device)
@@ -77,10 +138,19 @@ class CudaDevice(Device):
     def host_arena(self, nbytes: int) -> Arena:
         return PinnedArena(nbytes)
 
+    def warm_up(self, rule: ElementwiseRule, precision: Precision) -> None:
+        from pagoda.optim import triton_kernels
+
+        triton_kernels.warm_up(rule, precision, self.torch_device, BOUNCE_ELEMENTS)
+
     def fence(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
+
+    def wait_for(self, event: Event) -> None:
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         return self._copy(self._in, target, source, after)
@@ -88,14 +158,57 @@ class CudaDevice(Device):
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         return self._copy(self._out, target, source, after)
 
+    def store_gradient(
+        self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
+    ) -> list[float]:
+        # Straight to its extent, at the link's rate: the CPU neither copies it again nor sums its squares.
+        from pagoda.optim import triton_kernels
+
+        pieces = -(-gradient.numel() // BOUNCE_ELEMENTS)
+        if pieces > len(self._sums):  # only until the largest gradient has come once
+            self._sums = torch.empty(pieces, LANES, dtype=torch.float64, device=self.torch_device)
+            self._landed_sums = torch.empty(pieces, LANES, dtype=torch.float64, pin_memory=True)
+        with torch.cuda.stream(self._squares):
+            self._behind(self._squares, after)
+            triton_kernels.square_sums(gradient, self._sums, BOUNCE_ELEMENTS)
+            summed = self._copy(self._squares, self._landed_sums[:pieces], self._sums[:pieces], PAST)
+        self.copy_out(target, gradient, after).synchronize()
+        summed.synchronize()
+        sums = self._landed_sums[:pieces].unbind(1)
+        total = torch.zeros(pieces, dtype=torch.float64)
+        for lane in sums:  # from the first to the last, as the CPU does
+            total += lane
+        return total.tolist()
+
+    def update_kernel(self, rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
+        from pagoda.optim import triton_kernels
+
+        return triton_kernels.update_kernel(rule, precision)
+
+    def pipe(self, number: int, work: Callable[[], None]) -> Event:
+        stream = self._pipes[number]
+        with torch.cuda.stream(stream):
+            work()
+            return self._event(stream)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         with torch.cuda.stream(stream):
-            if isinstance(after, torch.cuda.Event):
-                stream.wait_event(after)
+            self._behind(stream, after)
             target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record(stream)
-        return done
+            return self._event(stream)
+
+    def _behind(self, stream: torch.cuda.Stream, after: Event) -> None:
+        if isinstance(after, torch.cuda.Event):
+            stream.wait_event(after)
+
+    def _event(self, stream: torch.cuda.Stream) -> Event:
+        """Whoever waits for it sleeps."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

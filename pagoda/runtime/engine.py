@@ -15,6 +15,7 @@ from pagoda.errors import UsageError
 from pagoda.memory.page import Run
 from pagoda.optim.kernels import gradient_kernels, update_kernel, warm_up
 from pagoda.optim.rule import ElementwiseRule, Precision
+from pagoda.plan.device_updates import UPDATE_RING
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import LEASES
@@ -25,6 +26,7 @@ from pagoda.runtime.async_updates import AsyncUpdater
 from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device, Event
+from pagoda.runtime.device_updates import DeviceBlockStream, DeviceRing
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
@@ -32,7 +34,7 @@ from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
 from pagoda.runtime.leases import Lease
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
-from pagoda.runtime.regions import open_leases, open_staging
+from pagoda.runtime.regions import open_device_tier, open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.stats import Meter, StepStats
@@ -40,6 +42,7 @@ from pagoda.runtime.stepper import Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
 from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updaters import Updaters
 from pagoda.runtime.updates import BlockStream, Updater
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
@@ -88,9 +91,11 @@ class Engine:
             "ssd_read": Lane("ssd_read", ssd_threads),
             "ssd_write": Lane("ssd_write", ssd_threads),
             "update": Lane("update", torch.get_num_threads()),
+            "device_update": Lane("device_update"),
         }
         self.rule = rule
         warm_up(rule, precision)
+        device.warm_up(rule, precision)
         self.gradients = Gradients(
             self.store,
             open_staging(self.store),
@@ -101,25 +106,35 @@ class Engine:
             stalled=self._meter.stalled,
         )
         self._fetcher = Fetcher(self.store, self._lanes, device)
-        self.leases = open_leases(self.store, device, units, self._fill, poison)
+        device_tier = open_device_tier(plan, device, poison)
+        self.leases = open_leases(self.store, device, device_tier, units, self._fill)
         self.graphs = GraphMemory(self, self.store, directories, self._lanes, device, self._meter.stalled, poison)
         self.graphs.packing.register(units)
         self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
         kernel = update_kernel(rule, precision)
         stream = BlockStream(self.store, kernel, self._lanes, lambda record: self.gradients.release(record))
-        self._updater: Updater | AsyncUpdater
+        self._streams = [stream]
+        self._updater: Updaters | AsyncUpdater
         self._publisher: Publisher | None = None
-        if plan.options.max_staleness is None:
-            self._updater = Updater(self.store, self.gradients, stream)
+        on_device = plan.placement.updated_on_device
+        if on_device:
+            assert device_tier is not None
+            on_tensors, ring = device.update_kernel(rule, precision), DeviceRing(self.store, device_tier)
+            passing = DeviceBlockStream(self.store, on_tensors, self._lanes, stream.finished, device, ring)
+            passing.damage = stream.damage
+            self._streams.append(passing)
+            through_device = Updater(self.store, self.gradients, passing)
+            self._updater = Updaters(Updater(self.store, self.gradients, stream), through_device, on_device)
+        elif plan.options.max_staleness is None:
+            self._updater = Updaters(Updater(self.store, self.gradients, stream))
         else:
             self._updater = AsyncUpdater(self.store, units, stream)
             self._publisher = Publisher(
                 self._updater, units, plan.options.max_staleness, self._show_published, self._meter.stalled
             )
-        self._stream = stream
         self.damage = stream.damage
         self.saver = Saver()
-        speculated_on = self._updater if isinstance(self._updater, Updater) else None
+        speculated_on = self._updater.cpu if isinstance(self._updater, Updaters) else None
         self._speculation = Speculation(
             plan.placement.speculated, self.gradients, speculated_on, self.saver, self.leases.drop
         )
@@ -167,7 +182,7 @@ class Engine:
         lease = self._pilot.lease(unit, phase, recorded=phase is Phase.BACKWARD or torch.is_grad_enabled())
         unit.wait_for_update(self._wait)
         if lease.ready is not None:
-            self._wait(lease.ready)
+            self._receive(lease.ready)
         if self._meter.tape is not None:
             self._note_access(self._meter.tape, unit, phase)
         return lease
@@ -224,20 +239,23 @@ class Engine:
         Asynchronous updates are drained: only then is it known which of them belong to that state, and where it lies.
         """
         self._speculation.undo_all()
-        if not isinstance(self._updater, Updater):
+        if isinstance(self._updater, AsyncUpdater):
             self.drain()
 
     def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, list[Run]]) -> Capture:
         """Start capturing every state as the last `step()` leaves it: `pieces` gives what of a unit is written."""
-        pending = self._updater.pending() if isinstance(self._updater, Updater) else {}
+        pending = self._updater.pending() if isinstance(self._updater, Updaters) else {}
         expected = sorted(self.units, key=self._pilot.urgency, reverse=self.plan.options.update_under_backward)
         of_all = (piece for unit in expected for piece in pieces(unit.index))
-        capture = self._stream.capture = Capture(self.store, of_all, pending, extents)
+        capture = Capture(self.store, of_all, pending, extents)
+        for stream in self._streams:
+            stream.capture = capture
         return capture
 
     def end_capture(self, capture: Capture) -> None:
         """No more of it is needed: updates need not wait."""
-        self._stream.capture = None
+        for stream in self._streams:
+            stream.capture = None
         capture.end()
 
     def close(self) -> None:
@@ -253,7 +271,8 @@ class Engine:
             stack.callback(self.store.close)
             stack.callback(self.leases.close)
             stack.callback(self.graphs.close)
-            for name in ("ssd_write", "update", "d2h", "h2d", "ssd_read"):  # from the last: each feeds those before it
+            # From the last: each feeds those before it.
+            for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
                 stack.callback(self._lanes[name].close)
             stack.callback(self._updater.close)
             stack.callback(self.saver.close)
@@ -300,6 +319,17 @@ class Engine:
             handle.wait()
         self._meter.stalled(handle.lane, time.perf_counter() - start)
 
+    def _receive(self, fetch: Handle) -> None:
+        """Let compute read what a fetch brings: on a device with queues of its own, it need only have been queued."""
+        if fetch.done:
+            fetch.wait()
+            return
+        start = time.perf_counter()
+        with record_function(f"pagoda::wait_{fetch.lane}"):
+            event = fetch.wait_until_issued()
+        self.device.wait_for(event)
+        self._meter.stalled(fetch.lane, time.perf_counter() - start)
+
     def _take_stats(self, norm: float | None, replanned: bool) -> None:
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
@@ -331,6 +361,7 @@ class Engine:
         if self.leases.region is not None:
             tier = self.plan.lease_tier or HOST
             peaks[tier] = peaks.get(tier, 0) + self.leases.region.peak_bytes
+            peaks[tier] += self.plan.bytes[tier].get(UPDATE_RING, 0)
         if self.store.ssd is not None:
             peaks[SSD] = self.store.ssd.peak_bytes
         for tier, nbytes in self.graphs.peak_bytes.items():

@@ -49,7 +49,7 @@ class Fetcher:
         if home is not None:
             source = home.view(torch.uint8)[: into.numel()]
             return self._lanes["h2d"].submit(
-                lambda: self._device.copy_in(into, source, free).synchronize(), after, into.nbytes, label
+                lambda: self._device.copy_in(into, source, free), after, into.nbytes, label
             )
         pieces = [(at, into[at : at + self._piece_bytes]) for at in range(0, into.nbytes, self._piece_bytes)]
         if self._separate:
@@ -73,8 +73,8 @@ class Fetcher:
             taken.append(self._slots.get())
             self._load(unit, at, view())
 
-        def copy() -> None:
-            self._device.copy_in(into, torch.frombuffer(view(), dtype=torch.uint8), free).synchronize()
+        def copy() -> Event:
+            return self._device.copy_in(into, torch.frombuffer(view(), dtype=torch.uint8), free)
 
         def copied(_: BaseException | None) -> None:
             for slot in taken:

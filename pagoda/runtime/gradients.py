@@ -220,7 +220,7 @@ class Gradients:
         return extent
 
     def _open_bounce(self) -> list[torch.Tensor]:
-        """Two buffers through which gradients leave a device of its own, shape [BOUNCE_ELEMENTS] at most."""
+        """Two buffers in which gradients of a device of its own land to be added, shape [BOUNCE_ELEMENTS] at most."""
         pages = self._store.plan.placement.pages(HOST, BOUNCE) // 2
         dtype = self._store.dtype(GRAD)
         runs = [self._store.host.alloc(pages) for _ in range(2 if pages else 0)]
@@ -229,11 +229,13 @@ class Gradients:
         ]
 
     def _take(self, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> float:
-        """Store or add a flat gradient, shape [n], piece by piece; returns the square sum of the result.
+        """Store or add a flat gradient, shape [n]; returns the square sum of the result.
 
-        On the d2h lane. From a device of its own, each piece is on its way while the one before is added.
+        On the d2h lane. What is added comes in pieces: from a device of its own, each is on its way while the one
+        before is added.
         """
-        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
+        if not accumulate:
+            return math.fsum(self._device.store_gradient(self._kernels.store_gradient, into, grad, issued))
         starts = range(0, grad.numel(), BOUNCE_ELEMENTS)
 
         def fetch(start: int) -> tuple[torch.Tensor, Event]:
@@ -250,7 +252,7 @@ class Gradients:
             piece, arrived = upcoming
             upcoming = fetch(start + BOUNCE_ELEMENTS) if start + BOUNCE_ELEMENTS < grad.numel() else None
             arrived.synchronize()
-            sums.append(kernel(into[start:].data_ptr(), piece.data_ptr(), piece.numel()))
+            sums.append(self._kernels.add_gradient(into[start:].data_ptr(), piece.data_ptr(), piece.numel()))
         return math.fsum(sums)
 
     # Everything below is called with the lock held, except `_hold_back` and lane callbacks.

@@ -4,9 +4,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from torch.profiler import record_function
 
+from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.tape import Tape
 
 SSD_THREADS = 2
@@ -16,11 +18,13 @@ SSD_THREADS = 2
 class Handle:
     """Work submitted to a lane. Waiting on it raises what the work raised."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_lock", "lane")
+    __slots__ = ("_callbacks", "_done", "_error", "_event", "_issued", "_lock", "lane")
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
         self._done = threading.Event()
+        self._issued = threading.Event()
+        self._event = PAST
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[BaseException | None], None]] = []
         self._lock = threading.Lock()
@@ -34,6 +38,11 @@ class Handle:
         """True once the work has ended without an error."""
         return self._done.is_set() and self._error is None
 
+    @property
+    def issued(self) -> bool:
+        """True once the work has ended or all of it is in a device's queue."""
+        return self._issued.is_set()
+
     def wait(self) -> None:
         """Block until the work has ended; raises its error."""
         self._done.wait()
@@ -44,11 +53,29 @@ class Handle:
         """Block until the work has ended, however it did."""
         self._done.wait()
 
+    def wait_until_issued(self) -> Event:
+        """Block until the work has ended, or all of it waits in a device's queue; raises its error.
+
+        Whoever queues work of their own behind the event that is returned need not wait for the end.
+        """
+        self._issued.wait()
+        if self._done.is_set():
+            self.wait()
+            return PAST
+        return self._event
+
+    def issue(self, event: Event) -> None:
+        """All of the work is in a device's queue, before `event`. Called by whoever does it, before `finish`."""
+        self._event = event
+        self._issued.set()
+
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the work as ended. Called by whoever does it, once."""
         with self._lock:
             self._error = error
             self._done.set()
+            self._issued.set()
+            self._event = PAST
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(error)
@@ -85,11 +112,26 @@ class Latch(Handle):
             self.finish(self._first_error)
 
 
+Work = Callable[[], Event | None]
+"""What a lane does. Work that it only puts in a device's queue returns the event behind it."""
+
+
+class _Ticket(NamedTuple):
+    """What is known of work beside itself."""
+
+    label: str
+    nbytes: int
+    handle: Handle
+
+
 class Lane:
     """One resource's executor: work starts in the order in which it became ready, on `threads` threads.
 
     Work that depends on other lanes names their handles in `after` and is ready when they have ended, so no thread
     ever sits waiting while there is other work, and work may depend on what is submitted to this lane later.
+
+    Work that returns an event has only been put in a device's queue: the next one follows at once, so that the device
+    always has the next one there, and the handle ends when another thread has waited for the event.
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:
@@ -97,7 +139,10 @@ class Lane:
         self.tape: Tape | None = None
         """Where work is recorded as it ends, if anywhere."""
         self._label = f"pagoda::{name}"
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], str, int, Handle] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, _Ticket] | None] = queue.SimpleQueue()
+        self._queued: queue.SimpleQueue[tuple[Work, _Ticket, Event, float] | None] = queue.SimpleQueue()
+        """What a device has in its queue, each with when it was put there."""
+        self._finisher: threading.Thread | None = None
         self._lock = threading.Lock()
         self._busy_s = 0.0
         self._bytes = 0
@@ -107,9 +152,7 @@ class Lane:
         for thread in self._threads:
             thread.start()
 
-    def submit(
-        self, work: Callable[[], None], after: Iterable[Handle] = (), nbytes: int = 0, label: str = ""
-    ) -> Handle:
+    def submit(self, work: Work, after: Iterable[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
         """Do `work`, which moves `nbytes`, once `after` have ended; if one of them failed, fail with its error.
 
         `label` is what a tape calls it: a verb of `plan.ops.Kind` and a unit's name, as in a simulated timeline.
@@ -118,7 +161,7 @@ class Lane:
 
         def ready(error: BaseException | None) -> None:
             if error is None:
-                self._queue.put((work, label, nbytes, handle))
+                self._queue.put((work, _Ticket(label, nbytes, handle)))
             else:
                 handle.finish(error)
 
@@ -128,6 +171,11 @@ class Lane:
         else:
             ready(None)
         return handle
+
+    def count(self, nbytes: int) -> None:
+        """Bytes that move as if on this lane, as part of another's work."""
+        with self._lock:
+            self._bytes += nbytes
 
     def take_counters(self) -> tuple[float, int]:
         """Seconds of work (summed over threads) and bytes moved since the last call."""
@@ -142,27 +190,62 @@ class Lane:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        if self._finisher is not None:
+            self._queued.put(None)
+            self._finisher.join()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, label, nbytes, handle = item
+            work, ticket = item
             start = time.perf_counter()
+            event, error = self._do(work)
+            if isinstance(event, Event) and event is not PAST:
+                self._finish_later(work, ticket, event, start)
+                del item, work
+            else:
+                # Drop references first, or the last gradient of a step would live until the next one.
+                del item, work
+                self._end(ticket, start, error)
+            del ticket, event, error
+
+    def _do(self, work: Work) -> tuple[Event | None, BaseException | None]:
+        try:
+            with record_function(self._label):
+                return work(), None
+        except BaseException as error:
+            return None, error
+
+    def _finish_later(self, work: Work, ticket: _Ticket, event: Event, start: float) -> None:
+        """Let the finisher wait for what a device has been given; `work` keeps alive what that reads and writes."""
+        ticket.handle.issue(event)
+        if self._finisher is None:  # lanes whose work is put in a device's queue have one thread that does so
+            self._finisher = threading.Thread(target=self._finish, name=f"pagoda-{self.name}-finisher", daemon=True)
+            self._finisher.start()
+        self._queued.put((work, ticket, event, start))
+
+    def _finish(self) -> None:
+        """End what was put in a device's queue, which works through it in order."""
+        before = 0.0
+        while (queued := self._queued.get()) is not None:
+            work, ticket, event, start = queued
             error: BaseException | None = None
             try:
-                with record_function(self._label):
-                    work()
+                event.synchronize()
             except BaseException as caught:
                 error = caught
-            end = time.perf_counter()
-            with self._lock:
-                self._busy_s += end - start
-                self._bytes += nbytes
-            if (tape := self.tape) is not None:
-                tape.add(self.name, label or self.name, start, end, nbytes)
-            # Drop references first, or the last gradient of a step would live until the next one.
-            del item, work
-            handle.finish(error)
-            del handle, error
+            begun, before = max(start, before), time.perf_counter()
+            del queued, work, event
+            self._end(ticket, begun, error)
+            del ticket, error
+
+    def _end(self, ticket: _Ticket, start: float, error: BaseException | None) -> None:
+        end = time.perf_counter()
+        with self._lock:
+            self._busy_s += end - start
+            self._bytes += ticket.nbytes
+        if (tape := self.tape) is not None:
+            tape.add(self.name, ticket.label or self.name, start, end, ticket.nbytes)
+        ticket.handle.finish(error)
 
 
 def wait_all(handles: Iterable[Handle]) -> None:

@@ -41,8 +41,11 @@ class Lease:
 
     @property
     def pinned(self) -> bool:
-        """True while the frames cannot be taken: in a forward, being filled, or held."""
-        return self.unit.active > 0 or (self.ready is not None and not self.ready.done) or self.held
+        """True while the frames cannot be taken: in a forward, to be filled, or held.
+
+        What fills them next follows what fills them now in the device's queue.
+        """
+        return self.unit.active > 0 or (self.ready is not None and not self.ready.issued) or self.held
 
 
 class Leases:

@@ -18,7 +18,8 @@ from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_
 from pagoda.runtime.packing import outside_use
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import Updater, non_finite_message
+from pagoda.runtime.updaters import Updaters
+from pagoda.runtime.updates import non_finite_message
 
 
 class Stepper:
@@ -31,7 +32,7 @@ class Stepper:
         clip_grad_norm: float | None,
         rule: Rule,
         gradients: Gradients,
-        updater: Updater | AsyncUpdater,
+        updater: Updaters | AsyncUpdater,
         speculation: Speculation,
         leases: Leases,
         urgency: Callable[[LiveUnit], float],
@@ -209,7 +210,7 @@ class Stepper:
         if not segments:
             self._gradients.release(record)
             return
-        if isinstance(self._updater, Updater):
+        if isinstance(self._updater, Updaters):
             unit.version += 1
             unit.update = kept or self._updater.submit(record, segments, self._urgency(unit))
         else:

@@ -21,7 +21,7 @@ KEYS = [
     "step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "stall_s",
     "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults", "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip
-LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update"}
+LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update"}
 
 STEPS = 6
 

@@ -13,9 +13,10 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE, SSD, Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.rates import READ, UPDATE, WRITE, Rates
+from pagoda.plan.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
 from pagoda.plan.search import search
 from pagoda.plan.simulate import simulate
+from pagoda.plan.split import Split
 from pagoda.plan.timeline import COMPUTE, Timeline
 
 from .strategies import STATES, Draw, figure, hardware, large_trees
@@ -51,6 +52,7 @@ def plans(draw: Draw, separate: bool) -> Plan:
         unit_limit=draw(st.integers(64, 400_000)),
         accumulation_steps=draw(st.none() | st.integers(1, 2)),
         clipping=draw(st.booleans()),
+        split=Split(device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0]))),
     )
     budgets = Budgets(0, 0 if separate else None, LARGE)
     while True:
@@ -106,9 +108,16 @@ def test_every_byte_of_the_plans_ops_is_moved_and_no_other(case: Case) -> None:
 def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_its_rate(case: Case) -> None:
     plan, machine, ticks, timeline = case
     rates = Rates(machine)
-    least = {COMPUTE: sum(ticks), UPDATE: rates.update_seconds(sum(unit.trainable_numel for unit in plan.units))}
+    passing = plan.placement.updated_on_device
+    on_device = sum(plan.units[index].trainable_numel for index in passing)
+    on_cpu = sum(unit.trainable_numel for unit in plan.units) - on_device
+    least = {
+        COMPUTE: sum(ticks),
+        UPDATE: rates.update_seconds(on_cpu),
+        DEVICE_UPDATE: rates.device_update_seconds(on_device),
+    }
     for lane, nbytes in bytes_of_ops(plan).items():
-        if lane != UPDATE:
+        if lane not in least:
             least[lane] = rates.seconds(lane, nbytes - (gradient_reads(plan) if lane == READ else 0))
     assert timeline.step_s >= max(least.values()) * (1 - 1e-6)
 

@@ -1,19 +1,20 @@
 """On an NVIDIA GPU: the same promises as with an arena in RAM that stands in for one."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from zoo import MODELS, PAGE, UNIT_LIMIT, Outcome, Recipe, batch, loss_of, run, take_step
+from zoo import MODELS, PAGE, UNIT_LIMIT, Batch, Outcome, Recipe, batch, loss_of, run, take_step
 
 import pagoda
 from pagoda.memory.cuda import CudaArena
-from pagoda.optim.adamw import AdamW
-from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
-from pagoda.runtime.construct import describe
+from pagoda.optim import Moments
+
+from .test_device_updates import assert_updated_on_device, layout_of, ring_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,18 +22,22 @@ pytestmark = [
 ]
 
 STEPS = 5
+FEW, SSD, PASSING, BOTH = "few", "ssd", "passing", "both"
+"""In the least device memory: states in RAM; on SSD; updated on the device, all of them or half."""
 
 
-def memory(placement: str, directory: Path, model: nn.Module) -> pagoda.Memory:
-    """Everything leased at once, or in the least device memory with states in RAM or on SSD."""
-    layout = make_plan(describe(model), AdamW().states("bf16"), Budgets(1 << 40), Options(PAGE, 128 << 10)).layout
+def memory(placement: str, directory: Path, recipe: Recipe) -> pagoda.Memory:
+    """Everything leased at once, or what `placement` says."""
+    layout = layout_of(recipe)
     least = layout.lease_pages(ahead=1) * PAGE
+    passing = placement in (PASSING, BOTH)
     return pagoda.Memory(
-        device="64MiB" if placement == "all" else str(least),
+        device="64MiB" if placement == "all" else str(least + ring_bytes(layout) * passing),
         host="64MiB",
-        ssd=f"{directory}:1GiB" if placement == "ssd" else None,
+        ssd=f"{directory}:1GiB" if placement == SSD else None,
         page_size=PAGE,
         unit_limit=UNIT_LIMIT,
+        split=pagoda.Split(device_update_share={PASSING: 1.0, BOTH: 0.5}[placement]) if passing else None,
     )
 
 
@@ -41,27 +46,66 @@ def train(recipe: Recipe, placement: str, directory: Path) -> Outcome:
         generator = torch.Generator().manual_seed(1)
         for _ in range(STEPS):
             for _ in range(recipe.accumulation):
-                inputs = {name: value.cuda() for name, value in batch(recipe.model, generator).items()}
-                loss = loss_of(model(**inputs))
+                loss = loss_of(model(**on_gpu(batch(recipe.model, generator))))
                 (loss / recipe.accumulation).backward()
                 outcome.losses.append(loss.item())
             take_step(optimizer, outcome)
 
-    model = recipe.build()
-    return run(model, memory(placement, directory, model), loop, precision=recipe.precision, clip_grad_norm=recipe.clip)
+    return run(
+        recipe.build(),
+        memory(placement, directory, recipe),
+        loop,
+        moments=recipe.moments,
+        precision=recipe.precision,
+        clip_grad_norm=recipe.clip,
+        accumulation_steps=recipe.accumulation if recipe.announced else None,
+    )
 
 
+def on_gpu(inputs: Batch) -> Batch:
+    return {name: value.cuda() for name, value in inputs.items()}
+
+
+@pytest.fixture(params=["1", ""], ids=["poison", "as users run it"])
+def _poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_POISON", request.param)
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_same_everywhere(recipe: Recipe, placement: str, directory: Path) -> Outcome:
+    outcome = train(recipe, placement, directory)
+    outcome.assert_same_bits(train(recipe, "all", directory))
+    return outcome
+
+
+@pytest.mark.usefixtures("_poison", "_deterministic")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
-@pytest.mark.parametrize("placement", ["few", "ssd"])
+@pytest.mark.parametrize("placement", [FEW, SSD, PASSING, BOTH])
 @pytest.mark.parametrize("model", MODELS)
 def test_placement_does_not_change_a_bit(model: str, placement: str, checkpointing: bool, tmp_path: Path) -> None:
-    recipe = Recipe(model, checkpointing=checkpointing, accumulation=2)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        outcome = train(recipe, placement, tmp_path)
-        outcome.assert_same_bits(train(recipe, "all", tmp_path))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    outcome = assert_same_everywhere(Recipe(model, checkpointing=checkpointing, accumulation=2), placement, tmp_path)
+    if placement == PASSING:
+        assert_updated_on_device(outcome, 1.0)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("placement", [FEW, BOTH])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_nor_does_it_with_other_states(precision: str, moments: Moments, placement: str, tmp_path: Path) -> None:
+    assert_same_everywhere(Recipe("llama", precision=precision, moments=moments), placement, tmp_path)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("placement", [FEW, SSD, BOTH])
+def test_nor_do_updates_under_backward(placement: str, tmp_path: Path) -> None:
+    assert_same_everywhere(Recipe("llama", clip=None, announced=True, frozen=True), placement, tmp_path)
 
 
 @pytest.mark.parametrize("model", ["llama", "conv"])
@@ -77,7 +121,7 @@ def test_training_agrees_with_the_cpu_within_rounding(model: str, tmp_path: Path
             take_step(optimizer, outcome)
 
     cpu = run(recipe.build(), pagoda.Memory(host="64MiB"), on_cpu, precision="fp32", clip_grad_norm=recipe.clip)
-    gpu = train(recipe, "few", tmp_path)
+    gpu = train(recipe, FEW, tmp_path)
     assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
 
 
@@ -87,16 +131,73 @@ def test_a_gpu_without_room_is_refused() -> None:
         CudaArena(2 * torch.cuda.mem_get_info()[1], device)
 
 
-def test_steady_steps_allocate_no_device_memory(tmp_path: Path) -> None:
-    """All leases come from one arena: what torch has reserved stays as it was after the first steps."""
-    model = Recipe("llama").build()
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory("few", tmp_path, model), clip_grad_norm=1.0)
-    generator = torch.Generator().manual_seed(1)
-    reserved = []
+def test_a_device_budget_that_is_too_small_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
+    recipe = Recipe("llama")
+    before = torch.cuda.memory_allocated()
+    small = pagoda.Memory(device=str(PAGE), host="64MiB", page_size=PAGE, unit_limit=UNIT_LIMIT)
+    with pytest.raises(pagoda.BudgetError) as refused:
+        pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=small)
+    assert refused.value.tier == "device"
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("placement", [FEW, SSD, BOTH])
+def test_two_hundred_steps_take_no_memory_that_the_first_did_not(placement: str, tmp_path: Path) -> None:
+    """Pages come from one arena: in steady state torch asks CUDA for nothing, and nothing is left when all is over."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    at_first = torch.cuda.memory_allocated()
+    recipe = Recipe("llama")
+    model = recipe.build()
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(), memory=memory(placement, tmp_path, recipe), clip_grad_norm=1.0
+    )
+    inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
+    allocated, asked = [], []
     for _ in range(200):
-        inputs = {name: value.cuda() for name, value in batch("llama", generator).items()}
         loss_of(model(**inputs)).backward()
         optimizer.step()
-        reserved.append(torch.cuda.memory_reserved())
+        optimizer.zero_grad()
+        optimizer.drain()
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        allocated.append(stats["allocated_bytes.all.current"])
+        asked.append((stats["num_device_alloc"], stats["num_alloc_retries"], stats["reserved_bytes.all.peak"]))
+    assert asked[3] == asked[-1]
+    assert allocated[3] == allocated[-1]
     optimizer.close()
-    assert reserved[3] == reserved[-1]
+    del model, optimizer, inputs
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= at_first
+
+
+def test_peak_memory_of_the_device_is_the_plans_pages_and_activations(tmp_path: Path) -> None:
+    """The arena is all that Pagoda takes, but for sums of squares."""
+    recipe = Recipe("llama")
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    model = recipe.build()
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory(BOTH, tmp_path, recipe))
+    taken = torch.cuda.memory_allocated() - before
+    planned = pagoda.plan_of(model).peak_bytes["device"]
+    placeholders = 512 * (len(list(model.parameters())) + len(list(model.buffers())) + 64)
+    assert planned <= taken <= planned + placeholders + (1 << 20)
+    optimizer.close()
+
+
+def test_a_profile_names_what_pagoda_does(tmp_path: Path) -> None:
+    recipe = Recipe("llama")
+    model = recipe.build()
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory(BOTH, tmp_path, recipe))
+    inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
+    everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, experimental_config=everything) as profile:
+        loss_of(model(**inputs)).backward()
+        optimizer.step()
+        optimizer.drain()
+        torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    assert {"pagoda::h2d", "pagoda::d2h", "pagoda::update", "pagoda::device_update"} <= names
+    optimizer.close()

@@ -16,6 +16,7 @@ from torch import nn
 
 import pagoda
 from pagoda.plan import layout
+from pagoda.runtime.device import PAST
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
 
@@ -339,3 +340,85 @@ def test_an_engine_closes_while_fetches_are_on_their_way(tmp_path: Path, monkeyp
     thread.start()
     thread.join(4)
     assert not thread.is_alive(), "close() never returned"
+
+
+# --- work that a device has in its queue ---------------------------------------------------------------------
+
+
+class Queued:
+    """The event of work that a device has not done yet."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.reached = threading.Event()
+        self._error = error
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(SOON_S)
+        if self._error is not None:
+            raise self._error
+
+
+def test_a_lane_goes_on_while_a_device_works_and_ends_what_has_ended(lane: Lane) -> None:
+    events = [Queued(), Queued()]
+    handles = [lane.submit(lambda event=event: event) for event in events]
+    after = lane.submit(lambda: None)
+    ended(after)
+    assert [handle.wait_until_issued() for handle in handles] == events
+    assert all(handle.issued and not handle.done for handle in handles)
+    events[0].reached.set()
+    ended(handles[0])
+    assert not handles[1].done
+    events[1].reached.set()
+    ended(handles[1])
+    assert all(handle.succeeded for handle in handles)
+    assert [handle.wait_until_issued() for handle in (*handles, after)] == [PAST] * 3
+
+
+def test_what_depends_on_a_devices_work_starts_when_that_has_ended(lane: Lane, other: Lane) -> None:
+    event = Queued()
+    first = lane.submit(lambda: event)
+    seen: list[bool] = []
+    second = other.submit(lambda: seen.append(event.reached.is_set()), after=[first])
+    first.wait_until_issued()
+    assert not second.issued
+    event.reached.set()
+    ended(second)
+    assert seen == [True]
+
+
+def test_an_error_of_a_devices_work_reaches_whoever_waits_for_it(lane: Lane) -> None:
+    event = Queued(WorkError())
+    handle = lane.submit(lambda: event)
+    event.reached.set()
+    ended(handle)
+    for wait in (handle.wait, handle.wait_until_issued):
+        with pytest.raises(WorkError):
+            wait()
+
+
+def test_what_a_devices_work_reads_stays_alive_until_it_has_ended_and_no_longer(lane: Lane) -> None:
+    class Memory:
+        pass
+
+    event, memory, gone = Queued(), Memory(), threading.Event()
+    weakref.finalize(memory, gone.set)
+    handle = lane.submit(lambda memory=memory: event)
+    del memory
+    handle.wait_until_issued()
+    assert not gone.is_set()
+    event.reached.set()
+    ended(handle)
+    assert gone.wait(SOON_S)
+
+
+def test_a_lane_is_closed_when_a_device_has_done_all_it_was_given() -> None:
+    lane, event = Lane("h2d"), Queued()
+    handle = lane.submit(lambda: event)
+    handle.wait_until_issued()
+    closing = threading.Thread(target=lane.close)
+    closing.start()
+    assert not handle.done
+    event.reached.set()
+    closing.join(SOON_S)
+    assert handle.succeeded
+    assert not closing.is_alive()

@@ -1,0 +1,50 @@
+"""Updates on a device of its own: which units' states pass it, and what that takes of its memory.
+
+States stay at home in RAM. Block by block they go to a ring on the device, with the gradient, are updated there and
+come back, while the CPU updates other units.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from pagoda.memory.page import pages_for
+from pagoda.optim.rule import StateSpec
+from pagoda.plan.units import UnitSpec
+
+UPDATE_RING = "update_ring"
+"""The line of the device's ledger."""
+DEVICE_SLOTS = 4
+"""Blocks on the device at once: one comes, one is updated, one goes, one to spare."""
+_ALIGN = 256
+"""Bytes: what every part of a slot starts on, as CUDA's own allocations do."""
+
+
+def state_bytes(states: Sequence[StateSpec], elements: int) -> int:
+    """Bytes of the states of so many parameters, which come and go; the gradient comes on top."""
+    return sum(state.nbytes(elements) for state in states)
+
+
+def slot_offsets(states: Sequence[StateSpec], elements: int) -> tuple[Mapping[str, int], int]:
+    """Where each state of a block of `elements` starts in its slot, in bytes, and where the gradient does."""
+    offsets, at = {}, 0
+    for state in states:
+        offsets[state.name] = at
+        at += -(-state.nbytes(elements) // _ALIGN) * _ALIGN
+    return offsets, at
+
+
+def slot_pages(states: Sequence[StateSpec], elements: int, page_bytes: int) -> int:
+    """Pages of one slot. A gradient has the weight's dtype, as `states` has it first."""
+    _, gradient = slot_offsets(states, elements)
+    return pages_for(gradient + elements * states[0].dtype.itemsize, page_bytes)
+
+
+def on_device(units: Iterable[UnitSpec], share: float) -> frozenset[int]:
+    """The units, of those given, that are updated on the device: `share` of their parameters, spread evenly over the
+    order of forward, so that at any time both sides have some to do."""
+    chosen, so_far, taken = set(), 0, 0
+    for unit in units:
+        so_far += unit.trainable_numel
+        if taken + unit.trainable_numel <= share * so_far:
+            chosen.add(unit.index)
+            taken += unit.trainable_numel
+    return frozenset(chosen)

@@ -1,0 +1,104 @@
+"""Which units are updated on the device, in what memory, and when a search has any."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.memory.page import pages_for
+from pagoda.optim import AdamW
+from pagoda.plan.compute import Compute
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_offsets, slot_pages
+from pagoda.plan.hardware import Device, Hardware, Link
+from pagoda.plan.layout import GRAD
+from pagoda.plan.ops import DEVICE, Kind
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.search import Choice, search
+from pagoda.plan.split import Split
+
+from .strategies import STATES, figure, unit
+from .test_planner import tower
+from .test_simulate import FAST
+
+LARGE = 1 << 40
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30), st.floats(0, 1))
+def test_a_share_is_spread_over_forward_and_never_passed(sizes: list[int], share: float) -> None:
+    units = [unit(index, size) for index, size in enumerate(sizes)]
+    chosen = on_device(units, share)
+    widest = max(u.trainable_numel for u in units)
+    for first in range(len(units)):
+        so_far = units[: first + 1]
+        here = sum(u.trainable_numel for u in so_far if u.index in chosen)
+        wanted = share * sum(u.trainable_numel for u in so_far)
+        assert here <= wanted
+        assert here > wanted - widest or not so_far
+    assert on_device(units, 0.0) == frozenset()
+    assert on_device(units, 1.0) == {u.index for u in units}
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+@given(blocks=st.integers(1, 50))
+def test_parts_of_a_slot_are_aligned_and_do_not_overlap(moments: str, blocks: int) -> None:
+    states, elements = AdamW(moments=moments).states("bf16"), 1024 * blocks  # type: ignore[arg-type]
+    offsets, gradient = slot_offsets(states, elements)
+    ends = [*list(offsets.values())[1:], gradient]
+    for (state, start), end in zip(offsets.items(), ends, strict=True):
+        assert start % 256 == 0
+        spec = next(s for s in states if s.name == state)
+        assert start + spec.nbytes(elements) <= end
+    assert slot_pages(states, elements, 4096) == pages_for(gradient + 2 * elements, 4096)
+
+
+def plan_with(share: float, device: int = LARGE, **options: object) -> Plan:
+    asked = Options(page_bytes=4096, split=Split(device_update_share=share), **options)  # type: ignore[arg-type]
+    return make_plan(tower(8, 128), STATES["bf16"], Budgets(LARGE, device), asked)
+
+
+def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
+    without, half = plan_with(0.0), plan_with(0.5)
+    ring = DEVICE_SLOTS * slot_pages(half.layout.states, half.layout.block_elements, 4096) * 4096
+    assert half.bytes[DEVICE] == {**without.bytes[DEVICE], UPDATE_RING: ring}
+    assert UPDATE_RING not in without.bytes[DEVICE]
+    assert any("updated on the device" in reason for reason in half.reasons)
+    assert not plan_with(0.5, max_staleness=1).placement.updated_on_device
+
+
+def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_states_back() -> None:
+    plan = plan_with(0.5)
+    passing = plan.placement.updated_on_device
+    assert 0 < len(passing) < len(plan.units)
+    for u in plan.units:
+        moved = {op.lane: op.nbytes for op in plan.ops if op.unit == u.index and op.kind in (Kind.READ, Kind.WRITE)}
+        states = sum(state.nbytes(u.trainable_numel) for state in plan.layout.states)
+        gradient = u.trainable_numel * plan.layout.itemsize(GRAD)
+        assert moved == ({"h2d": states + gradient, "d2h": states} if u.index in passing else {})
+        (update,) = (op for op in plan.ops if op.unit == u.index and op.kind is Kind.UPDATE)
+        assert update.lane == ("device_update" if u.index in passing else "update")
+
+
+def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
+    """The search's choice for a model whose update takes a while, on a machine with a fast GPU."""
+    cpu = replace(FAST.cpu, update_params_per_s=figure(cpu_params_per_s))
+    rate = figure(link_bytes_per_s)
+    matmul = FAST.cpu.bf16
+    assert matmul is not None
+    gpu = Device(figure(1e12), figure(1e13), matmul, matmul, figure(1e12))
+    machine = Hardware("gpu", cpu, device=gpu, link=Link(rate, rate, figure(2 * link_bytes_per_s)))
+    root = tower(8, 256)
+    leaves = [matrix.name for layer in root.children for matrix in layer.children]
+    compute = Compute(dict.fromkeys(leaves, 1e-4), dict.fromkeys(leaves, 3e-4))
+    options = Options(page_bytes=4096, clipping=True)
+    return search(root, STATES["bf16"], Budgets(LARGE, LARGE), options, machine, compute)
+
+
+def test_a_search_updates_on_the_device_where_the_cpu_is_slow_and_not_where_the_link_is() -> None:
+    helped = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e10)
+    usual = next(c for c in (helped.best, *helped.others) if c.options.split is None)
+    assert helped.best.plan.placement.updated_on_device
+    assert helped.best.timeline.step_s < usual.timeline.step_s
+    left_alone = searched(cpu_params_per_s=1e11, link_bytes_per_s=1e8)
+    assert not left_alone.best.plan.placement.updated_on_device
