@@ -29,7 +29,7 @@ from zoo import (
 
 import pagoda
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim.adamw import Precision
+from pagoda.optim import Precision
 from pagoda.optim.reference import split
 from pagoda.plan.placement import BOUNCE_ELEMENTS, Budgets
 from pagoda.plan.planner import Options
