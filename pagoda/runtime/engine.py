@@ -228,7 +228,8 @@ class Engine:
         except BaseException as error:
             self.damage.note(error)
             raise
-        self._stream.forget_errors()
+        for stream in self._streams:
+            stream.forget_errors()
         for unit in self.units:
             unit.update = None
         self.damage.mend()
