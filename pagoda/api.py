@@ -19,7 +19,7 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adam, AdamW, Lion
-from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
+from pagoda.optim.rule import ElementwiseRule, Gradients, Precision, check_precision, kept_dtype
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.plan.placement import Budgets
@@ -39,6 +39,7 @@ from pagoda.runtime.groups import (
     no_decay_groups,
     reserved_names,
 )
+from pagoda.runtime.loss_scale import LossScale, LossScaler
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.stateful import ModelState, OptimizerState, trainable_state_dict
 
@@ -47,6 +48,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Lion",
+    "LossScale",
     "Memory",
     "ModelState",
     "OptimizerState",
@@ -186,12 +188,18 @@ def wrap(
     max_staleness: int = 1,
     activations: ActivationMode = "keep",
     batch_tiles: BatchTiles | None = None,
+    gradients: Gradients | None = None,
+    loss_scale: LossScale | float | Literal["dynamic"] | None = None,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
     The model is changed in place and used as before: forward, backward, `optimizer.step()`. Its parameters take
-    the compute dtype of `precision` ("bf16": bf16 weights that are the high half of an fp32 master; "fp32").
-    Buffers keep their dtype and move to the device.
+    the compute dtype of `precision`: "bf16" (weights that are the high half of an fp32 master), "fp16" (weights beside
+    which 16 bits keep the master) or "fp32". Buffers keep their dtype and move to the device. `gradients` is what
+    gradients are accumulated in, "fp32" or "bf16"; left out, it is that of the weights.
+
+    With "fp16", call `optimizer.scale(loss).backward()`. `loss_scale` is "dynamic" (the default; a `LossScale` changes
+    its settings): steps with gradients that are not finite are skipped and halve the scale; or a power of two for good.
 
     `param_groups` is what torch's optimizers take first: parameters, or dictionaries of `params` and what differs for
     them (`lr`, `weight_decay`, `betas`, ...; see `no_decay_groups`). Left out, all trainable parameters are one group.
@@ -241,7 +249,8 @@ def wrap(
     """
     memory = memory or Memory()
     check_precision(precision)
-    _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness)
+    scaler = _scaler(precision, loss_scale)
+    _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness, scaler)
     _check_activations(activations, memory, model)
     _check_model(model)
     groups = named_groups(model, param_groups)
@@ -265,6 +274,8 @@ def wrap(
         max_staleness if update == "async" else None,
         speculate,
         activations,
+        gradients=kept_dtype(gradients),
+        may_skip=scaler.dynamic,
     )
     plan = make_plan(describe(model, trained), states, memory.budgets(), options)
     if activations == "auto":
@@ -273,7 +284,7 @@ def wrap(
         plan = replace(plan, options=replace(options, activation_bytes=room))
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
-    engine = Engine(plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device)
+    engine = Engine(plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device, scaler)
     try:
         Builder(model, engine.store).build(units)
         move_buffers(model, device.torch_device)
@@ -311,6 +322,17 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     return model
 
 
+def _scaler(precision: Precision, loss_scale: LossScale | float | Literal["dynamic"] | None) -> LossScaler:
+    """What scales the loss. Raises ConfigError for a setting that makes no sense."""
+    if precision != "fp16":
+        if loss_scale is not None:
+            raise ConfigError(f"loss_scale is for precision='fp16': gradients in {precision} need none.")
+        return LossScaler(None)
+    if isinstance(loss_scale, str) and loss_scale != "dynamic":
+        raise ConfigError(f"loss_scale is {loss_scale!r}; use 'dynamic', a power of two, or a pagoda.LossScale.")
+    return LossScaler(LossScale() if loss_scale is None or isinstance(loss_scale, str) else loss_scale)
+
+
 def _check_settings(
     clip_grad_norm: float | None,
     accumulation_steps: int | None,
@@ -318,6 +340,7 @@ def _check_settings(
     speculate: bool | None,
     update: Update,
     max_staleness: int,
+    scaler: LossScaler,
 ) -> None:
     """Raises ConfigError for settings of `wrap` that no model can be trained with."""
     if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -330,10 +353,11 @@ def _check_settings(
         raise ConfigError(f"update is {update!r}; use one of {', '.join(get_args(Update))}.")
     if max_staleness < 0:
         raise ConfigError(f"max_staleness is {max_staleness}; it must be 0 or more.")
-    if speculate and (clip_grad_norm is None or accumulation_steps is None or update == "async"):
+    decided_last = clip_grad_norm is not None or scaler.dynamic
+    if speculate and (not decided_last or accumulation_steps is None or update == "async"):
         raise ConfigError(
-            "speculate=True is for updates under backward with clipping: give clip_grad_norm and accumulation_steps, "
-            "and leave out update='async'."
+            "speculate=True is for updates under backward with clipping, or dynamic loss scaling: give clip_grad_norm "
+            "and accumulation_steps, and leave out update='async'."
         )
 
 

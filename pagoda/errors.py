@@ -37,7 +37,7 @@ class UsageError(PagodaError, RuntimeError):
 
 
 class NonFiniteGradientError(PagodaError, FloatingPointError):
-    """A gradient is NaN or infinite; names the first such parameter."""
+    """A gradient is NaN or infinite; names the first such parameter in the order of backward."""
 
 
 class CheckpointError(PagodaError):

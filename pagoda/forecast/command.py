@@ -61,6 +61,8 @@ def _train_command(made: Forecast) -> str:
         flags.append(f"--clip-grad-norm {config.clip_grad_norm}")
     if config.precision != PlanConfig.precision:
         flags.append(f"--precision {config.precision}")
+    if config.gradients != PlanConfig.gradients:
+        flags.append(f"--gradients {config.gradients}")
     if config.moments != PlanConfig.moments:
         flags.append(f"--optim.moments {config.moments}")
     if not config.gradient_checkpointing:

@@ -39,8 +39,11 @@ class PlanConfig:
     """Tokens per sequence."""
     accumulation_steps: int = 1
     """Forward and backward passes per optimizer step."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way. fp16 is taken
+    to compute as fast as bf16."""
+    gradients: Literal["bf16", "fp32"] | None = None
+    """What gradients are accumulated in; by default the precision of the weights."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """What AdamW keeps its moments in. Updates are taken to be as fast as with fp32."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)

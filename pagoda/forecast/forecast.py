@@ -11,7 +11,7 @@ from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.subject import Subject, find_subject
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.rule import StateSpec
+from pagoda.optim.rule import StateSpec, kept_dtype
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.placement import Budgets
@@ -211,4 +211,6 @@ def options_of(config: PlanConfig) -> Options:
         config.clip_grad_norm is not None,
         speculate=config.speculate,
         keep_checkpoints=config.keep_checkpoints,
+        gradients=kept_dtype(config.gradients),
+        may_skip=config.precision == "fp16",
     )

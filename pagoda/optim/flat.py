@@ -4,21 +4,23 @@ For code off the hot path (setup, load, export, tests). Lane threads call `kerne
 """
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.optim import codec_kernels, kernels
+from pagoda.optim import codec_kernels, formats
 from pagoda.optim.codecs import BLOCK, Key, Moments
-from pagoda.optim.rule import ElementwiseRule, Precision
+from pagoda.optim.kernels import GradientKernels
+from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype
 
 
 def _precision(dtype: torch.dtype, what: str) -> Precision:
-    if dtype is torch.bfloat16:
-        return "bf16"
-    if dtype is torch.float32:
-        return "fp32"
-    raise ConfigError(f"{what} is {dtype}; it must be torch.bfloat16 or torch.float32")
+    for precision in get_args(Precision):
+        if dtype is gradient_dtype(precision):
+            found: Precision = precision
+            return found
+    raise ConfigError(f"{what} is {dtype}; it must be torch.bfloat16, torch.float16 or torch.float32")
 
 
 def _check(what: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
@@ -45,7 +47,7 @@ def update(
 
     states: a contiguous CPU tensor for each of ``rule.states(precision)``, by name; the dtype of "weight" tells the
     precision.
-    gradient: N elements of the weight's dtype; only read.
+    gradient: N elements, bf16, fp16 or fp32; only read.
     scalars, noise: the rule's, of one step.
     Raises ConfigError naming the first tensor that is missing or unfit.
     """
@@ -58,20 +60,19 @@ def update(
         if spec.name not in states:
             raise ConfigError(f"{rule.name} states are {sorted(states)}; {spec.name} is missing for {precision}")
         addresses.append(_check(spec.name, states[spec.name], spec.dtype, spec.elements(weight.numel())))
-    addresses.append(_check("gradient", gradient, weight.dtype, weight.numel()))
+    _precision(gradient.dtype, "gradient")
+    addresses.append(_check("gradient", gradient, gradient.dtype, weight.numel()))
     rounding = () if noise is None else (0, *noise)
-    kernels.update_kernel(rule, precision)(*addresses, weight.numel(), *rounding, *scalars)
+    formats.update_kernel(rule, precision, gradient.dtype)(*addresses, weight.numel(), *rounding, *scalars)
 
 
 def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
-    """Copies ``src`` to ``dst`` (N elements, both bf16 or both fp32); returns the sum of squares.
+    """Copies ``src`` to ``dst`` (N elements each, of one dtype, or fp32 for ``dst``); returns the sum of squares.
 
     The sum is in float64, in an order fixed by N, and non-finite if and only if an element is.
     Raises ConfigError for unfit tensors.
     """
-    kernel = kernels.gradient_kernels(_precision(dst.dtype, "dst")).store_gradient
-    n = dst.numel()
-    return kernel(_check("dst", dst, dst.dtype, n), _check("src", src, dst.dtype, n), n)
+    return _take_gradient(dst, src).store_gradient(dst.data_ptr(), src.data_ptr(), dst.numel())
 
 
 def add_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
@@ -79,20 +80,27 @@ def add_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
 
     As `store_gradient` in all else.
     """
-    kernel = kernels.gradient_kernels(_precision(dst.dtype, "dst")).add_gradient
-    n = dst.numel()
-    return kernel(_check("dst", dst, dst.dtype, n), _check("src", src, dst.dtype, n), n)
+    return _take_gradient(dst, src).add_gradient(dst.data_ptr(), src.data_ptr(), dst.numel())
+
+
+def _take_gradient(dst: torch.Tensor, src: torch.Tensor) -> GradientKernels:
+    _precision(dst.dtype, "dst")
+    _check("dst", dst, dst.dtype, dst.numel())
+    _check("src", src, src.dtype if dst.dtype is torch.float32 else dst.dtype, dst.numel())
+    _precision(src.dtype, "src")
+    return formats.gradient_kernels(dst.dtype, src.dtype)
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) -> None:
-    """Splits fp32 ``master`` into bf16 ``weight`` and int16 ``weight_low`` (N elements each), without loss.
+    """Splits fp32 ``master`` into bf16 or fp16 ``weight`` and int16 ``weight_low`` (N elements each).
 
-    Raises ConfigError for unfit tensors.
+    With bf16, nothing is lost. Raises ConfigError for unfit tensors.
     """
     n = master.numel()
-    kernels.split(
+    split_halves, _ = formats.halves(_half(weight))
+    split_halves(
         _check("master", master, torch.float32, n),
-        _check("weight", weight, torch.bfloat16, n),
+        _check("weight", weight, weight.dtype, n),
         _check("weight_low", weight_low, torch.int16, n),
         n,
     )
@@ -101,12 +109,19 @@ def split(master: torch.Tensor, weight: torch.Tensor, weight_low: torch.Tensor) 
 def join(weight: torch.Tensor, weight_low: torch.Tensor, master: torch.Tensor) -> None:
     """Writes to ``master`` the fp32 values that `split` took apart. Raises ConfigError for unfit tensors."""
     n = master.numel()
-    kernels.join(
-        _check("weight", weight, torch.bfloat16, n),
+    _, join_halves = formats.halves(_half(weight))
+    join_halves(
+        _check("weight", weight, weight.dtype, n),
         _check("weight_low", weight_low, torch.int16, n),
         _check("master", master, torch.float32, n),
         n,
     )
+
+
+def _half(weight: torch.Tensor) -> torch.dtype:
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(f"weight is {weight.dtype}; it must be torch.bfloat16 or torch.float16")
+    return weight.dtype
 
 
 def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:

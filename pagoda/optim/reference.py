@@ -26,6 +26,22 @@ def join(weight: torch.Tensor, weight_low: torch.Tensor) -> torch.Tensor:
     return ((high << 16) + weight_low.to(torch.int64)).to(torch.int32).view(torch.float32)
 
 
+def split_fp16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp16 weights and int16 distances of fp32 ``master``, of its shape, as `fp16` states them."""
+    weight = master.half()
+    return weight, ((master - weight.float()) / _unit(weight)).round().to(torch.int16)
+
+
+def join_fp16(weight: torch.Tensor, weight_low: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of the two, of their shape."""
+    return weight.float() - (-weight_low.float()).add(0.0) * _unit(weight)  # subtracting zero keeps a negative zero
+
+
+def _unit(weight: torch.Tensor) -> torch.Tensor:
+    exponent = (weight.view(torch.int16) >> 10) & 0x1F
+    return torch.ldexp(torch.ones(weight.shape), exponent.clamp(min=1).to(torch.int32) - 40)
+
+
 def update(
     rule: ElementwiseRule,
     states: Mapping[str, torch.Tensor],

@@ -15,7 +15,8 @@ bits as an unsigned integer, modulo 2**32::
     weight_low = bits - (weight << 16)      int16
     bits       = (weight << 16) + weight_low
 
-This is lossless for every bit pattern. (Ties to even is not: int16 holds -0x8000 but not 0x8000.)
+This is lossless for every bit pattern. (Ties to even is not: int16 holds -0x8000 but not 0x8000.) `fp16` says how it is
+kept in precision "fp16".
 """
 
 import math
@@ -30,7 +31,11 @@ import torch
 from pagoda.errors import ConfigError
 from pagoda.optim.codecs import Key
 
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32"]
+Gradients = Literal["bf16", "fp32"]
+"""What gradients may be accumulated in, whatever the precision."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_precision(precision: str) -> None:
@@ -40,9 +45,18 @@ def check_precision(precision: str) -> None:
 
 
 def gradient_dtype(precision: Precision) -> torch.dtype:
-    """Dtype of gradients, and of the weights that forward and backward read."""
+    """Dtype of the weights that forward and backward read, and of the gradients that autograd gives."""
     check_precision(precision)
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    return _DTYPES[precision]
+
+
+def kept_dtype(gradients: Gradients | None) -> torch.dtype | None:
+    """Dtype that gradients are accumulated in; None where it is that of the weights. Raises ConfigError for others."""
+    if gradients is None:
+        return None
+    if gradients not in get_args(Gradients):
+        raise ConfigError(f"gradients is {gradients!r}; use one of {', '.join(get_args(Gradients))}")
+    return _DTYPES[gradients]
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,7 @@ class StateSpec:
 
 _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
     "bf16": (StateSpec("weight", torch.bfloat16), StateSpec("weight_low", torch.int16)),
+    "fp16": (StateSpec("weight", torch.float16), StateSpec("weight_low", torch.int16)),
     "fp32": (StateSpec("weight", torch.float32),),
 }
 

@@ -203,9 +203,12 @@ class Hardware:
         if self.gpus_per_node > 1 and self.intra_node_bytes_per_s is None:
             raise ConfigError(f"hardware {self.name!r}: {self.gpus_per_node} GPUs need intra_node_bytes_per_s")
 
-    def matmul(self, dtype: MatmulType) -> MatmulRate:
-        """Rate of what computes: one GPU, else the CPU. Raises ConfigError if the file has no rate for the CPU."""
-        rate = getattr(self.device or self.cpu, dtype)
+    def matmul(self, dtype: MatmulType | Literal["fp16"]) -> MatmulRate:
+        """Rate of what computes: one GPU, else the CPU; fp16 is taken to be as fast as bf16.
+
+        Raises ConfigError if the file has no rate for the CPU.
+        """
+        rate = getattr(self.device or self.cpu, "bf16" if dtype == "fp16" else dtype)
         if not isinstance(rate, MatmulRate):
             raise ConfigError(f"hardware {self.name!r} has no GPU and no {dtype} rate of its CPU")
         return rate

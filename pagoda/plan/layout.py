@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.ranks import Ranks
@@ -41,6 +43,22 @@ class Layout:
     asynchronous. Then weights have two extents, and every gradient one in RAM and one more for each such step."""
     offloads: bool = False
     """Whether activations may be offloaded to SSD, through buffers in RAM."""
+    gradient: torch.dtype | None = None
+    """What gradients are accumulated and kept in; None: what weights have."""
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self.gradient or self.weight.dtype
+
+    @property
+    def has_device_kernels(self) -> bool:
+        """Whether a GPU has kernels for these formats: those of gradients in the weights' own dtype, bf16 or fp32."""
+        return self.gradient_dtype is self.weight.dtype and self.weight.dtype is not torch.float16
+
+    @property
+    def offloaded_itemsize(self) -> int:
+        """Bytes of an element of a gradient on its way from compute; longer ones are widened where they are kept."""
+        return min(self.gradient_dtype.itemsize, self.weight.dtype.itemsize)
 
     @property
     def weight(self) -> StateSpec:
@@ -58,8 +76,10 @@ class Layout:
         return tuple(state for state in self.states if state.per > 1)
 
     def itemsize(self, state: str) -> int:
-        """Bytes of an element; a gradient is stored in the weight's dtype."""
-        name = WEIGHT if state in (GRAD, WEIGHT_BACK) else state
+        """Bytes of an element."""
+        if state == GRAD:
+            return self.gradient_dtype.itemsize
+        name = WEIGHT if state == WEIGHT_BACK else state
         return next(s.dtype.itemsize for s in self.states if s.name == name)
 
     def group(self, unit: UnitSpec) -> int:
@@ -94,6 +114,10 @@ class Layout:
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
         return pages_for(self.elements(unit, state) * self.itemsize(state), self.page_bytes)
+
+    def trained_weight_pages(self, unit: UnitSpec) -> int:
+        """Pages of the weights that an update changes."""
+        return pages_for(unit.trainable_numel * self.weight.dtype.itemsize, self.page_bytes)
 
     def lease_of(self, unit: UnitSpec) -> int:
         """Pages of a lease: the whole unit, made of every rank's slice."""

@@ -200,8 +200,8 @@ class _Filler:
 
     def _undo_pages(self, unit: UnitSpec, weights_in: frozenset[int]) -> tuple[int, int]:
         """Pages, in RAM and on SSD, that keep the old states of a unit with moments on SSD beside the new."""
-        if unit.index in weights_in:  # what an update changes of weights is as large as a gradient
-            return self.layout.pages(unit, GRAD), self.moment[unit.index]
+        if unit.index in weights_in:
+            return self.layout.trained_weight_pages(unit), self.moment[unit.index]
         return 0, self.moment[unit.index] + self.weight[unit.index] if unit.trainable_numel else 0
 
     def _fixed_buffers(self) -> dict[str, int]:
@@ -224,7 +224,7 @@ class _Filler:
     def _bounce_pages(self) -> int:
         """Pages of one piece of a gradient on its way from a separate device."""
         widest = max(unit.trainable_numel for unit in self.layout.units)
-        return pages_for(min(widest, BOUNCE_ELEMENTS) * self.layout.itemsize(GRAD), self.layout.page_bytes)
+        return pages_for(min(widest, BOUNCE_ELEMENTS) * self.layout.offloaded_itemsize, self.layout.page_bytes)
 
     def _slot_pages(self, weights_on_ssd: bool) -> int:
         weight = (self.layout.weight,) if weights_on_ssd else ()
@@ -256,9 +256,11 @@ class _Filler:
 
     def _update_ring_pages(self) -> int:
         """Pages of the device through which the states of units pass that are updated there."""
-        if not self.split.device_update_share or self.asynchronous or self.layout.ranks is not None:
-            return 0
         layout = self.layout
+        if not self.split.device_update_share or self.asynchronous or layout.ranks is not None:
+            return 0
+        if not layout.has_device_kernels:
+            return 0
         return DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, layout.page_bytes)
 
     def _placement(

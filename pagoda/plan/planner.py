@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
+
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
@@ -54,11 +56,15 @@ class Options:
     """What becomes of activations."""
     activation_bytes: int | None = None
     """Most bytes of activations beside the pages, where that is to be chosen; None for no limit."""
+    gradients: torch.dtype | None = None
+    """What gradients are accumulated in; None: what weights have."""
+    may_skip: bool = False
+    """Whether a step is skipped where a gradient is not finite, as with dynamic loss scaling."""
 
     @property
     def update_under_backward(self) -> bool:
         """True when a gradient is known to be final, and its scale too, as soon as it has arrived."""
-        return self.accumulation_steps is not None and not self.clipping and self.max_staleness is None
+        return self._announced and not self._decided_last
 
     @property
     def may_offload(self) -> bool:
@@ -68,8 +74,16 @@ class Options:
     @property
     def may_speculate(self) -> bool:
         """True when a gradient is known to be final as soon as it has arrived, but not its scale."""
-        announced = self.accumulation_steps is not None and self.max_staleness is None
-        return announced and self.clipping and self.speculate is not False
+        return self._announced and self._decided_last and self.speculate is not False
+
+    @property
+    def _announced(self) -> bool:
+        return self.accumulation_steps is not None and self.max_staleness is None
+
+    @property
+    def _decided_last(self) -> bool:
+        """Whether only the end of backward shows what the gradients are multiplied by, or that they do not count."""
+        return self.clipping or self.may_skip
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,7 @@ class Plan:
             return GRADIENTS_IN_FLIGHT_BYTES
         trainable = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
         largest = max((param.numel for param in trainable), default=0)
-        return max(GRADIENTS_IN_FLIGHT_BYTES, largest * self.layout.itemsize(GRAD))
+        return max(GRADIENTS_IN_FLIGHT_BYTES, largest * self.layout.offloaded_itemsize)
 
     @property
     def transfer_bytes(self) -> int:
@@ -233,6 +247,7 @@ def make_plan(
             expert_units=experts,
             max_staleness=options.max_staleness,
             offloads=options.may_offload,
+            gradient=options.gradients,
         )
         try:
             layout, placement = _fit(_paged(draft, options.page_bytes), budgets, options)
@@ -298,9 +313,11 @@ def _when(options: Options) -> str:
         )
     if options.update_under_backward:
         return "Units are updated under backward, as soon as their last gradient has arrived."
-    why = (
-        "the clipped norm is known only then" if options.clipping else "the number of backward passes is not announced"
-    )
+    why = "the number of backward passes is not announced"
+    if options.clipping:
+        why = "the clipped norm is known only then"
+    elif options.may_skip and options.accumulation_steps is not None:
+        why = "whether a scaled gradient is not finite is known only then"
     return f"Units are updated after backward ({why}), just before the next forward needs each."
 
 
@@ -316,9 +333,8 @@ def _paged(layout: Layout, asked: int | None) -> Layout:
         return replace(layout, page_bytes=asked)
     page = PAGE_BYTES
     states = [state.name for state in layout.states]
-    if (
-        layout.ranks is not None and layout.ranks.data_parallel > 1
-    ):  # else gradients are as large as weights, and need not be looked at
+    sliced = layout.ranks is not None and layout.ranks.data_parallel > 1
+    if sliced or layout.gradient is not None:  # else gradients are as large as weights, and need not be looked at
         states.append(GRAD)
     exact = sum(layout.elements(unit, state) * layout.itemsize(state) for unit in layout.units for state in states)
     while page > _MIN_PAGE_BYTES:

@@ -159,6 +159,8 @@ def _device_updates(fixed: Options, fastest: Candidate, hardware: Hardware) -> I
     plan = fastest.plan
     if fixed.split is not None or plan.budgets.device is None or plan.ranks is not None:
         return
+    if not plan.layout.has_device_kernels:
+        return
     rates, states, n = Rates(hardware), plan.layout.states, 1 << 20
     passing = state_bytes(states, n)
     on_device = max(

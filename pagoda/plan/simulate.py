@@ -189,12 +189,12 @@ class Simulation:
         """A gradient has been computed: send it to its extent, and onwards."""
         plan = self._plan
         spec = plan.units[unit]
-        nbytes = plan.layout.elements(spec, GRAD) * plan.layout.itemsize(GRAD)
+        nbytes = plan.layout.elements(spec, GRAD) * plan.layout.offloaded_itemsize
         for blocker in self._gradients.make_room(unit):
             self._wait(blocker)
         seconds = self._rates.seconds("d2h", nbytes)
         task = self._lanes.submit("d2h", f"offload {spec.name}", nbytes, seconds, self._reduce(spec))
-        self._offloads.append((task, spec.trainable_numel * plan.layout.itemsize(GRAD)))
+        self._offloads.append((task, spec.trainable_numel * plan.layout.offloaded_itemsize))
         self._last_offload[unit] = task
         while self._offloads and (
             self._offloads[0][0].done or sum(n for _, n in self._offloads) > self._in_flight_bytes

@@ -85,7 +85,7 @@ class StepOps:
                 yield Op(Kind.REDUCE_SCATTER, unit.index, COLLECTIVE, sent, tick)
             else:
                 yield Op(Kind.ALL_REDUCE, unit.index, COLLECTIVE, 2 * sent, tick)
-        yield Op(Kind.OFFLOAD, unit.index, "d2h", layout.elements(unit, GRAD) * layout.itemsize(GRAD), tick)
+        yield Op(Kind.OFFLOAD, unit.index, "d2h", layout.elements(unit, GRAD) * layout.offloaded_itemsize, tick)
         if self._placement.home(unit.index, GRAD) == SSD and not self._under_backward:
             yield Op(Kind.SPILL, unit.index, "ssd_write", layout.pages(unit, GRAD) * layout.page_bytes, tick)
 

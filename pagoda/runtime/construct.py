@@ -16,6 +16,7 @@ from pagoda.checkpoint.pretrained import values_of
 from pagoda.checkpoint.tensors import chunks
 from pagoda.errors import ConfigError
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec
+from pagoda.runtime.adapters import adapter_initialiser
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit, Owner
 
@@ -187,6 +188,9 @@ class Builder:
         by_model = [(m, partial(f, m)) for m in chain if (f := self._model_initialiser(m)) is not None]
         own = [(m, g) for m in chain if (g := _own_initialiser(m)) is not None]
         attempts: tuple[list[tuple[nn.Module, Callable[[], Any]]], ...] = ([*by_model], [*own, *by_model])
+        around = [(self._names[module], module) for module in self._upwards(self._owners[id(meta)][0][0])]
+        if (adapter := adapter_initialiser(name, around)) is not None:
+            attempts = ([adapter],)
         for attempt in attempts:
             for module, initialise in attempt:
                 with torch.random.fork_rng(devices=[]):

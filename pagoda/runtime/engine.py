@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from pagoda.errors import UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.kernels import gradient_kernels, update_kernel, warm_up
+from pagoda.optim.formats import arriving_dtype, gradient_kernels, update_kernel, warm_up
 from pagoda.optim.rule import ElementwiseRule, Precision
 from pagoda.plan.device_updates import UPDATE_RING
 from pagoda.plan.layout import WEIGHT
@@ -32,13 +32,14 @@ from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
 from pagoda.runtime.leases import Lease
+from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.regions import open_device_tier, open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.stats import Meter, StepStats
-from pagoda.runtime.stepper import Stepper
+from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
 from pagoda.runtime.unit import LiveUnit
@@ -74,6 +75,7 @@ class Engine:
         clip_grad_norm: float | None,
         poison: bool,
         device: Device,
+        scaler: LossScaler,
     ) -> None:
         self.units = units
         self.stats = StepStats()
@@ -94,12 +96,14 @@ class Engine:
             "device_update": Lane("device_update"),
         }
         self.rule = rule
-        warm_up(rule, precision)
-        device.warm_up(rule, precision)
+        kept = plan.layout.gradient_dtype
+        warm_up(rule, precision, kept)
+        if plan.layout.has_device_kernels:
+            device.warm_up(rule, precision)
         self.gradients = Gradients(
             self.store,
             open_staging(self.store),
-            gradient_kernels(precision),
+            gradient_kernels(kept, arriving_dtype(kept, plan.layout.weight.dtype)),
             self._lanes,
             device,
             write_behind=not plan.options.update_under_backward,
@@ -111,7 +115,7 @@ class Engine:
         self.graphs = GraphMemory(self, self.store, directories, self._lanes, device, self._meter.stalled, poison)
         self.graphs.packing.register(units)
         self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
-        kernel = update_kernel(rule, precision)
+        kernel = update_kernel(rule, precision, kept)
         stream = BlockStream(self.store, kernel, self._lanes, lambda record: self.gradients.release(record))
         self._streams = [stream]
         self._updater: Updaters | AsyncUpdater
@@ -151,6 +155,7 @@ class Engine:
             self._pilot.urgency,
             self._wait,
             self._meter.stalled,
+            scaler,
         )
         self._closed = False
         _OPEN.add(self)
@@ -195,12 +200,13 @@ class Engine:
         if self._meter.tape is not None:
             self._meter.tape.access("step")
         self.damage.check()
-        norm = self.stepper.step()
+        scale = self.stepper.scaler.scale
+        norms = self.stepper.step()
         if self._publisher is not None:
             self._publisher.end_of_step()
         replanned = self._pilot.end_of_step()
         self._step += 1
-        self._take_stats(norm, replanned)
+        self._take_stats(norms, scale, replanned)
 
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
@@ -331,14 +337,18 @@ class Engine:
         self.device.wait_for(event)
         self._meter.stalled(fetch.lane, time.perf_counter() - start)
 
-    def _take_stats(self, norm: float | None, replanned: bool) -> None:
+    def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
+        """`norms` are None where the step was skipped."""
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
         kept, undone = self._speculation.take_counts()
         activations = self.graphs.end_of_step()
         self.stats = StepStats(
             step=self._step,
-            grad_norm=norm,
+            grad_norm=norms.total if norms is not None else None,
+            group_norms=norms.by_group if norms is not None else (),
+            loss_scale=loss_scale,
+            skipped=norms is None,
             step_s=time.perf_counter() - meter.started,
             stall_s=dict(meter.stall_s),
             busy_s={name: busy for name, (busy, _) in counters.items()},

@@ -1,5 +1,6 @@
 """Gradient extents: where gradients go as soon as autograd has accumulated them."""
 
+import itertools
 import math
 import threading
 import time
@@ -12,8 +13,9 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slabs import SlabRegion
+from pagoda.optim.formats import arriving_dtype
 from pagoda.optim.kernels import GradientKernels
-from pagoda.plan.layout import GRAD
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Device, Event
@@ -44,6 +46,8 @@ class UnitGradient:
         self.used: list[int] | None = None
         """Slots whose gradient the update takes, from when it is queued on."""
         self.arrivals = [0] * unit.trainable
+        self.order = [0] * unit.trainable
+        """When each parameter's gradient last arrived, by a count over all units."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
 
@@ -57,12 +61,10 @@ class UnitGradient:
         """Wait until what has arrived lies in the extent. Both the compute thread and the updater may wait."""
         wait_all(list(self.pending))
 
-    def non_finite(self) -> str | None:
-        """Name of the first parameter whose gradient is NaN or infinite."""
-        for slot, square_sum in enumerate(self.square_sums):
-            if self.arrivals[slot] and not math.isfinite(square_sum):
-                return self.unit.name(slot)
-        return None
+    def non_finite(self) -> tuple[int, str] | None:
+        """When the gradient of a parameter arrived that is NaN or infinite, and its name; the first, if any."""
+        bad = [slot for slot, square_sum in enumerate(self.square_sums) if not math.isfinite(square_sum)]
+        return min(((self.order[slot], self.unit.name(slot)) for slot in bad if self.arrivals[slot]), default=None)
 
 
 class Gradients:
@@ -91,6 +93,7 @@ class Gradients:
         self._kernels = kernels
         self._lanes = lanes
         self._device = device
+        self._arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         self._bounce = self._open_bounce()
         self._free = {unit.index: list(store.gradients(unit.index)) for unit in store.plan.units}
         """unit -> extents in RAM that nothing uses, where several steps' gradients may wait for their update."""
@@ -98,6 +101,7 @@ class Gradients:
         self._write_behind = write_behind
         self._stalled = stalled
         self._lock = threading.Condition()
+        self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
         self._staged: list[UnitGradient] = []
         """Records with a staging buffer, oldest first."""
@@ -134,12 +138,13 @@ class Gradients:
             self._hold(record, block=True)
             record.on_ssd = False
             record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
+            record.order[slot] = next(self._arrivals)
         if took_frames:
             self._stalled("ssd_write" if self._write_behind else "update", time.perf_counter() - start)
         assert record.buffer is not None
         spec = unit.spec.slots[slot]
         into = record.buffer[spec.offset : spec.offset + spec.param.numel]
-        grad = grad.to(into.dtype).contiguous().view(-1)
+        grad = grad.to(self._arriving).contiguous().view(-1)
         issued = self._device.fence()
 
         def take() -> None:
@@ -222,7 +227,7 @@ class Gradients:
     def _open_bounce(self) -> list[torch.Tensor]:
         """Two buffers in which gradients of a device of its own land to be added, shape [BOUNCE_ELEMENTS] at most."""
         pages = self._store.plan.placement.pages(HOST, BOUNCE) // 2
-        dtype = self._store.dtype(GRAD)
+        dtype = self._arriving
         runs = [self._store.host.alloc(pages) for _ in range(2 if pages else 0)]
         return [
             self._store.host.tensor(run, dtype, pages * self._store.plan.page_bytes // dtype.itemsize) for run in runs
@@ -231,11 +236,12 @@ class Gradients:
     def _take(self, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> float:
         """Store or add a flat gradient, shape [n]; returns the square sum of the result.
 
-        On the d2h lane. What is added comes in pieces: from a device of its own, each is on its way while the one
-        before is added.
+        On the d2h lane. What is added or widened comes in pieces: from a device of its own, each is on its way while
+        the one before is added.
         """
-        if not accumulate:
+        if not accumulate and self._store.plan.layout.has_device_kernels:
             return math.fsum(self._device.store_gradient(self._kernels.store_gradient, into, grad, issued))
+        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
         starts = range(0, grad.numel(), BOUNCE_ELEMENTS)
 
         def fetch(start: int) -> tuple[torch.Tensor, Event]:
@@ -252,7 +258,7 @@ class Gradients:
             piece, arrived = upcoming
             upcoming = fetch(start + BOUNCE_ELEMENTS) if start + BOUNCE_ELEMENTS < grad.numel() else None
             arrived.synchronize()
-            sums.append(self._kernels.add_gradient(into[start:].data_ptr(), piece.data_ptr(), piece.numel()))
+            sums.append(kernel(into[start:].data_ptr(), piece.data_ptr(), piece.numel()))
         return math.fsum(sums)
 
     # Everything below is called with the lock held, except `_hold_back` and lane callbacks.

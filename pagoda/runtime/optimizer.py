@@ -42,6 +42,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._groups: dict[int, Group] = {}
         self._engine = engine
         engine.stepper.group_of = self._group_of
+        engine.stepper.groups = lambda: self.param_groups
         self._hooks = ModelHooks(model, engine)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
@@ -81,6 +82,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.saver.check()
         self._engine.step()
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward()` on: with `precision="fp16"` multiplied by the loss scale, else as it is."""
+        scaler = self._engine.stepper.scaler
+        scaler.used = True
+        return loss.float() * scaler.scale if scaler.active else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted and always true."""
@@ -130,7 +137,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for index, (unit, slot) in enumerate(self._members()):
             if unit.steps[slot]:
                 states[index] = self._states.read(unit, slot)
-        return {**plain, "state": states}
+        return {**plain, "state": states, **self._loss_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or the state of torch's class for the rule over the same parameters in order.
@@ -144,11 +151,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.settle()
         states, groups = state_dict["state"], state_dict["param_groups"]
         if any(isinstance(name, str) for group in groups for name in group["params"]):
-            check_groups("the state", groups, self._named_groups())
-            order = [name for group in groups for name in group["params"]]
+            live = self._named_groups()
+            check_groups("the state", groups, live)
+            order = [name for group in live for name in group["params"]]
             states = {index: states[name] for index, name in enumerate(order) if name in states}
             indices = iter(range(len(order)))
             groups = [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
+        self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._mark_grouped()
         for index, (unit, slot) in enumerate(self._members()):
@@ -174,7 +183,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         for unit, slot in self._members():
             if unit.steps[slot]:
                 shapes[unit.name(slot)] = self._states.blank(unit, slot)
-        with torch_file(Path(path), {"state": shapes, "param_groups": self._named_groups()}) as (content, write):
+        named = {"state": shapes, "param_groups": self._named_groups(), **self._loss_scale()}
+        with torch_file(Path(path), named) as (content, write):
             for name, state in self.named_states():
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
@@ -250,6 +260,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 yield self._slots[id(param)]
+
+    def _loss_scale(self) -> dict[str, Any]:
+        """What a state dict has beside torch's entries: nothing where the loss is not scaled by what changes."""
+        scale = self._engine.stepper.scaler.state_dict()
+        return {"loss_scale": scale} if scale else {}
 
     def _named_groups(self) -> list[NamedGroup]:
         """The `param_groups`, with the names of their parameters."""

@@ -64,6 +64,7 @@ class Snapshot:
             "parameters": [unit.name(slot) for unit, slot in self._slots(WEIGHT)],
             "steps": {unit.name(slot): unit.steps[slot] for unit, slot in self._trainable()},
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
+            "loss_scale": self._engine.stepper.scaler.state_dict(),
             "rng": rng_state(),
             "model": model_record(self._model),
             "extra": extra,
@@ -167,6 +168,7 @@ class Snapshot:
                         param.grad = None
                     unit.steps = [manifest["steps"][unit.name(slot)] for slot in range(unit.trainable)]
                     self._engine.weights_changed(unit)
+                self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
         restore_rng(manifest["rng"])
         defaults = self._engine.rule.defaults()
         for group in manifest["param_groups"]:  # JSON has no tuples
@@ -263,6 +265,7 @@ class Snapshot:
             raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error
         check_groups(str(path), manifest["param_groups"], groups)
         try:
+            self._engine.stepper.scaler.check_state(manifest.get("loss_scale", {}))
             check_rng(manifest["rng"])
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error

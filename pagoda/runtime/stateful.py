@@ -112,7 +112,8 @@ class OptimizerState:
             | {moment.name: self._read(unit, slot, moment) for moment in self._moments}
             for name, (unit, slot) in self._slots.items()
         }
-        return {"state": states, "param_groups": self._groups()}
+        scale = self._engine.stepper.scaler.state_dict()
+        return {"state": states, "param_groups": self._groups(), **({"loss_scale": scale} if scale else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave; gradients that had arrived are dropped.
@@ -130,6 +131,7 @@ class OptimizerState:
             raise CheckpointError("The state does not belong to this optimizer: its groups have other parameters.")
         self._optimizer.zero_grad()
         self._engine.settle()
+        self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
         for name, (unit, slot) in self._slots.items():
             unit.steps[slot] = int(states[name]["step"])
             for moment in self._moments:

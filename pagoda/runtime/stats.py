@@ -32,6 +32,12 @@ class StepStats:
     step: int = 0
     grad_norm: float | None = None
     """Global 2-norm of the gradients before clipping."""
+    group_norms: tuple[float | None, ...] = ()
+    """The same for each of the `param_groups`; None for one without gradients."""
+    loss_scale: float = 1.0
+    """What the loss of this step was multiplied by."""
+    skipped: bool = False
+    """True when a scaled gradient was not finite, so that the step changed nothing but the loss scale."""
     step_s: float = 0.0
     stall_s: dict[str, float] = field(default_factory=dict)
     """lane -> seconds compute waited for it."""

@@ -2,8 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -14,12 +16,21 @@ from pagoda.runtime.async_updates import AsyncUpdater
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Leases
+from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_used, next_hypers, segments_of
 from pagoda.runtime.packing import outside_use
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters
 from pagoda.runtime.updates import non_finite_message
+
+
+class Norms(NamedTuple):
+    """2-norms of a step's gradients before clipping; None where there were none."""
+
+    total: float | None
+    by_group: tuple[float | None, ...]
+    """One for each param group."""
 
 
 class Stepper:
@@ -38,6 +49,7 @@ class Stepper:
         urgency: Callable[[LiveUnit], float],
         wait: Callable[[Handle], None],
         stalled: Callable[[str, float], None],
+        scaler: LossScaler,
     ) -> None:
         """`urgency` says when the next forward needs a unit; `wait` waits for a handle and accounts for it, `stalled`
         accounts for what was waited for otherwise."""
@@ -52,8 +64,11 @@ class Stepper:
         self._urgency = urgency
         self._wait = wait
         self._stalled = stalled
+        self.scaler = scaler
         self.group_of: Callable[[LiveUnit, int], Group]
-        """The param group of a parameter; set by the optimizer."""
+        """The param group of a parameter; set by the optimizer, as is `groups`."""
+        self.groups: Callable[[], Sequence[Group]]
+        """All of them, in order."""
         self._due: list[LiveUnit] = []
         """Units whose update under backward waits for a graph to let go of their weights."""
         self._norm_terms: dict[int, UnitGradient] = {}
@@ -73,6 +88,11 @@ class Stepper:
             )
         if grad.layout is not torch.strided:
             raise UsageError(f"{unit.name(slot)!r} received a sparse gradient; build it with sparse=False.")
+        if self.scaler.active and not self.scaler.used:
+            raise UsageError(
+                f"{unit.name(slot)!r} received the gradient of a loss that was not scaled: with precision='fp16', call "
+                "optimizer.scale(loss).backward()."
+            )
         self._speculation.undo(unit)
         if unit.update is not None:
             unit.wait_for_update(self._wait)
@@ -103,8 +123,8 @@ class Stepper:
         self._due.clear()
         self._manual_scale = None
 
-    def grad_norm(self) -> float:
-        """Global 2-norm of this step's gradients; waits until all have arrived in their extents.
+    def norms(self) -> Norms:
+        """2-norms of this step's gradients; waits until all have arrived in their extents.
 
         Raises NonFiniteGradientError when one is NaN or infinite.
         """
@@ -113,11 +133,15 @@ class Stepper:
         for record in terms.values():
             record.settle()
         self._stalled("d2h", time.perf_counter() - start)
-        for index in sorted(terms):
-            name = terms[index].non_finite()
-            if name is not None:
-                raise NonFiniteGradientError(non_finite_message(name))
-        return math.sqrt(math.fsum(s for i in sorted(terms) for s in self._square_sums(terms[i])))
+        bad = [found for record in terms.values() if (found := record.non_finite()) is not None]
+        if bad:
+            raise NonFiniteGradientError(non_finite_message(min(bad)[1]))
+        square_sums: dict[int, list[float]] = {id(group): [] for group in self.groups()}
+        for record in terms.values():
+            for slot in self._used(record):
+                square_sums[id(self.group_of(record.unit, slot))].append(record.square_sums[slot])
+        by_group = tuple(self._norm(of_group) for of_group in square_sums.values())
+        return Norms(self._norm([*chain(*square_sums.values())]), by_group)
 
     def scale_for(self, norm: float, limit: float) -> float:
         """The factor that clips gradients of 2-norm `norm` to `limit`, as torch's clip_grad_norm_ computes it."""
@@ -130,44 +154,56 @@ class Stepper:
                 "optimizer.clip_grad_norm_ comes too late: units are updated under backward. Pass "
                 "wrap(clip_grad_norm=...), or leave out accumulation_steps."
             )
-        norm = self.grad_norm()
+        try:
+            norm = self.norms().total or 0.0
+        except NonFiniteGradientError:
+            if not self.scaler.skips:
+                raise
+            return math.inf  # `step` finds it too, and is skipped
         self._manual_scale = self.scale_for(norm, limit)
         return norm
 
-    def step(self) -> float | None:
+    def step(self) -> Norms | None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward.
 
-        Returns the norm of the gradients before clipping, None where there were none.
+        Returns the norms of the gradients, or None when a scaled one was not finite, and the step is skipped.
         """
         check_hypers_are_as_used(self._units, self._used_groups, self.group_of, self._rule)
         check_frozen(self._units)
         try:
-            norm = self.grad_norm()
+            norms = self.norms()
         except NonFiniteGradientError:
             self._abandon()
-            raise
+            if not self.scaler.skips:
+                raise
+            self._speculation.end_of_step(clipped=True)
+            self.scaler.end_of_step(skipped=True)
+            return None
         scale = 1.0
         if self._manual_scale is not None:
             scale = self._manual_scale
-        elif self._clip_grad_norm is not None:
-            scale = self.scale_for(norm, self._clip_grad_norm)
+        elif self._clip_grad_norm is not None and norms.total is not None:
+            scale = self.scale_for(norms.total, self._clip_grad_norm)
         if scale != 1.0:
             self._speculation.undo_all()
         for record in self._gradients.records():
             self._queue_update(record, scale)
-        had_gradients = bool(self._norm_terms)
-        if had_gradients:
+        if self._norm_terms:
             self._speculation.end_of_step(clipped=scale != 1.0)
+            self.scaler.end_of_step(skipped=False)
         self._clear_step()
-        return norm if had_gradients else None
+        return norms
 
-    def _square_sums(self, record: UnitGradient) -> list[float]:
-        """Square sums of the parameters whose gradient this step uses, in slot order."""
-        used = record.used
-        if used is None:
-            params = record.unit.params
-            used = [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
-        return [record.square_sums[slot] for slot in used]
+    def _used(self, record: UnitGradient) -> list[int]:
+        """Slots of the parameters whose gradient this step uses."""
+        if record.used is not None:
+            return record.used
+        params = record.unit.params
+        return [slot for slot in range(record.unit.trainable) if params[slot].grad is not None]
+
+    def _norm(self, square_sums: list[float]) -> float | None:
+        """The norm of gradients with these square sums, without the scale of the loss, which is a power of two."""
+        return math.sqrt(math.fsum(square_sums)) / self.scaler.scale if square_sums else None
 
     def _clear_step(self) -> None:
         self._due.clear()
@@ -194,9 +230,12 @@ class Stepper:
         self._clear_step()
 
     def _queue_update(self, record: UnitGradient, scale: float) -> None:
-        """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on."""
+        """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on.
+
+        `scale` clips the gradient.
+        """
         unit = record.unit
-        hypers = next_hypers(unit, self.group_of, self._rule, scale)
+        hypers = next_hypers(unit, self.group_of, self._rule, scale / self.scaler.scale)
         segments = segments_of(unit, hypers)
         self._norm_terms[unit.index] = record
         kept = self._speculation.confirm(record, segments)
@@ -221,7 +260,7 @@ class Stepper:
         """Update a unit as `step()` will if it clips nothing."""
         unit = record.unit
         if self._speculation.may_begin(unit):
-            segments = segments_of(unit, next_hypers(unit, self.group_of, self._rule, 1.0))
+            segments = segments_of(unit, next_hypers(unit, self.group_of, self._rule, 1.0 / self.scaler.scale))
             self._speculation.begin(record, segments, self._urgency(unit))
 
     def _update_due(self) -> None:

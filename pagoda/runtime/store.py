@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from pagoda.errors import ConfigError
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.ssd_tier import SSDTier
 from pagoda.memory.tier import MemoryTier
@@ -59,7 +60,7 @@ class Store:
                     tensor = self.host.tensor(run, self.dtype(state), numel)
                     self._tensors[unit.index, state] = tensor.zero_() if state != GRAD else tensor
             if unit.index in placement.speculated and placement.home(unit.index, WEIGHT) == HOST:
-                run = self.host.alloc(layout.pages(unit, GRAD))
+                run = self.host.alloc(layout.trained_weight_pages(unit))
                 self._tensors[unit.index, UNDO] = self.host.tensor(run, self.dtype(WEIGHT), unit.trainable_numel)
         self._gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
         slots = placement.ring_slots
@@ -76,7 +77,9 @@ class Store:
         """Bytes of homes and rings; leases and staging come on top, as they are used."""
 
     def dtype(self, state: str) -> torch.dtype:
-        """Dtype of a state; a gradient has the weight's."""
+        """Dtype of a state."""
+        if state == GRAD:
+            return self.plan.layout.gradient_dtype
         states = self.plan.layout.states
         return next((s.dtype for s in states if s.name == state), states[0].dtype)
 
@@ -189,9 +192,14 @@ class Store:
             if not self.has_low:
                 self.write(unit.index, WEIGHT, at, master)
                 continue
-            weight = torch.empty(master.shape, dtype=torch.bfloat16)
+            weight = torch.empty(master.shape, dtype=self.dtype(WEIGHT))
             low = torch.empty(master.shape, dtype=torch.int16)
             split(master, weight, low)
+            if weight.dtype is torch.float16 and bool((weight.isinf() & master.isfinite()).any()):
+                raise ConfigError(
+                    f"{placed.param.name!r} has a value of {master.abs().max():.5g}, and fp16 none above 65504: use "
+                    "precision='bf16' or 'fp32'."
+                )
             self.write(unit.index, WEIGHT, at, weight)
             if placed.param.trainable:
                 self.write(unit.index, LOW, at, low)

@@ -209,9 +209,8 @@ class Updater:
                     self._put_back(loaded)
                     loaded = None
                 current.record.settle()
-                name = current.record.non_finite()
-                if name is not None:
-                    raise NonFiniteGradientError(non_finite_message(name))
+                if (bad := current.record.non_finite()) is not None:
+                    raise NonFiniteGradientError(non_finite_message(bad[1]))
                 part = Part(current.record, current.segments)
                 self._stream.feed(current.record.unit, [part], current.published, current.written, undo=current.undo)
             except BaseException as error:
@@ -487,7 +486,7 @@ def update_lane(store: Store, unit: int) -> str:
 def non_finite_message(name: str) -> str:
     """The message for a gradient that is NaN or infinite."""
     return (
-        f"The gradient of {name!r} is not finite; no weight of its unit was changed. Lower the learning rate, check "
-        "the loss and the batch, or set clip_grad_norm if it is off. A parameter read outside its module's forward "
-        "gives NaN too: read it under `with pagoda.gathered([param]):`."
+        f"The gradient of {name!r} is not finite, the first one in backward; no weight of its unit was changed. Lower "
+        "the learning rate, check the loss and the batch, or set clip_grad_norm if it is off. A parameter read outside "
+        "its module's forward gives NaN too: read it under `with pagoda.gathered([param]):`."
     )

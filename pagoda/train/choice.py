@@ -64,6 +64,7 @@ def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, .
         seq_len=config.seq_len,
         accumulation_steps=config.accumulation_steps,
         precision=config.precision,
+        gradients=config.gradients,
         memory=config.memory,
         clip_grad_norm=config.clip_grad_norm,
         speculate=config.speculate,

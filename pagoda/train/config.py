@@ -48,7 +48,9 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on every parameter."""
+    """Decoupled weight decay."""
+    decay: Literal["all", "matrices"] = "all"
+    """Which parameters are decayed: all, or those of two or more dimensions, which leaves out biases and norms."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """What the moments are kept in: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
     (quantized in blocks of 256, 2). The last two change the algorithm."""
@@ -108,8 +110,11 @@ class TrainConfig:
     """Tokens per sequence."""
     accumulation_steps: int = 1
     """Forward and backward passes per optimizer step."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way. fp16 scales
+    the loss, by a factor that adapts itself, and skips steps whose gradients are not finite."""
+    gradients: Literal["bf16", "fp32"] | None = None
+    """What gradients are accumulated in; by default the precision of the weights."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     clip_grad_norm: float | None = 1.0

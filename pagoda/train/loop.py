@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pagoda.api import chunked_loss, init, plan_of, wrap
+from pagoda.api import chunked_loss, init, no_decay_groups, plan_of, wrap
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.forecast.plan_table import plan_table
@@ -89,8 +89,10 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     model, optimizer = wrap(
         built,
         config.optim.build(config.seed),
+        param_groups=no_decay_groups(built, config.optim.weight_decay) if config.optim.decay == "matrices" else None,
         memory=memory,
         precision=config.precision,
+        gradients=config.gradients,
         clip_grad_norm=config.clip_grad_norm,
         speculate=config.speculate,
         accumulation_steps=config.accumulation_steps,
@@ -203,7 +205,7 @@ class _Loop:
         for index in range(passes):
             ids, labels = self.batches.batch(step, index)
             loss = self.model(input_ids=ids.to(self.device), labels=labels.to(self.device)).loss
-            (loss / passes).backward()
+            self.optimizer.scale(loss / passes).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach().float()
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
@@ -216,6 +218,8 @@ class _Loop:
             step=step + 1,
             loss=loss_mean,
             grad_norm=stats.grad_norm,
+            loss_scale=stats.loss_scale,
+            skipped=stats.skipped,
             lr=lr,
             step_s=step_s,
             tokens_per_s=self.batches.tokens_per_step / step_s,

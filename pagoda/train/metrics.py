@@ -19,7 +19,7 @@ class StepMetrics:
     loss: float
     """Mean over the tokens of the step, before its update."""
     grad_norm: float | None
-    """Global norm before clipping."""
+    """Global norm before clipping; None where the step was skipped."""
     lr: float
     step_s: float
     """Seconds from the end of the step before to the end of this one, without checkpoints."""
@@ -34,6 +34,10 @@ class StepMetrics:
     """Share of the fetches compute asked for that were done or under way."""
     faults: int
     """Accesses the plan did not foresee, served on demand."""
+    loss_scale: float = 1.0
+    """What the loss was multiplied by before backward."""
+    skipped: bool = False
+    """Whether a scaled gradient was not finite, so that the step changed nothing but the scale."""
     updates_kept: int = 0
     """Units updated under backward before the norm was known, rightly: nothing was clipped."""
     updates_undone: int = 0

@@ -19,7 +19,8 @@ from tests.tiny import write_model
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "stall_s",
-    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults", "updates_kept", "updates_undone", "staleness",
+    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults", "loss_scale", "skipped", "updates_kept",
+    "updates_undone", "staleness",
 ]  # fmt: skip
 LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update"}
 
@@ -303,6 +304,19 @@ def test_a_trace_that_cannot_be_made_is_refused_before_anything_is_written(
     assert main(work.args("run", **changes)) == 2
     assert complaint in capsys.readouterr().err
     assert not (work.root / "run").exists()
+
+
+def test_a_run_in_fp16_scales_its_loss_and_resumes_to_the_same_bits(work: Workspace) -> None:
+    """From a scale that overflows at first: random weights have large gradients with so few tokens."""
+    settings = {"precision": "fp16", "gradients": "fp32", "optim__decay": "matrices", "optim__schedule": "constant"}
+    whole = work.train("whole", **settings)
+    assert {line["loss_scale"] for line in whole} <= {2.0**power for power in range(17)}
+    assert [line["grad_norm"] is None for line in whole] == [line["skipped"] for line in whole]
+    assert not whole[-1]["skipped"]
+    assert curve(whole) != curve(work.train("bf16", optim__schedule="constant"))
+    work.train("parts", steps=3, checkpoint_every=3, memory__host="1GiB", memory__ssd=None, **settings)
+    assert main(["train", "--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS)]) == 0
+    assert curve(work.metrics("parts")) == curve(whole)
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])

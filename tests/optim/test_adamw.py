@@ -46,8 +46,8 @@ def test_a_group_with_which_no_step_can_be_taken_is_refused(field: str, value: o
 
 def test_an_unknown_precision_is_refused() -> None:
     for refuse in (check_precision, gradient_dtype, AdamW().states):
-        with pytest.raises(ConfigError, match="bf16, fp32"):
-            refuse("fp16")
+        with pytest.raises(ConfigError, match="bf16, fp16, fp32"):
+            refuse("fp8")
 
 
 def test_bf16_costs_12_bytes_a_parameter_and_so_does_fp32() -> None:

@@ -218,7 +218,7 @@ def test_a_gradient_that_is_not_finite_names_its_first_parameter(tmp_path: Path)
             grad[7] = (1.0, float("inf"), float("nan"))[slot]
             record = part.gradients.add(unit, slot, grad, accumulate=False)
         record.settle()
-        assert record.non_finite() == "layers.0.p1"
+        assert record.non_finite() == (1, "layers.0.p1")
 
 
 def test_gradients_of_another_dtype_or_layout_are_taken_as_the_extent_keeps_them(tmp_path: Path) -> None:

@@ -1,0 +1,233 @@
+"""LoRA with peft: adapters train, frozen weights stream, and neither costs what it does not need."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import PAGE, least_host
+
+import pagoda
+from pagoda.optim import flat
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options
+from pagoda.runtime.construct import describe
+from pagoda.runtime.optimizer import PagedOptimizer
+
+STEPS = 4
+RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
+
+
+def adapted(dropout: float = 0.0) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, lora_dropout=dropout, init_lora_weights="gaussian")
+    return get_peft_model(base(), config).train()
+
+
+def ids(step: int) -> torch.Tensor:
+    return torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids(step), labels=ids(step)).loss
+    return loss
+
+
+def on_ssd(directory: Path, device: bool = False) -> pagoda.Memory:
+    """The least RAM that the adapted model trains in; with `device`, computing in an arena of its own."""
+    model = adapted()
+    frozen = sum(p.numel() * 4 for p in model.parameters() if not p.requires_grad)
+    options = Options(PAGE, 64 << 10, clipping=True)
+    root, states = describe(model), RULE.states("fp32")
+    arena = 512 << 10 if device else None
+    host = least_host(root, states, Budgets(PAGE, arena, 1 << 40), options)
+    assert host < frozen / 2
+    return pagoda.Memory(
+        device=f"cpu:{arena}" if arena else None,
+        host=host,
+        ssd=f"{directory}:1GiB",
+        page_size=PAGE,
+        unit_limit="64KiB",
+    )
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> Iterator[tuple[Any, PagedOptimizer]]:
+    model, optimizer = pagoda.wrap(adapted(), RULE, memory=on_ssd(tmp_path), precision="fp32", clip_grad_norm=1.0)
+    yield model, optimizer
+    optimizer.close()
+
+
+def train(model: Any, optimizer: PagedOptimizer, steps: int = STEPS) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_in_memory(model: Any) -> list[float]:
+    """peft's model and nothing of Pagoda but the rule's kernel."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    states = [{s.name: torch.zeros(p.numel()) for s in RULE.own_states()} for p in params]
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        loss.backward()
+        norm = torch.stack([p.grad.double().square().sum() for p in params]).sum().sqrt().item()
+        scalars = RULE.scalars(step + 1, min(1.0, 1.0 / (norm + 1e-6)))
+        for param, state in zip(params, states, strict=True):
+            flat.update(RULE, {"weight": param.data.view(-1), **state}, param.grad.reshape(-1), scalars)
+            param.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_adapters_over_weights_larger_than_ram_train_to_the_bits_of_peft_in_memory(
+    device: bool, tmp_path: Path
+) -> None:
+    plain = adapted()
+    expected = train_in_memory(plain)
+    memory = on_ssd(tmp_path, device)
+    model, optimizer = pagoda.wrap(adapted(), RULE, memory=memory, precision="fp32", clip_grad_norm=1.0)
+    losses = train(model, optimizer)
+    assert losses == expected
+    assert losses[-1] != losses[0]
+    for name, value in pagoda.trainable_state_dict(model).items():
+        assert torch.equal(value, plain.get_parameter(name)), name
+    assert optimizer.stats.peak_bytes["host"] <= pagoda.plan_of(model).peak_bytes["host"]
+    optimizer.close()
+
+
+def test_frozen_weights_cost_their_weights_alone(wrapped: tuple[Any, PagedOptimizer]) -> None:
+    model, optimizer = wrapped
+    plan = pagoda.plan_of(model)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = sum(p.numel() for p in model.parameters())
+    assert adapters < weights / 10
+    held = {state: sum(tier.get(state, 0) for tier in plan.bytes.values()) for state in ("weight", "exp_avg", "grad")}
+    padding = len(plan.units) * PAGE + 1024 * sum(p.requires_grad for p in model.parameters())
+    assert held["exp_avg"] <= 4 * adapters + padding
+    assert held["grad"] <= 4 * adapters + padding
+    assert held["weight"] >= 4 * weights
+    train(model, optimizer, 2)
+    assert all(p.grad is None for p in model.parameters())
+    # Nothing of a step is written but the adapters' pages and their moments.
+    assert optimizer.stats.bytes_moved["ssd_write"] < held["weight"] / 2
+
+
+def test_adapters_are_saved_by_peft_and_loaded_into_a_plain_model(
+    wrapped: tuple[Any, PagedOptimizer], tmp_path: Path
+) -> None:
+    model, optimizer = wrapped
+    train(model, optimizer)
+    model.save_pretrained(tmp_path / "adapter", state_dict=pagoda.trainable_state_dict(model))
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "adapter")
+    trained = pagoda.trainable_state_dict(model)
+    assert len(trained) == 2 * 6 * len(TARGETS)
+    for name, value in trained.items():
+        assert torch.equal(loaded.get_parameter(name), value), name
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(loss_of(loaded.eval(), 9), loss_of(model, 9))
+
+
+def test_adapters_merge_layer_by_layer(wrapped: tuple[Any, PagedOptimizer]) -> None:
+    """Each layer's own weights are in RAM while it is merged, no others."""
+    model, optimizer = wrapped
+    train(model, optimizer)
+    model.eval()
+    with torch.no_grad():
+        before = loss_of(model, 9)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            with pagoda.gathered(module, modify=True):
+                module.merge()
+    with torch.no_grad():
+        merged = loss_of(model, 9)
+    assert merged.item() == pytest.approx(before.item(), rel=1e-5)
+    plain = base().state_dict()
+    weights = model.get_base_model().state_dict()
+    adapted_one, other = "model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.k_proj.weight"
+    assert not torch.equal(weights[f"{adapted_one}.base_layer.weight"], plain[f"{adapted_one}.weight"])
+    assert torch.equal(weights[other], plain[other])
+
+
+@pytest.mark.parametrize("init", [True, "gaussian"])
+def test_adapters_of_weights_that_wait_in_files_start_as_peft_starts_them(init: Any, tmp_path: Path) -> None:
+    """peft moves them to meta, beside the base weights, and what it initialised is lost."""
+    base().save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules=[*TARGETS, "embed_tokens"], init_lora_weights=init)
+    model = get_peft_model(pagoda.load(tmp_path / "base"), config)
+    assert any(p.is_meta for name, p in model.named_parameters() if "lora_B" in name)
+    model, optimizer = pagoda.wrap(model, RULE, memory=pagoda.Memory(host="64MiB"), precision="fp32")
+    with torch.no_grad():
+        assert torch.equal(loss_of(model.eval(), 0), loss_of(base().eval(), 0))
+    first = pagoda.trainable_state_dict(model)
+    zero = ("lora_B", "lora_embedding_A")
+    assert all(value.any() != any(part in name for part in zero) for name, value in first.items())
+    spread = first["base_model.model.model.layers.2.self_attn.q_proj.lora_A.default.weight"].std().item()
+    assert spread == pytest.approx(1 / 4 if init == "gaussian" else (1 / (3 * 96)) ** 0.5, rel=0.2)
+    optimizer.close()
+
+
+def test_adapters_that_start_from_base_weights_need_these_in_memory(tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path / "base")
+    model = get_peft_model(pagoda.load(tmp_path / "base"), LoraConfig(r=4, target_modules=TARGETS, use_dora=True))
+    with pytest.raises(pagoda.ConfigError, match=r"lora_magnitude_vector.*outside pagoda\.init"):
+        pagoda.wrap(model, RULE, memory=pagoda.Memory(host="64MiB"))
+
+
+def test_a_resumed_run_continues_to_the_bit(tmp_path: Path) -> None:
+    """With dropout before the adapters, as peft has it."""
+
+    def run(checkpoint: Path | None, steps: range) -> tuple[list[float], dict[str, torch.Tensor]]:
+        folder = tmp_path / f"ssd-{steps.start}-{steps.stop}"
+        folder.mkdir()
+        model, optimizer = pagoda.wrap(adapted(0.1), RULE, memory=on_ssd(folder), precision="fp32", clip_grad_norm=1.0)
+        torch.manual_seed(3)
+        if checkpoint is not None and steps.start:
+            optimizer.load_checkpoint(checkpoint)
+        losses = []
+        for step in steps:
+            loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if checkpoint is not None and not steps.start:
+            optimizer.save_checkpoint(checkpoint)
+        adapters = pagoda.trainable_state_dict(model)
+        optimizer.close()
+        return losses, adapters
+
+    losses, adapters = run(None, range(4))
+    first, _ = run(tmp_path / "step", range(2))
+    second, resumed = run(tmp_path / "step", range(2, 4))
+    assert first + second == losses
+    assert all(torch.equal(value, adapters[name]) for name, value in resumed.items())

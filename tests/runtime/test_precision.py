@@ -1,0 +1,296 @@
+"""fp16 with loss scaling, gradients in a dtype of their own, norms by group: the same bits wherever state lives."""
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, least_host, llama, loss_of, run
+
+import pagoda
+from pagoda.optim.rule import kept_dtype
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options
+from pagoda.runtime.construct import describe
+
+from .conftest import Wrap
+from .loops import WIDTH, Layers
+
+STEPS = 5
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return llama().train()
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers(3)
+
+
+def ids(seed: int) -> torch.Tensor:
+    return torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+    """Two micro-batches a step; in the second step, a loss so large that its gradients overflow fp16."""
+    for step in range(STEPS):
+        for part in range(2):
+            tokens = ids(2 * step + part)
+            loss = loss_of(model(input_ids=tokens, labels=tokens))
+            outcome.losses.append(loss.item())
+            optimizer.scale(loss * (1e4 if step == 1 else 1) / 2).backward()
+        optimizer.step()
+        outcome.norms.append(optimizer.stats.grad_norm)
+
+
+def squeezed(placement: str, directory: Path, precision: str, gradients: str | None, clip: float | None) -> Any:
+    """The least memory for a placement."""
+    skips = precision == "fp16"
+    options = Options(PAGE, 128 << 10, 2, clip is not None, gradients=kept_dtype(gradients), may_skip=skips)  # type: ignore[arg-type]
+    root, states = describe(build()), pagoda.AdamW().states(precision)  # type: ignore[arg-type]
+    device = 1 << 20 if placement == ARENA_ALL_ON_SSD else None
+    host = least_host(root, states, Budgets(PAGE, device, 1 << 40), options)
+    return pagoda.Memory(
+        device=f"cpu:{device}" if device else None,
+        host=host + (512 << 10 if placement == HOST_WEIGHTS else 0),
+        ssd=f"{directory}:1GiB",
+        page_size=PAGE,
+        unit_limit="128KiB",
+    )
+
+
+def train(memory: pagoda.Memory, precision: str, gradients: str | None, clip: float | None, **wrap: Any) -> Outcome:
+    options = {"precision": precision, "gradients": gradients, "clip_grad_norm": clip, "accumulation_steps": 2}
+    return run(build(), memory, loop, **{**options, **wrap})
+
+
+@cache
+def resident(precision: str, gradients: str | None, clip: float | None) -> Outcome:
+    return train(RESIDENT, precision, gradients, clip)
+
+
+@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD])
+@pytest.mark.parametrize(
+    ("precision", "gradients", "clip"),
+    [("fp16", None, 0.5), ("fp16", "fp32", None), ("bf16", "fp32", 0.5), ("fp32", "bf16", None)],
+    ids=lambda value: str(value),
+)
+def test_placement_does_not_change_a_bit_in_any_format(
+    precision: str, gradients: str | None, clip: float | None, placement: str, tmp_path: Path
+) -> None:
+    outcome = train(squeezed(placement, tmp_path, precision, gradients, clip), precision, gradients, clip)
+    expected = resident(precision, gradients, clip)
+    outcome.assert_same_bits(expected)
+    assert len(set(expected.losses)) == 2 * STEPS
+    assert expected.norms.count(None) == (precision == "fp16")
+    assert outcome.plan is not None
+    assert "weight" in outcome.plan.bytes["ssd"] or placement == HOST_WEIGHTS
+    bytes_of = {tier: lines.get("grad", 0) for tier, lines in outcome.plan.bytes.items()}
+    if clip is not None:
+        size = {"fp32": 4, "bf16": 2}.get(gradients or precision, 2)
+        elements = sum(unit.trainable_numel for unit in outcome.plan.units)
+        assert 0 <= sum(bytes_of.values()) - size * elements <= PAGE * len(outcome.plan.units)
+
+
+def test_speculating_on_finite_gradients_changes_no_bit(tmp_path: Path) -> None:
+    """Without clipping, what may undo an update under backward is an overflow."""
+    memory = pagoda.Memory(host="900KiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE, unit_limit="128KiB")
+    kept, undone = [], []
+
+    def watched(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        for seed, factor in enumerate((1, 1, 1, 1, 1, 1, 1e5, 1)):
+            loss = loss_of(model(input_ids=ids(seed), labels=ids(seed)))
+            outcome.losses.append(loss.item())
+            optimizer.scale(loss * factor).backward()
+            optimizer.step()
+            kept.append(optimizer.stats.updates_kept)
+            undone.append(optimizer.stats.updates_undone)
+            outcome.norms.append(optimizer.stats.grad_norm)
+
+    def outcome(memory: pagoda.Memory, **wrap: Any) -> Outcome:
+        scale = pagoda.LossScale(initial=1024.0)
+        return run(build(), memory, watched, precision="fp16", accumulation_steps=1, loss_scale=scale, **wrap)
+
+    speculated = outcome(memory, speculate=True)
+    assert sum(kept) > 0
+    assert sum(undone) > 0
+    speculated.assert_same_bits(outcome(RESIDENT))
+    assert speculated.norms[6] is None
+
+
+def test_a_step_that_overflows_changes_nothing_but_the_scale(wrap: Wrap) -> None:
+    model, optimizer = wrap(layers(), precision="fp16", loss_scale=pagoda.LossScale(initial=1024.0, growth_interval=2))
+    twin, twin_optimizer = wrap(layers(), precision="fp16", loss_scale=pagoda.LossScale(initial=1024.0))
+    scales, skipped = [], []
+
+    def step(module: nn.Module, stepped: Any, seed: int, factor: float) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        stepped.scale(module(x, [0, 1, 2]) * factor).backward()
+        stepped.step()
+        stepped.zero_grad()
+
+    for seed, factor in enumerate([1, 1, 1e6, 1, 1e6, 1e6, 1, 1, 1]):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        step(model, optimizer, seed, factor)
+        scales.append(optimizer.stats.loss_scale)
+        skipped.append(optimizer.stats.skipped)
+        if factor > 1:
+            assert optimizer.stats.grad_norm is None
+            assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        else:
+            step(twin, twin_optimizer, seed, factor)
+    assert skipped == [False, False, True, False, True, True, False, False, False]
+    # Two calm steps double it, an overflow halves it and starts the count anew.
+    assert scales == [1024, 1024, 2048, 1024, 1024, 512, 256, 256, 512]
+    # A scale is a power of two, so that another one gives the same bits where nothing under- or overflows.
+    mine, other = optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"]
+    for index, state in mine.items():
+        assert state["step"] == other[index]["step"] == 6
+        torch.testing.assert_close(state["exp_avg"], other[index]["exp_avg"], rtol=1e-2, atol=1e-7)
+
+
+def test_the_scale_goes_on_after_a_checkpoint(wrap: Wrap, tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: Any, factor: float = 1) -> None:
+        optimizer.scale(model(torch.ones(2, WIDTH), [0, 1, 2]) * factor).backward()
+        optimizer.step()
+
+    setting = pagoda.LossScale(growth_interval=3)
+    model, optimizer = wrap(layers(), precision="fp16", loss_scale=setting)
+    step(model, optimizer, 1e6)
+    step(model, optimizer)
+    step(model, optimizer)
+    optimizer.save_checkpoint(tmp_path / "step")
+    state = optimizer.state_dict()
+    assert state["loss_scale"] == {"scale": 32768.0, "calm_steps": 2}
+    optimizer.save_state_dict(tmp_path / "optimizer.pt")
+    for load in (
+        lambda o: o.load_checkpoint(tmp_path / "step"),
+        lambda o: o.load_state_dict(state),
+        lambda o: o.load_state_dict(torch.load(tmp_path / "optimizer.pt")),
+    ):
+        twin, twin_optimizer = wrap(layers(), precision="fp16", loss_scale=setting)
+        load(twin_optimizer)
+        step(twin, twin_optimizer)
+        assert twin_optimizer.stats.loss_scale == 32768
+        step(twin, twin_optimizer)
+        assert twin_optimizer.stats.loss_scale == 65536
+    _, other = wrap(layers())
+    with pytest.raises(pagoda.CheckpointError, match="float16"):
+        other.load_checkpoint(tmp_path / "step")
+
+
+def test_a_fixed_scale_changes_no_bit_and_does_not_forgive(wrap: Wrap) -> None:
+    outcomes = []
+    for scale in (1, 256):
+        model, optimizer = wrap(layers(), precision="fp16", loss_scale=scale, clip_grad_norm=0.01)
+        for seed in range(3):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+            # Without denormal gradients at either scale, so that every one is exact.
+            optimizer.scale(1000 * model(x, [0, 1, 2])).backward()
+            optimizer.step()
+        outcomes.append((optimizer.stats.grad_norm, optimizer.stats.group_norms))
+    assert outcomes[0][0] == pytest.approx(outcomes[1][0], rel=1e-2)
+    optimizer.scale(model(x, [0, 1, 2]) * 1e9).backward()
+    with pytest.raises(pagoda.NonFiniteGradientError, match="not finite"):
+        optimizer.step()
+
+
+def test_a_loss_that_was_not_scaled_is_refused(wrap: Wrap) -> None:
+    model, optimizer = wrap(layers(), precision="fp16")
+    with pytest.raises(pagoda.UsageError, match=r"optimizer\.scale\(loss\)\.backward"):
+        model(torch.ones(2, WIDTH), [0]).backward()
+    model, optimizer = wrap(layers(), precision="bf16")
+    loss = model(torch.ones(2, WIDTH), [0])
+    assert optimizer.scale(loss) is loss
+
+
+def test_torchs_grad_scaler_is_refused_rather_than_ignored(wrap: Wrap) -> None:
+    model, optimizer = wrap(layers(), precision="fp16", loss_scale=1)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer.scale(scaler.scale(model(torch.ones(2, WIDTH), [0, 1, 2]))).backward()
+    with pytest.raises((RuntimeError, ValueError)):
+        scaler.step(optimizer)
+
+
+def test_a_scale_that_cannot_go_lower_names_the_gradient(wrap: Wrap) -> None:
+    model, optimizer = wrap(layers(), precision="fp16", loss_scale=pagoda.LossScale(initial=2.0))
+    optimizer.scale(model(torch.ones(2, WIDTH), [0, 1, 2]) * math.inf).backward()
+    optimizer.step()
+    optimizer.scale(model(torch.ones(2, WIDTH), [0, 1, 2]) * math.inf).backward()
+    with pytest.raises(pagoda.NonFiniteGradientError, match=r"'layers\.2\.0\.(weight|bias)' is not finite, the first"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: Wrap) -> None:
+    """fp32: the sum of what autograd gave. bf16: rounded after every addition."""
+    kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[gradients]
+    model, optimizer = wrap(layers(), precision="bf16", gradients=gradients, lr=0.0)
+    plain = layers().bfloat16()
+    total: dict[str, torch.Tensor] = {}
+    for seed in range(8):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        for module in (model, plain):
+            module(x, [0, 1, 2]).backward()
+        for name, param in plain.named_parameters():
+            grad = param.grad.to(kept)  # type: ignore[union-attr]
+            total[name] = total[name] + grad if name in total else grad
+            param.grad = None
+    optimizer.step()
+    squares = [grad.double().square().sum().item() for grad in total.values()]
+    assert optimizer.stats.grad_norm == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-12)
+
+
+def test_norms_of_groups_add_up_to_the_norm(wrap: Wrap) -> None:
+    model = layers()
+    groups = [{"params": layer.parameters()} for layer in model.get_submodule("layers")]  # type: ignore[union-attr]
+    model, optimizer = wrap(model, param_groups=groups, precision="fp32", clip_grad_norm=1e-3)
+    plain = layers()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for module in (model, plain):
+        module(x, [0, 2]).backward()
+    optimizer.step()
+    first, second, third = optimizer.stats.group_norms
+    assert second is None
+    for norm, layer in ((first, 0), (third, 2)):
+        grads = [p.grad for p in plain.get_submodule(f"layers.{layer}").parameters()]
+        assert norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-5)
+    assert optimizer.stats.grad_norm == pytest.approx(math.hypot(first, third), rel=1e-12)
+
+
+BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "scale without fp16": ({"loss_scale": 2.0}, "precision='fp16'"),
+    "no power of two": ({"precision": "fp16", "loss_scale": 1000}, "power of two"),
+    "no such scaling": ({"precision": "fp16", "loss_scale": "automatic"}, "'dynamic'"),
+    "no such precision": ({"precision": "fp8"}, "bf16, fp16, fp32"),
+    "no such gradients": ({"gradients": "fp16"}, "bf16, fp32"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_settings_that_make_no_sense_are_refused(case: str, wrap: Wrap) -> None:
+    settings, message = BAD_SETTINGS[case]
+    with pytest.raises(pagoda.ConfigError, match=message):
+        wrap(layers(), **settings)
+    wrap(layers())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"initial": 3.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}, {"growth_factor": 0.5}], ids=str
+)
+def test_loss_scales_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(pagoda.ConfigError, match=next(iter(settings))):
+        pagoda.LossScale(**settings)
+
+
+def test_a_weight_beyond_fp16_is_refused_by_name() -> None:
+    model = layers()
+    with torch.no_grad():
+        model.get_parameter("layers.1.0.bias")[3] = 7e4
+    with pytest.raises(pagoda.ConfigError, match=r"'layers\.1\.0\.bias' has a value of 70000.*bf16"):
+        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT, precision="fp16")
