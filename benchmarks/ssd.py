@@ -5,6 +5,7 @@
 Alternates, in rounds, three things that move the same bytes: raw O_DIRECT reads and writes together of the same pages,
 two threads each way for each drive; one optimizer step over states on SSD from `step()` to `drain()`, with nothing
 computed beside it; and the same with the hash left out. Weights and gradients are in RAM, the other states on SSD.
+Then it alternates training steps, with and without the hash, whose updates run under the compute of the next.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 import pagoda
+from pagoda.calibrate.meter import cpu_name
 from pagoda.memory import Arena, PageFile, parse_bytes, ssd_tier, verify
 from pagoda.memory.slots import Hashes
 from pagoda.runtime.lanes import SSD_THREADS
@@ -37,20 +39,22 @@ RING = 12
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ssd", type=Path, action="append", required=True, help="directory, once for each drive")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=3072)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=512, help="rows of a batch, in training steps")
     parser.add_argument("--out", type=Path)
     settings = parser.parse_args()
-    result = measure(settings.ssd, settings.layers, settings.width, settings.rounds)
+    result = measure(settings.ssd, settings.layers, settings.width, settings.rounds, settings.tokens)
     print(json.dumps(result, indent=2))
     if settings.out:
         settings.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def measure(directories: list[Path], layers: int, width: int, rounds: int) -> dict[str, object]:
+def measure(directories: list[Path], layers: int, width: int, rounds: int, tokens: int) -> dict[str, object]:
     """Seconds of each kind in every round, and what follows from their medians."""
     seconds: dict[str, list[float]] = {"raw": [], "hashed": [], "unhashed": []}
+    training: dict[str, list[float]] = {"hashed": [], "unhashed": []}
     with ExitStack() as stack:
         folders = {
             kind: [Path(stack.enter_context(TemporaryDirectory(dir=d))) for d in directories] for kind in seconds
@@ -73,13 +77,26 @@ def measure(directories: list[Path], layers: int, width: int, rounds: int) -> di
                 else:
                     with without_hashes():
                         seconds[kind].append(unhashed.step())
+        for turn in range(rounds):
+            for kind in ("hashed", "unhashed") if turn % 2 else ("unhashed", "hashed"):
+                if kind == "hashed":
+                    training[kind].append(hashed.train(tokens))
+                else:
+                    with without_hashes():
+                        training[kind].append(unhashed.train(tokens))
     middle = {kind: statistics.median(values) for kind, values in seconds.items()}
+    steps = {kind: statistics.median(values) for kind, values in training.items()}
     return {
+        "machine": f"{cpu_name()}, {torch.get_num_threads()} threads",
+        "settings": {"layers": layers, "width": width, "tokens": tokens, "drives": len(directories)},
         "bytes_each_way": pages * PAGE,
         "seconds": seconds,
+        "training_step_seconds": training,
         "raw_gb_per_s_both_ways": 2 * pages * PAGE / middle["raw"] / 1e9,
         "streaming_share_of_raw": middle["raw"] / middle["hashed"],
-        "hashing_share_of_step": 1 - middle["unhashed"] / middle["hashed"],
+        "streaming_share_of_raw_without_hashing": middle["raw"] / middle["unhashed"],
+        "hashing_share_of_update": 1 - middle["unhashed"] / middle["hashed"],
+        "hashing_share_of_training_step": 1 - steps["unhashed"] / steps["hashed"],
     }
 
 
@@ -106,6 +123,19 @@ class Streaming:
         elapsed = time.perf_counter() - start
         self.optimizer.zero_grad()
         return elapsed
+
+    def train(self, tokens: int) -> float:
+        """Seconds a step, the mean of two after a first one, whose updates they wait for."""
+        start = 0.0
+        for step in range(3):
+            if step == 1:
+                start = time.perf_counter()
+            self.model(torch.randn(tokens, self.width, dtype=torch.bfloat16)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        elapsed = time.perf_counter() - start
+        self.optimizer.drain()
+        return elapsed / 2
 
     def load_pages(self, view: memoryview) -> Iterator[None]:
         """Every page of state on SSD, one after another, in `view`."""

@@ -10,7 +10,7 @@ from pagoda.optim.jit import (
     adamw_element,
     bf16_to_fp32,
     bits_to_fp32,
-    block_buffers,
+    block_buffer,
     fp32_to_bits,
     high_half,
     joined,
@@ -203,29 +203,38 @@ def _scale(top: Any) -> Any:
 
 
 @part
-def _encode_block_signed(codes: Any, first: Any, values: Any, at: Any, count: Any, top: Any) -> Any:
+def _encode_block(values: Any, codes: Any, count: Any, signed: Any) -> Any:
+    """Encode one block; returns its scale. Moments come as `signed` says: exp_avg, or exp_avg_sq."""
+    top = np.uint32(0)
+    for i in range(count):
+        top = max(top, _magnitude(values[i]))
     scale = _scale(top)
-    if scale > np.float32(0):
+    if not scale > np.float32(0):
+        for i in range(count):
+            codes[i] = np.uint8(0)
+    elif signed:
         inverse = np.float32(1) / scale
         for i in range(count):
-            codes[first + i] = _encode_signed(values[at + i], inverse)
+            codes[i] = _encode_signed(values[i], inverse)
     else:
+        inverse = np.float32(1) / scale
         for i in range(count):
-            codes[first + i] = np.uint8(0)
+            codes[i] = _encode_unsigned(values[i], inverse)
     return scale
 
 
 @part
-def _encode_block_unsigned(codes: Any, first: Any, values: Any, at: Any, count: Any, top: Any) -> Any:
-    scale = _scale(top)
-    if scale > np.float32(0):
-        inverse = np.float32(1) / scale
+def _decode_block(codes: Any, scale: Any, values: Any, count: Any, signed: Any) -> None:
+    if signed:
         for i in range(count):
-            codes[first + i] = _encode_unsigned(values[at + i], inverse)
+            values[i] = _decode_signed(codes[i]) * scale
     else:
         for i in range(count):
-            codes[first + i] = np.uint8(0)
-    return scale
+            values[i] = _decode_unsigned(codes[i]) * scale
+
+
+# Every block has arrays of its own, indexed from 0: where an index is a sum, Numba tests each for being below zero, and
+# LLVM reads and writes element by element.
 
 
 @kernel
@@ -244,33 +253,29 @@ def adamw_bf16_moments_8bit(
 
     Moves 14 bytes per element (8 read, 6 written) and 16 per block.
     """
-    high = carray(pointer(weight, np.uint16), n)
-    low = carray(pointer(weight_low, np.int16), n)
-    avg = carray(pointer(exp_avg, np.uint8), n)
-    avg_sq = carray(pointer(exp_avg_sq, np.uint8), n)
     blocks = (n + BLOCK - 1) // BLOCK
-    avg_scale = carray(pointer(exp_avg_scale, np.float32), blocks)
-    avg_sq_scale = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
-    grad = carray(pointer(gradient, np.uint16), n)
+    scale = carray(pointer(exp_avg_scale, np.float32), blocks)
+    scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
     rounded = round_scalars(scalars)
-    new = carray(block_buffers(), 2 * BLOCK)
+    avg, avg_sq = carray(block_buffer(), BLOCK), carray(block_buffer(), BLOCK)
     for block in range(blocks):
         first = block * BLOCK
         count = min(BLOCK, n - first)
-        scale, scale_sq = avg_scale[block], avg_sq_scale[block]
-        top, top_sq = np.uint32(0), np.uint32(0)
-        for j in range(count):
-            i = first + j
-            m, v = _decode_signed(avg[i]) * scale, _decode_unsigned(avg_sq[i]) * scale_sq
-            w, m, v = adamw_element(joined(high[i], low[i]), m, v, bf16_to_fp32(grad[i]), rounded)
+        high = carray(pointer(weight + 2 * first, np.uint16), count)
+        low = carray(pointer(weight_low + 2 * first, np.int16), count)
+        grad = carray(pointer(gradient + 2 * first, np.uint16), count)
+        codes = carray(pointer(exp_avg + first, np.uint8), count)
+        codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
+        _decode_block(codes, scale[block], avg, count, True)
+        _decode_block(codes_sq, scale_sq[block], avg_sq, count, False)
+        for i in range(count):
+            w, m, v = adamw_element(joined(high[i], low[i]), avg[i], avg_sq[i], bf16_to_fp32(grad[i]), rounded)
             high[i] = high_half(w)
             low[i] = low_half(w)
-            new[j] = m
-            new[BLOCK + j] = v
-            top = max(top, _magnitude(m))
-            top_sq = max(top_sq, _magnitude(v))
-        avg_scale[block] = _encode_block_signed(avg, first, new, 0, count, top)
-        avg_sq_scale[block] = _encode_block_unsigned(avg_sq, first, new, BLOCK, count, top_sq)
+            avg[i] = m
+            avg_sq[i] = v
+        scale[block] = _encode_block(avg, codes, count, True)
+        scale_sq[block] = _encode_block(avg_sq, codes_sq, count, False)
 
 
 @kernel
@@ -288,81 +293,70 @@ def adamw_fp32_moments_8bit(
 
     Moves 16 bytes per element (10 read, 6 written) and 16 per block.
     """
-    master = carray(pointer(weight, np.float32), n)
-    avg = carray(pointer(exp_avg, np.uint8), n)
-    avg_sq = carray(pointer(exp_avg_sq, np.uint8), n)
     blocks = (n + BLOCK - 1) // BLOCK
-    avg_scale = carray(pointer(exp_avg_scale, np.float32), blocks)
-    avg_sq_scale = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
-    grad = carray(pointer(gradient, np.float32), n)
+    scale = carray(pointer(exp_avg_scale, np.float32), blocks)
+    scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
     rounded = round_scalars(scalars)
-    new = carray(block_buffers(), 2 * BLOCK)
+    avg, avg_sq = carray(block_buffer(), BLOCK), carray(block_buffer(), BLOCK)
     for block in range(blocks):
         first = block * BLOCK
         count = min(BLOCK, n - first)
-        scale, scale_sq = avg_scale[block], avg_sq_scale[block]
-        top, top_sq = np.uint32(0), np.uint32(0)
-        for j in range(count):
-            i = first + j
-            m, v = _decode_signed(avg[i]) * scale, _decode_unsigned(avg_sq[i]) * scale_sq
-            w, m, v = adamw_element(master[i], m, v, grad[i], rounded)
-            master[i] = w
-            new[j] = m
-            new[BLOCK + j] = v
-            top = max(top, _magnitude(m))
-            top_sq = max(top_sq, _magnitude(v))
-        avg_scale[block] = _encode_block_signed(avg, first, new, 0, count, top)
-        avg_sq_scale[block] = _encode_block_unsigned(avg_sq, first, new, BLOCK, count, top_sq)
+        master = carray(pointer(weight + 4 * first, np.float32), count)
+        grad = carray(pointer(gradient + 4 * first, np.float32), count)
+        codes = carray(pointer(exp_avg + first, np.uint8), count)
+        codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
+        _decode_block(codes, scale[block], avg, count, True)
+        _decode_block(codes_sq, scale_sq[block], avg_sq, count, False)
+        for i in range(count):
+            master[i], avg[i], avg_sq[i] = adamw_element(master[i], avg[i], avg_sq[i], grad[i], rounded)
+        scale[block] = _encode_block(avg, codes, count, True)
+        scale_sq[block] = _encode_block(avg_sq, codes_sq, count, False)
+
+
+@part
+def _encode(values: Any, codes: Any, scales: Any, n: Any, signed: Any) -> None:
+    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    for block in range((n + BLOCK - 1) // BLOCK):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        value = carray(pointer(values + 4 * first, np.float32), count)
+        code = carray(pointer(codes + first, np.uint8), count)
+        scale[block] = _encode_block(value, code, count, signed)
+
+
+@part
+def _decode(codes: Any, scales: Any, values: Any, n: Any, signed: Any) -> None:
+    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    for block in range((n + BLOCK - 1) // BLOCK):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        value = carray(pointer(values + 4 * first, np.float32), count)
+        code = carray(pointer(codes + first, np.uint8), count)
+        _decode_block(code, scale[block], value, count, signed)
 
 
 @kernel
 def encode_signed(values: int, codes: int, scales: int, n: int) -> None:
     """``n`` fp32 elements, from the first of a block on, to 8-bit codes of exp_avg and a scale for each block."""
-    value = carray(pointer(values, np.float32), n)
-    code = carray(pointer(codes, np.uint8), n)
-    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
-    for block in range((n + BLOCK - 1) // BLOCK):
-        first = block * BLOCK
-        count = min(BLOCK, n - first)
-        top = np.uint32(0)
-        for j in range(count):
-            top = max(top, _magnitude(value[first + j]))
-        scale[block] = _encode_block_signed(code, first, value, first, count, top)
+    _encode(values, codes, scales, n, True)
 
 
 @kernel
 def encode_unsigned(values: int, codes: int, scales: int, n: int) -> None:
     """`encode_signed` for exp_avg_sq, whose elements are not below zero."""
-    value = carray(pointer(values, np.float32), n)
-    code = carray(pointer(codes, np.uint8), n)
-    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
-    for block in range((n + BLOCK - 1) // BLOCK):
-        first = block * BLOCK
-        count = min(BLOCK, n - first)
-        top = np.uint32(0)
-        for j in range(count):
-            top = max(top, _magnitude(value[first + j]))
-        scale[block] = _encode_block_unsigned(code, first, value, first, count, top)
+    _encode(values, codes, scales, n, False)
 
 
 @kernel
 def decode_signed(codes: int, scales: int, values: int, n: int) -> None:
     """``n`` fp32 elements of exp_avg, from the first of a block on, from their codes and scales."""
-    code = carray(pointer(codes, np.uint8), n)
-    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
-    value = carray(pointer(values, np.float32), n)
-    for i in range(n):
-        value[i] = _decode_signed(code[i]) * scale[i // BLOCK]
+    _decode(codes, scales, values, n, True)
 
 
 @kernel
 def decode_unsigned(codes: int, scales: int, values: int, n: int) -> None:
     """`decode_signed` for exp_avg_sq."""
-    code = carray(pointer(codes, np.uint8), n)
-    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
-    value = carray(pointer(values, np.float32), n)
-    for i in range(n):
-        value[i] = _decode_unsigned(code[i]) * scale[i // BLOCK]
+    _decode(codes, scales, values, n, False)
 
 
 def warm_up() -> None:

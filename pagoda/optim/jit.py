@@ -70,7 +70,7 @@ def _lanes_intrinsic(_context: Any) -> Any:
 
 def _block_intrinsic(_context: Any) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        return cgutils.alloca_once(builder, context.get_value_type(types.float32), size=2 * BLOCK)
+        return cgutils.alloca_once(builder, context.get_value_type(types.float32), size=BLOCK)
 
     return types.CPointer(types.float32)(), codegen
 
@@ -79,7 +79,7 @@ pointer = intrinsic(_pointer_intrinsic)
 bits_to_fp32 = intrinsic(_bits_to_fp32_intrinsic)
 fp32_to_bits = intrinsic(_fp32_to_bits_intrinsic)
 lane_sums = intrinsic(_lanes_intrinsic)
-block_buffers = intrinsic(_block_intrinsic)
+block_buffer = intrinsic(_block_intrinsic)
 
 # Numba widens uint32 arithmetic to 64 bits; the casts below bring it back, so that it wraps and vectorises.
 

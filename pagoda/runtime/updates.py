@@ -182,9 +182,9 @@ class Updater:
         """Wait until every queued update has been written home and the ring is idle; raises the first error, once."""
         with self._lock:
             latest, self._latest = self._latest, {}
+            self._stream.may_read_ahead = False  # it would be dropped unused, and delay what is waited for
         wait_all(latest.values())
         with self._lock:
-            self._stream.may_read_ahead = False
             reads = self._stream.drop_ahead()
         wait_all(reads)
 

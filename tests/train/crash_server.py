@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.conversion_mapping
+import transformers.core_model_loading
 import transformers.models.llama.modeling_llama  # noqa: F401
 from rich.console import Console
 

@@ -282,7 +282,7 @@ def test_a_lagging_run_that_is_killed_resumes_with_what_its_last_checkpoint_hold
 
 
 def test_an_export_that_is_killed_leaves_no_part_of_a_model(server: Server, folder: Path) -> None:
-    assert endure_exports(server, folder, Mode(host="900KiB", drives=1, slow_s=0.002), 6, random.Random(2))
+    assert endure_exports(server, folder, Mode(host="900KiB", drives=1, slow_s=0.002), 4, random.Random(2))
 
 
 @pytest.mark.slow
