@@ -97,6 +97,12 @@ def test_placement_does_not_change_a_bit_in_any_format(
         assert 0 <= sum(bytes_of.values()) - size * elements <= PAGE * len(outcome.plan.units)
 
 
+def test_asynchronous_updates_skip_the_same_steps() -> None:
+    """With no staleness allowed, the bits are those of synchronous ones."""
+    outcome = train(RESIDENT, "fp16", None, 0.5, update="async", max_staleness=0)
+    outcome.assert_same_bits(resident("fp16", None, 0.5))
+
+
 def test_speculating_on_finite_gradients_changes_no_bit(tmp_path: Path) -> None:
     """Without clipping, what may undo an update under backward is an overflow."""
     memory = pagoda.Memory(host="900KiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE, unit_limit="128KiB")
