@@ -11,6 +11,7 @@ from torch import nn
 
 import pagoda
 from pagoda.models import build_model
+from pagoda.plan.activations import ActivationMode
 
 LR = 1e-4
 CPU = torch.device("cpu")
@@ -32,10 +33,8 @@ class Workload:
     def tokens(self) -> int:
         return self.batch_size * self.seq_len
 
-    def build(self) -> nn.Module:
-        return build_model(
-            self.model, seq_len=self.seq_len, gradient_checkpointing=self.checkpointing, layers=self.layers
-        )
+    def build(self, checkpointing: bool = False) -> nn.Module:
+        return build_model(self.model, seq_len=self.seq_len, gradient_checkpointing=checkpointing, layers=self.layers)
 
     def batches(self, device: torch.device = CPU) -> Iterator[torch.Tensor]:
         """Random tokens, the same ones every time."""
@@ -49,7 +48,7 @@ class Plain:
 
     def __init__(self, workload: Workload, device: torch.device = CPU) -> None:
         torch.manual_seed(0)
-        model = workload.build()
+        model = workload.build(workload.checkpointing)
         self.master = [p.detach().to(device, copy=True).requires_grad_() for p in model.parameters()]
         self.model = model.to(device, torch.bfloat16).train()
         self.params = list(self.model.parameters())
@@ -82,7 +81,9 @@ class Paged:
         memory: pagoda.Memory,
         speculate: bool | None = None,
         rule: pagoda.AdamW | None = None,
+        activations: ActivationMode | None = None,
     ) -> None:
+        """By default blocks are recomputed where the workload checkpoints."""
         torch.manual_seed(0)
         with pagoda.init():
             model = workload.build()
@@ -93,6 +94,7 @@ class Paged:
             clip_grad_norm=workload.clip,
             accumulation_steps=1,
             speculate=speculate,
+            activations=activations or ("recompute" if workload.checkpointing else "keep"),
         )
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:

@@ -239,7 +239,7 @@ def wrap(
 
     `batch_tiles=N` lets each of the model's repeated layers run the batch it is given in N micro-batches, or in as many
     as "auto" finds useful. Feed the whole batch of a step at once: weights are then fetched once for all of it, and
-    with gradient checkpointing a layer's activations are there for one micro-batch at a time. Gradients have the bits
+    where it is recomputed a layer's activations are there for one micro-batch at a time. Gradients have the bits
     of ordinary accumulation of the same micro-batches where a layer treats samples independently. A layer that
     cannot be tiled runs its batch whole, with a warning.
 
@@ -281,7 +281,8 @@ def wrap(
     if activations == "auto":
         budget = memory.activation_bytes
         room = _free_beside(plan, device.torch_device) if budget is None else budget
-        plan = replace(plan, options=replace(options, activation_bytes=room))
+        options = replace(options, activation_bytes=room, activations_limited=budget is not None)
+        plan = replace(plan, options=options)
     units = live_units(model, plan.units, states[0].dtype, device.torch_device)
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
     engine = Engine(plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device, scaler)

@@ -31,6 +31,8 @@ class MemoryConfig:
     """Bytes per page. By default chosen by the planner."""
     unit_limit: _Size = None
     """Largest weights fetched together. By default chosen by the planner."""
+    activations: _Size = None
+    """What --activations auto may keep where compute runs. By default 80% of what is free beside the pages."""
 
     def build(self) -> "Memory":
         """The library's memory description.
@@ -46,6 +48,7 @@ class MemoryConfig:
             ssd=self.ssd,
             page_size=self.page_size,
             unit_limit=self.unit_limit,
+            activations=self.activations,
         )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pagoda.forecast.subject import Subject
 from pagoda.memory.sizes import format_bytes
+from pagoda.plan.activations import IN_FLIGHT, ActivationMode, recomputes
 
 _LOGIT_BYTES = 12
 """Of a logit at the worst moment of the loss: itself in 16 bits and in fp32, its gradient in both. docs/plan.md has
@@ -21,9 +22,11 @@ class Activations:
     """Bytes at the worst moment of a micro-batch, on one rank: an estimate, not part of any budget of pages."""
 
     saved: int
-    """What all layers keep until backward: their inputs, or everything without gradient checkpointing."""
+    """What all layers keep until backward, where compute is: their inputs, everything, or what is on its way."""
+    offloaded: int
+    """What is elsewhere."""
     working: int
-    """What one layer keeps while it is recomputed and differentiated; zero without checkpointing."""
+    """What one layer keeps while it is recomputed and differentiated; zero where none is."""
     logits: int
     """Around the loss."""
     gradients: int
@@ -32,14 +35,15 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """Logits are gone before the first layer's backward."""
+        """Where compute is. Logits are gone before the first layer's backward."""
         return self.saved + max(self.working, self.logits) + self.gradients
 
     def __str__(self) -> str:
+        away = f"; {format_bytes(self.offloaded)} are offloaded" if self.offloaded else ""
         return (
             f"about {format_bytes(self.total)} ({format_bytes(self.saved)} kept by layers, "
             f"{format_bytes(max(self.working, self.logits))} around the {self._peak}, "
-            f"{format_bytes(self.gradients)} of gradients on their way)"
+            f"{format_bytes(self.gradients)} of gradients on their way{away})"
         )
 
     @property
@@ -51,7 +55,7 @@ def estimate_activations(
     subject: Subject,
     tokens: int,
     itemsize: int,
-    checkpointing: bool,
+    mode: ActivationMode,
     chunked_loss: bool | None = None,
     tile_tokens: int | None = None,
 ) -> Activations:
@@ -60,16 +64,19 @@ def estimate_activations(
     `chunked_loss` as `pagoda train` takes it. With `tile_tokens`, layers run so many tokens at a time.
     """
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
+    again = recomputes(mode)
     inputs = itemsize * tokens * subject.hidden
+    saved = subject.layers * (inputs if again else _layer(subject.hidden, subject.ffn, tokens, itemsize))
+    offloads = mode in ("offload", "recompute+offload")
+    tensor = itemsize * running * (subject.hidden if again else max(subject.hidden, subject.ffn))
     if chunked_loss is None:
-        chunked_loss = chunking_helps(
-            subject.hidden, subject.ffn, subject.vocab, running, tokens, itemsize, checkpointing
-        )
+        chunked_loss = chunking_helps(subject.hidden, subject.ffn, subject.vocab, running, tokens, itemsize, again)
     largest = max(param.numel for param in subject.root.walk())
     tiled_layer = (subject.params - subject.vocab * subject.hidden) // subject.layers if running < tokens else 0
     return Activations(
-        saved=subject.layers * (inputs if checkpointing else _layer(subject.hidden, subject.ffn, tokens, itemsize)),
-        working=_layer(subject.hidden, subject.ffn, running, itemsize) if checkpointing else 0,
+        saved=min(saved, IN_FLIGHT * tensor) if offloads else saved,
+        offloaded=saved if offloads else 0,
+        working=_layer(subject.hidden, subject.ffn, running, itemsize) if again else 0,
         logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * subject.vocab,
         gradients=itemsize * max(2 * largest, tiled_layer),
     )

@@ -110,12 +110,7 @@ def _twice_the_batch(forecast: Forecast, setting: Setting) -> Setting | None:
     itemsize = setting.states[0].dtype.itemsize
     twice = replace(config, batch_size=2 * config.batch_size)
     activations = estimate_activations(
-        setting.subject,
-        twice.tokens,
-        itemsize,
-        twice.gradient_checkpointing,
-        twice.chunked_loss,
-        twice.tile_tokens,
+        setting.subject, twice.tokens, itemsize, twice.activations, twice.chunked_loss, twice.tile_tokens
     )
     try:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)

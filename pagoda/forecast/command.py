@@ -65,8 +65,8 @@ def _train_command(made: Forecast) -> str:
         flags.append(f"--gradients {config.gradients}")
     if config.moments != PlanConfig.moments:
         flags.append(f"--optim.moments {config.moments}")
-    if not config.gradient_checkpointing:
-        flags.append("--no-gradient-checkpointing")
+    if config.activations != PlanConfig.activations:
+        flags.append(f"--activations {config.activations}")
     return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.subject.name}"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.errors import ConfigError
+from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
 from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, require
 
@@ -56,8 +57,8 @@ class PlanConfig:
     keep_checkpoints: int = 0
     """Checkpoints that the run keeps: state on SSD takes this many times more room there. `pagoda train` keeps 2, if
     --checkpoint-every is given."""
-    gradient_checkpointing: bool = True
-    """Recompute layers in backward instead of saving their activations."""
+    activations: ActivationMode = "recompute"
+    """What becomes of the activations of each layer, as for `pagoda train`; auto is forecast as recompute."""
     chunked_loss: bool | None = None
     """Compute the loss without ever holding all logits. By default where they would be the peak of activations."""
     batch_tiles: BatchTiles | None = None

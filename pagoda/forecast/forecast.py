@@ -12,6 +12,7 @@ from pagoda.forecast.subject import Subject, find_subject
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import StateSpec, kept_dtype
+from pagoda.plan.activations import recomputes
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.placement import Budgets
@@ -155,7 +156,6 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
         config.model,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
-        gradient_checkpointing=config.gradient_checkpointing,
         expert_parallel=config.expert_parallel,
     )
     states = AdamW(moments=config.moments).states(config.precision)
@@ -163,7 +163,7 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
         subject,
         config.tokens,
         states[0].dtype.itemsize,
-        config.gradient_checkpointing,
+        config.activations,
         config.chunked_loss,
         config.tile_tokens,
     )
@@ -172,7 +172,7 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
     except BudgetError as refusal:
         return Forecast(config, machine, subject, activations, (), None, None, refusal)
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s
-    times = Compute.from_flops(subject.forward_flops, rate.value, config.gradient_checkpointing)
+    times = Compute.from_flops(subject.forward_flops, rate.value, recomputes(config.activations))
     setting = Setting(
         subject, machine.hardware, times, times, budgets, options_of(config), states, machine.ranks, mode=config.plan
     )
@@ -196,7 +196,7 @@ def _measured(config: PlanConfig, subject: Subject) -> Compute:
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         precision=config.precision,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=recomputes(config.activations),
     )
     return Compute.from_profile(profiler.measure(), subject.root)
 

@@ -43,19 +43,13 @@ def _check(step: int, config: PlanConfig, machine: Machine) -> None:
         gpt_of_step(step).name,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
-        gradient_checkpointing=config.gradient_checkpointing,
         count_flops=False,
         expert_parallel=config.expert_parallel,
     )
     states = AdamW(moments=config.moments).states(config.precision)
     itemsize = states[0].dtype.itemsize
     activations = estimate_activations(
-        subject,
-        config.tokens,
-        itemsize,
-        config.gradient_checkpointing,
-        config.chunked_loss,
-        config.tile_tokens,
+        subject, config.tokens, itemsize, config.activations, config.chunked_loss, config.tile_tokens
     )
     budgets, _ = budgets_for(machine, config.memory, activations)
     make_plan(subject.root, states, budgets, options_of(config), machine.ranks)

@@ -38,7 +38,6 @@ def find_subject(
     *,
     batch_size: int,
     seq_len: int,
-    gradient_checkpointing: bool = True,
     count_flops: bool = True,
     expert_parallel: int = 1,
 ) -> Subject:
@@ -55,7 +54,7 @@ def find_subject(
             raise ConfigError(f"--expert-parallel is {expert_parallel}, which does not divide {experts:,} experts")
     if shape is not None:
         return _of_paper(shape, batch_size * seq_len, seq_len, expert_parallel)
-    return _of_transformers(name, batch_size, seq_len, gradient_checkpointing, count_flops)
+    return _of_transformers(name, batch_size, seq_len, count_flops)
 
 
 def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int) -> Subject:
@@ -73,16 +72,14 @@ def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int
     )
 
 
-def _of_transformers(
-    name: str, batch_size: int, seq_len: int, gradient_checkpointing: bool, count_flops: bool
-) -> Subject:
+def _of_transformers(name: str, batch_size: int, seq_len: int, count_flops: bool) -> Subject:
     from pagoda.models import build_model
     from pagoda.models import flops as counting
     from pagoda.runtime.construct import describe
 
     try:
         with counting.weightless():
-            model = build_model(name, seq_len=seq_len, gradient_checkpointing=gradient_checkpointing)
+            model = build_model(name, seq_len=seq_len)
             counted = counting.forward_flops(model, batch_size, seq_len) if count_flops else {}
             root = describe(model)
     except ConfigError as error:

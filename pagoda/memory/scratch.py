@@ -100,9 +100,9 @@ class Scratch(ABC):
         have = sum(pool.frames for pool in self._pools)
         lacking = wanted - (have - self._in_use)
         if lacking > 0:
-            usual = max(lacking, have // 2, _GROWTH_BYTES // self.page_bytes)
-            pages = min(self._room - have, usual)
-            if not self._open(pages):
+            usual = min(self._room - have, max(lacking, have // 2, _GROWTH_BYTES // self.page_bytes))
+            pages = next((pages for pages in (usual, lacking) if self._open(pages)), 0)
+            if not pages:
                 return False
             self._pools.append(PagePool(pages))
         return True

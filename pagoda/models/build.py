@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    name_or_dir: str, *, seq_len: int, gradient_checkpointing: bool = True, layers: int | None = None
+    name_or_dir: str, *, seq_len: int, gradient_checkpointing: bool = False, layers: int | None = None
 ) -> "nn.Module":
     """Builds a causal language model in training mode, its parameters fp32.
 
@@ -23,8 +23,8 @@ def build_model(
         name_or_dir: a name in `SHAPES`, `gpt-<layers>x<hidden>`, or a directory that holds a Hugging Face
             `config.json`.
         seq_len: tokens per sequence the model must accept; the positions of `gpt-<layers>x<hidden>` grow with it.
-        gradient_checkpointing: recompute each layer in backward (non-reentrant) instead of saving its
-            activations.
+        gradient_checkpointing: let the model itself recompute each layer in backward (non-reentrant) instead of
+            saving its activations, for plain PyTorch; under `wrap`, that is `activations`.
         layers: layers of the decoder, instead of the model's own; the kinds of its first ones, over again if
             need be, where it mixes kinds.
 
@@ -183,9 +183,7 @@ def _enable_checkpointing(name_or_dir: str, model: Any) -> None:
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     except ValueError as error:
-        raise ConfigError(
-            f"model {name_or_dir!r} has no gradient checkpointing ({error}): use --no-gradient-checkpointing"
-        ) from error
+        raise ConfigError(f"model {name_or_dir!r} has no gradient checkpointing ({error}): do without") from error
 
 
 def import_transformers() -> Any:

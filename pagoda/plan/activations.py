@@ -1,7 +1,7 @@
 """Activation policies: what becomes of the tensors that a block's graph keeps between forward and backward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from typing import Literal
@@ -12,7 +12,14 @@ LEAST_OFFLOADED_BYTES = 64 << 10
 """A smaller storage stays, and pages of offloaded ones are of this size, unless the plan's pages are smaller."""
 BUFFERED = 2
 """Storages on their way at once in each direction: one is moved while the next is made or used."""
+IN_FLIGHT = 4
+"""Storages of the largest size that offloading has where compute is: two on their way, two that an operator uses."""
 _STEPS_PER_OCTAVE = 8
+
+
+def recomputes(mode: ActivationMode) -> bool:
+    """Whether blocks may be computed again in backward."""
+    return mode in ("recompute", "recompute+offload", "auto")
 
 
 class Policy(StrEnum):
@@ -37,36 +44,64 @@ class Policy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSizes:
-    """Bytes of the storages that a block's forward leaves to its backward. Each counts where it is first seen."""
+class Storages:
+    """Bytes of some storages."""
 
-    inputs: int
-    """Of the block's arguments."""
-    inner: int
-    """Of all else that its graph saves where nothing is recomputed."""
-    movable_inputs: int
-    """Of `inputs`, in storages that are large enough to offload, in whole pages."""
-    movable_inner: int
-    """Of `inner`, likewise."""
+    nbytes: int = 0
+    movable: int = 0
+    """Of those that are large enough to offload."""
+    paged: int = 0
+    """Of these, in whole pages."""
+    largest: int = 0
+    """Of the largest of these."""
+
+    def with_one(self, nbytes: int, page_bytes: int) -> "Storages":
+        """These and one more, which can be offloaded if it takes a page."""
+        if nbytes < page_bytes:
+            return replace(self, nbytes=self.nbytes + nbytes)
+        paged = -(-nbytes // page_bytes) * page_bytes
+        largest = max(self.largest, nbytes)
+        return Storages(self.nbytes + nbytes, self.movable + nbytes, self.paged + paged, largest)
+
+    def scaled(self, factor: float) -> "Storages":
+        """As many storages, each `factor` times as large."""
+        return Storages(*(int(factor * n) for n in (self.nbytes, self.movable, self.paged, self.largest)))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """The storages that a block's forward leaves to its backward. Each counts in the block that sees it first."""
+
+    inputs: Storages = Storages()
+    """Of its arguments: what is saved where it is recomputed."""
+    saved_inputs: Storages = Storages()
+    """Those of its arguments that its graph saves where it is not."""
+    inner: Storages = Storages()
+    """All else that its graph saves where it is not."""
     forward_s: float = 0.0
     """Seconds of its forward, which is what recomputing costs."""
 
+    def saved(self, policy: Policy) -> tuple[Storages, ...]:
+        """What is saved between forward and backward."""
+        return (self.inputs,) if policy.recomputes else (self.saved_inputs, self.inner)
+
     def kept(self, policy: Policy) -> int:
-        """What stays between forward and backward."""
-        everything = self.inputs if policy.recomputes else self.inputs + self.inner
-        return max(0, everything - self.away(policy))
+        """Bytes that stay between forward and backward."""
+        return sum(part.nbytes - (part.movable if policy.offloads else 0) for part in self.saved(policy))
 
     def away(self, policy: Policy) -> int:
-        """What is elsewhere between forward and backward."""
-        if not policy.offloads:
-            return 0
-        return self.movable_inputs + (0 if policy.recomputes else self.movable_inner)
+        """Bytes of pages elsewhere between forward and backward."""
+        return sum(part.paged for part in self.saved(policy)) if policy.offloads else 0
+
+    def in_flight(self, policy: Policy) -> int:
+        """Bytes that offloading has in the memory that compute uses."""
+        return IN_FLIGHT * max(part.largest for part in self.saved(policy)) if policy.offloads else 0
 
     def extra(self, policy: Policy) -> int:
         """What the block's own backward has in memory beyond what it kept."""
-        if policy is Policy.RECOMPUTE:
-            return self.inner
-        return self.movable_inputs + self.inner if policy is Policy.RECOMPUTE_OFFLOAD else 0
+        if not policy.recomputes:
+            return 0
+        return self.inner.nbytes + (self.inputs.movable if policy.offloads else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +112,14 @@ class StepSizes:
     """In the order in which forward runs them."""
     outside: tuple[int, ...]
     """Bytes saved before each block by what is in none, and at the end after the last: one more than blocks."""
-    largest: int = 0
-    """Bytes of the largest storage that can be offloaded."""
 
     def scaled(self, factor: float) -> "StepSizes":
         """The sizes of a forward that keeps `factor` times as much."""
-
-        def more(nbytes: int) -> int:
-            return int(nbytes * factor)
-
         blocks = tuple(
-            BlockSizes(more(b.inputs), more(b.inner), more(b.movable_inputs), more(b.movable_inner), b.forward_s)
+            BlockSizes(b.inputs.scaled(factor), b.saved_inputs.scaled(factor), b.inner.scaled(factor), b.forward_s)
             for b in self.blocks
         )
-        return StepSizes(blocks, tuple(map(more, self.outside)), more(self.largest))
+        return StepSizes(blocks, tuple(int(factor * n) for n in self.outside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +168,8 @@ class Room:
     movable_host: float = inf
     """Bytes that can go to RAM and come back while a step computes."""
     movable_ssd: float = inf
+    strict: bool = False
+    """Whether more than `kept` is refused."""
 
 
 def peak_of(sizes: StepSizes, policies: Sequence[Policy], host_room: int = 0) -> ActivationBytes:
@@ -146,7 +177,7 @@ def peak_of(sizes: StepSizes, policies: Sequence[Policy], host_room: int = 0) ->
 
     The graph is largest when forward ends, or when a block that was recomputed is about to run backward.
     """
-    in_flight = BUFFERED * sizes.largest if any(policy.offloads for policy in policies) else 0
+    in_flight = max((b.in_flight(policy) for b, policy in zip(sizes.blocks, policies, strict=False)), default=0)
     before = peak = host = ssd = 0
     for block, outside, policy in zip(sizes.blocks, sizes.outside, policies, strict=False):
         before += outside + block.kept(policy)
@@ -201,7 +232,7 @@ def _keep_some(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> list
 
     def cost(index: int) -> tuple[float, int]:
         block = sizes.blocks[index]
-        return -block.forward_s / max(1, block.inner), -index
+        return -block.forward_s / max(1, block.inner.nbytes), -index
 
     changed = list(policies)
     for index in sorted((i for i, policy in enumerate(policies) if policy.recomputes), key=cost):

@@ -60,6 +60,8 @@ class Options:
     """What gradients are accumulated in; None: what weights have."""
     may_skip: bool = False
     """Whether a step is skipped where a gradient is not finite, as with dynamic loss scaling."""
+    activations_limited: bool = False
+    """Whether the user set `activation_bytes`, so that more is refused."""
 
     @property
     def update_under_backward(self) -> bool:

@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from pagoda.errors import BudgetError
+from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import (
     ActivationBytes,
     ActivationMode,
@@ -56,6 +58,7 @@ class Activations:
         self._room = room
         self._fixed = None if mode == "auto" else Policy(mode)
         self._plans: dict[Bucket, ActivationPlan] = {}
+        self._refusals: dict[Bucket, str] = {}
         self._bucket: Bucket = ()
         self._growth = 1.0
         self._trace = self._new_trace()
@@ -75,12 +78,17 @@ class Activations:
         return replace(latest, peak=self._peak)
 
     def begin_forward(self, inputs: Any) -> None:
-        """A forward of the whole model starts; `inputs` are its arguments."""
+        """A forward of the whole model starts; `inputs` are its arguments.
+
+        Raises BudgetError where one with inputs as large has shown that it cannot keep to the budget.
+        """
         self._learn()
-        shapes = [leaf.shape for leaf in tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)]
+        shapes = [leaf.shape for leaf in _flatten(inputs)[0] if isinstance(leaf, torch.Tensor)]
         self._bucket = bucket_of(shapes)
         self._growth = growth(shapes)
         self._trace = self._new_trace()
+        if self._bucket in self._refusals:
+            raise BudgetError(self._refusals[self._bucket])
 
     def end_of_step(self) -> None:
         """Make a plan of what has been seen."""
@@ -101,7 +109,7 @@ class Activations:
         policy = self._policy(len(self._trace.blocks))
         if policy.recomputes:
             kwargs = without_cache(block.module, kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = _flatten((args, kwargs))
         trace, packing = self._trace, self._packing
         account = trace.enter(policy, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         self._in_block = True
@@ -143,10 +151,17 @@ class Activations:
         """
         if self._bucket in self._plans or not (self._trace.complete or (ended and self._trace.begun)):
             return
-        sizes = self._trace.sizes()
+        sizes = self._trace.sizes
         if self._fixed is None:
-            sizes = sizes.scaled(self._growth)
-            plan = choose(sizes, self._room(sizes))
+            room = self._room(sizes)
+            plan = choose(sizes.scaled(self._growth), room)
+            needed = peak_of(sizes, plan.policies, room.host).kept
+            if room.strict and needed > room.kept:
+                self._refusals[self._bucket] = (
+                    f"Activations do not fit: for inputs of shapes {', '.join(map(str, self._bucket))} graphs keep "
+                    f"{format_bytes(needed)} even with every block recomputed, and memory.activations allows "
+                    f"{format_bytes(room.kept)}. Raise it, give memory.ssd to offload to, or make the batch smaller."
+                )
         else:
             policies = (self._fixed,) * len(sizes.blocks)
             plan = ActivationPlan(policies, peak_of(sizes, policies, self._room(sizes).host), sizes, "as asked")
@@ -154,6 +169,11 @@ class Activations:
             del self._plans[next(iter(self._plans))]
         self._plans[self._bucket] = plan
         self._peak = self._peak.or_more(plan.peak)
+
+
+def _flatten(values: Any) -> tuple[list[Any], TreeSpec]:
+    """What is in nested tuples, lists and dictionaries, and how to nest it again; other objects stay themselves."""
+    return tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
 
 
 class _Watch:

@@ -168,7 +168,7 @@ class Engine:
     @property
     def whole_plan(self) -> Plan:
         """The plan followed now, with what steps have shown of activations."""
-        return replace(self.plan, activations=self.graphs.activations.plan)
+        return replace(self.plan, activations=self.graphs.plan)
 
     # --- accesses -------------------------------------------------------------------------------------------
 

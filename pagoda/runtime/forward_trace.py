@@ -2,22 +2,23 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from pagoda.plan.activations import BlockSizes, Policy, StepSizes
+from pagoda.plan.activations import BlockSizes, Policy, StepSizes, Storages
 from pagoda.runtime.device import Device
 from pagoda.runtime.saved import SavedStorage, SavedStorages
 
 
 class BlockTrace:
-    """What is known of one block so far. Bytes as in `BlockSizes`."""
+    """What is known of one block so far."""
 
     def __init__(self, policy: Policy) -> None:
+        self.sizes = BlockSizes()
         self.given: frozenset[SavedStorage] = frozenset()
-        """Storages of its arguments."""
-        self.inputs = self.inner = self.movable_inputs = self.movable_inner = 0
-        self.started = self.forward_s = 0.0
+        """Storages of its arguments, as long as it may still save some."""
+        self.started = 0.0
         self.complete = not policy.recomputes
         """Whether all its storages have been seen; those of a recomputed block only in backward."""
 
@@ -33,8 +34,8 @@ class ForwardTrace:
         self._timed_on = timed_on
         self.blocks: list[BlockTrace] = []
         self._outside = [0]
-        self._largest = 0
         self._current: BlockTrace | None = None
+        self._saving_inputs = False
 
     @property
     def complete(self) -> bool:
@@ -46,12 +47,22 @@ class ForwardTrace:
         """Whether the sizes of some block are known."""
         return any(block.complete for block in self.blocks)
 
+    @property
+    def sizes(self) -> StepSizes:
+        """What forward left to backward."""
+        return StepSizes(tuple(block.sizes for block in self.blocks), tuple(self._outside))
+
     def enter(self, policy: Policy, inputs: Sequence[torch.Tensor]) -> BlockTrace:
         """A block starts."""
         block = self._current = BlockTrace(policy)
+        self._saving_inputs = policy.recomputes
         self.blocks.append(block)
         self._outside.append(0)
         block.given = frozenset(map(self._saved.find, inputs))
+        for storage in block.given:
+            if storage.given_to is not self:
+                storage.given_to = self
+                block.sizes = replace(block.sizes, inputs=self._with(block.sizes.inputs, storage))
         self._synchronize()
         block.started = time.perf_counter()
         return block
@@ -61,51 +72,39 @@ class ForwardTrace:
         block, self._current = self._current, None
         assert block is not None
         self._synchronize()
-        block.forward_s = time.perf_counter() - block.started
-        block.given = frozenset()
+        block.sizes = replace(block.sizes, forward_s=time.perf_counter() - block.started)
+        if block.complete:
+            block.given = frozenset()
 
     def note(self, storage: SavedStorage) -> None:
         """Forward saves a storage."""
-        if not self._is_new(storage):
-            return
-        if self._current is not None:
+        if self._current is None:
+            if self._is_new(storage):
+                self._outside[-1] += storage.nbytes
+        elif not self._saving_inputs:
             self._add(self._current, storage)
-        else:
-            self._outside[-1] += storage.nbytes
 
     def note_recomputed(self, block: BlockTrace, storage: SavedStorage) -> None:
         """A block that is recomputed saves a storage."""
+        self._add(block, storage)
         block.complete = True
-        if self._is_new(storage):
-            self._add(block, storage)
-
-    def sizes(self) -> StepSizes:
-        """What forward left to backward."""
-        blocks = tuple(
-            BlockSizes(b.inputs, b.inner, b.movable_inputs, b.movable_inner, b.forward_s) for b in self.blocks
-        )
-        return StepSizes(blocks, tuple(self._outside), self._largest)
 
     def _add(self, block: BlockTrace, storage: SavedStorage) -> None:
-        if storage in block.given:
-            block.inputs += storage.nbytes
-            block.movable_inputs += self._movable(storage)
+        if not self._is_new(storage):
             return
-        block.inner += storage.nbytes
-        block.movable_inner += self._movable(storage)
+        if storage in block.given:
+            block.sizes = replace(block.sizes, saved_inputs=self._with(block.sizes.saved_inputs, storage))
+        else:
+            block.sizes = replace(block.sizes, inner=self._with(block.sizes.inner, storage))
+
+    def _with(self, part: Storages, storage: SavedStorage) -> Storages:
+        return part.with_one(storage.nbytes, self._page_bytes)
 
     def _is_new(self, storage: SavedStorage) -> bool:
         if storage.seen is self:
             return False
         storage.seen = self
         return True
-
-    def _movable(self, storage: SavedStorage) -> int:
-        if storage.nbytes < self._page_bytes:
-            return 0
-        pages = -(-storage.nbytes // self._page_bytes)
-        self._largest = max(self._largest, storage.nbytes)
-        return pages * self._page_bytes
 
     def _synchronize(self) -> None:
         if self._timed_on is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.plan.activations import LEAST_OFFLOADED_BYTES, ActivationBytes, Room, StepSizes
+from pagoda.plan.activations import LEAST_OFFLOADED_BYTES, ActivationBytes, ActivationPlan, Room, StepSizes
 from pagoda.plan.ops import HOST, SSD
 from pagoda.runtime.activations import Activations
 from pagoda.runtime.device import Device
@@ -42,6 +43,7 @@ class GraphMemory:
         options = store.plan.options
         page = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
         self._budget = _NO_LIMIT if options.activation_bytes is None else options.activation_bytes
+        self._strict = options.activations_limited
         self._saved = SavedStorages()
         self._places: list[Place] = open_places(store, device, directories, page, poison) if options.may_offload else []
         self._offloader: Offloader | None = None
@@ -51,6 +53,13 @@ class GraphMemory:
         self._rates: list[tuple[float, float]] | None = None
         self.packing = Packing(engine, self._saved, self._offloader)
         self.activations = Activations(options.activations, self.packing, self._saved, device, page, self._room)
+
+    @property
+    def plan(self) -> ActivationPlan:
+        """What one forward was planned to take at most, or what several graphs at once have taken, if that is more."""
+        plan = self.activations.plan
+        taken = ActivationBytes(0, self.peak_bytes.get(HOST, 0), self.peak_bytes.get(SSD, 0))
+        return replace(plan, peak=plan.peak.or_more(taken))
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -68,6 +77,8 @@ class GraphMemory:
 
     def close(self) -> None:
         """Give everything back. Lanes have ended."""
+        if self._offloader is not None:
+            self._offloader.close()
         for place in self._places:
             place.scratch.close()
 
@@ -80,4 +91,4 @@ class GraphMemory:
             forward_s = _SHARE_OF_LANES * sum(block.forward_s for block in sizes.blocks)
             for place, (out, back) in zip(self._places, self._rates, strict=True):
                 movable[place.tier] = forward_s * min(out, 2 * back)  # backward takes twice as long
-        return Room(self._budget, rooms.get(HOST, 0), rooms.get(SSD, 0), movable[HOST], movable[SSD])
+        return Room(self._budget, rooms.get(HOST, 0), rooms.get(SSD, 0), movable[HOST], movable[SSD], self._strict)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from pagoda.errors import BudgetError
+from pagoda.errors import BudgetError, UsageError
 from pagoda.memory.scratch import Piece
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slots import Hashes
@@ -122,10 +122,15 @@ class Offloader:
         self._order: list[weakref.ref[Offloaded]] = []
         """Copies in the order in which they were made, as far as they are needed."""
         self._freed: deque[_Pages] = deque()
+        self._closed = False
         self._window = 0
         self._writing: deque[tuple[Handle, int, str]] = deque()
         self._ahead: dict[int, weakref.ref[Offloaded]] = {}
         """Copies that are being read, or have been, and were not used yet."""
+
+    def close(self) -> None:
+        """Lanes have ended: what they did not bring back is gone."""
+        self._closed = True
 
     @property
     def position(self) -> int:
@@ -258,6 +263,8 @@ class Offloader:
         return measured
 
     def _read(self, copy: Offloaded) -> None:
+        if self._closed:
+            raise UsageError("Backward needs activations that were offloaded, but the optimizer is closed.")
         target = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device.torch_device)
         self._saved.add(target)
         issued = self._device.fence()

@@ -9,14 +9,16 @@ import torch
 class SavedStorage:
     """One storage that a block was given or that a graph has saved, as long as the storage lives."""
 
-    __slots__ = ("_alive", "copy", "counted", "nbytes", "seen", "version")
+    __slots__ = ("_alive", "copy", "counted", "given_to", "nbytes", "seen", "version")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.counted = False
         """Whether a graph has saved it, so that it is an activation."""
         self.seen: object = None
-        """The forward that has put it on its account."""
+        """The forward that has counted it as saved."""
+        self.given_to: object = None
+        """The forward that has counted it as an argument of a block."""
         self.copy: object = None
         """A weak reference to what holds its bytes elsewhere, if they were offloaded."""
         self.version = 0

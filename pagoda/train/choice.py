@@ -14,6 +14,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.subject import widths
+from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.plan.hardware import hardware_file
 from pagoda.train.config import TrainConfig
@@ -27,7 +28,7 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     tokens = config.batch_size * config.seq_len
     at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
     itemsize = 2 if config.precision == "bf16" else 4
-    return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, config.gradient_checkpointing)
+    return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, recomputes(config.activations))
 
 
 def choose_plan(config: TrainConfig, memory: Memory, console: Console) -> Memory:
@@ -70,7 +71,7 @@ def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, .
         speculate=config.speculate,
         keep_checkpoints=config.kept_on_ssd,
         moments=config.optim.moments,
-        gradient_checkpointing=config.gradient_checkpointing,
+        activations=config.activations,
         chunked_loss=config.chunked_loss,
         batch_tiles=config.batch_tiles,
     )

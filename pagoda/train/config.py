@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pagoda.errors import ConfigError
+from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, flag, require
 
@@ -128,8 +129,11 @@ class TrainConfig:
     slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""
     max_staleness: int = 1
     """With async, the most steps whose gradients may be missing in the weights that a forward reads."""
-    gradient_checkpointing: bool = True
-    """Recompute layers in backward instead of saving their activations."""
+    activations: ActivationMode = "recompute"
+    """What becomes of each layer's activations between forward and backward. keep: they stay. recompute: only the
+    layer's inputs stay. offload: they go to RAM, from a GPU, or to SSD, and come back. recompute+offload: the inputs
+    go. auto: as many as fit beside the pages stay, and the rest is offloaded as far as transfers keep up, or
+    recomputed; a forecast takes all to be recomputed."""
     chunked_loss: bool | None = None
     """Compute the loss without ever holding all logits, at the price of one more product with the output layer. By
     default where all logits would be the peak of activations. Rounds otherwise than the usual loss."""

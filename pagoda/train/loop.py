@@ -100,6 +100,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         max_staleness=config.max_staleness,
         keep_checkpoints=config.kept_on_ssd,
         batch_tiles=config.batch_tiles,
+        activations=config.activations,
     )
     try:
         console.print(plan_table(plan_of(model)))
@@ -228,6 +229,7 @@ class _Loop:
             peak_bytes=dict(stats.peak_bytes),
             prefetch_hit_rate=stats.prefetch_hit_rate,
             faults=stats.faults,
+            activation_bytes=asdict(stats.activation_bytes),
             updates_kept=stats.updates_kept,
             updates_undone=stats.updates_undone,
             staleness={unit: asdict(seen) for unit, seen in stats.staleness.items()},
@@ -308,7 +310,7 @@ def _check_trace(config: TrainConfig, done: int) -> None:
 
 def _built_model(config: TrainConfig) -> nn.Module:
     with init():
-        model = build_model(config.model, seq_len=config.seq_len, gradient_checkpointing=config.gradient_checkpointing)
+        model = build_model(config.model, seq_len=config.seq_len)
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary < VOCABULARY:
         raise ConfigError(

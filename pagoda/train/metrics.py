@@ -34,6 +34,8 @@ class StepMetrics:
     """Share of the fetches compute asked for that were done or under way."""
     faults: int
     """Accesses the plan did not foresee, served on demand."""
+    activation_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What graphs kept where compute is, at the worst moment of the step (kept), and offloaded so far (host, ssd)."""
     loss_scale: float = 1.0
     """What the loss was multiplied by before backward."""
     skipped: bool = False

@@ -35,7 +35,7 @@ def test_every_documented_flag_reaches_the_configuration() -> None:
         "--data corpus --memory.host 64MiB --memory.ssd dir:1GiB --memory.device cpu:512MiB"
         " --memory.page-size 1MiB --memory.unit-limit 8MiB --optim.lr 1e-3 --optim.betas 0.8 0.9"
         " --optim.schedule constant --optim.warmup-steps 5 --clip-grad-norm 0.5 --accumulation-steps 2"
-        " --precision fp32 --no-gradient-checkpointing --seed 7 --checkpoint-every 10 --out run --trace t.json"
+        " --precision fp32 --activations keep --seed 7 --checkpoint-every 10 --out run --trace t.json"
         " --trace-step 5"
     )
     assert parsed(*REQUIRED, *flags.split()) == TrainConfig(
@@ -49,7 +49,7 @@ def test_every_documented_flag_reaches_the_configuration() -> None:
         memory=MemoryConfig(host="64MiB", ssd="dir:1GiB", device="cpu:512MiB", page_size="1MiB", unit_limit="8MiB"),
         optim=OptimConfig(lr=1e-3, betas=(0.8, 0.9), schedule="constant", warmup_steps=5),
         clip_grad_norm=0.5,
-        gradient_checkpointing=False,
+        activations="keep",
         seed=7,
         checkpoint_every=10,
         out=Path("run"),

@@ -152,11 +152,19 @@ def test_activations_and_context_are_kept_free_on_a_gpu() -> None:
     assert one.setting.budgets.device == 23 * GIB - one.activations.total
 
 
-def test_checkpointing_keeps_the_inputs_of_layers_only() -> None:
-    subject = find_subject("gpt-4x256", batch_size=1, seq_len=128)
-    less, more = (estimate_activations(subject, 1024, 2, checkpointing) for checkpointing in (True, False))
-    assert less.saved == 2 * 1024 * 256 * 4
+def test_recomputing_keeps_the_inputs_of_layers_only_and_offloading_what_is_on_its_way() -> None:
+    subject = find_subject("gpt-8x256", batch_size=1, seq_len=128)
+    inputs = 2 * 1024 * 256
+    less, more, away, both = (
+        estimate_activations(subject, 1024, 2, mode) for mode in ("recompute", "keep", "offload", "recompute+offload")
+    )
+    assert less.saved == 8 * inputs
     assert more.saved > 10 * less.saved
+    assert (more.offloaded, less.offloaded) == (0, 0)
+    assert away.offloaded == more.saved
+    assert both.offloaded == less.saved
+    assert both.saved < away.saved < more.saved
+    assert (both.working, less.working, away.working) == (less.working, less.working, 0)
 
 
 def test_more_processes_share_ram_and_ssd() -> None:
@@ -164,7 +172,7 @@ def test_more_processes_share_ram_and_ssd() -> None:
     config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2)
     shared = Machine(machine.with_gpus(2), False, Ranks(2, 2))
     subject = find_subject("gpt-2x192", batch_size=1, seq_len=16)
-    none = estimate_activations(subject, 16, 2, True)
+    none = estimate_activations(subject, 16, 2, "recompute")
     one, _ = budgets_for(HERE_NOT, config.memory, none)
     two, _ = budgets_for(shared, config.memory, none)
     assert (two.host, two.ssd) == (one.host // 2, GIB)

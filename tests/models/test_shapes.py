@@ -42,18 +42,18 @@ def test_a_built_in_shape_is_ready_to_train() -> None:
         model = build_model("llama-15m", seq_len=128)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.training
-    assert checkpoints(model)
+    assert not checkpoints(model)
     assert model.config._attn_implementation == "sdpa"
     assert model.config.use_cache is False
     assert model.config.vocab_size == 32_000
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_gradient_checkpointing_is_non_reentrant_and_can_be_off(tmp_path: Path) -> None:
+def test_gradient_checkpointing_is_off_and_can_be_on_without_reentry(tmp_path: Path) -> None:
     directory = write_config(tmp_path)
-    plain = build_model(directory, seq_len=16, gradient_checkpointing=False)
-    assert not checkpoints(plain)
-    checkpointed = build_model(directory, seq_len=16)
+    assert not checkpoints(build_model(directory, seq_len=16))
+    checkpointed = build_model(directory, seq_len=16, gradient_checkpointing=True)
+    assert checkpoints(checkpointed)
     ids = torch.arange(16)[None]
     # Reentrant checkpointing of inputs without gradients would lose the layers' gradients.
     checkpointed(input_ids=ids, labels=ids).loss.backward()

@@ -3,12 +3,14 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
+from pagoda.plan.activations import ActivationMode
 from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
 
 BASE = TrainConfig(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
@@ -26,7 +28,7 @@ configs = st.builds(
     memory=st.builds(MemoryConfig, host=st.none() | st.just("64MiB"), ssd=st.none() | st.just("/ssd:1GiB")),
     optim=st.builds(OptimConfig, lr=st.floats(1e-8, 1), betas=st.just((0.9, 0.999))),
     clip_grad_norm=st.none() | st.floats(1e-3, 10),
-    gradient_checkpointing=st.booleans(),
+    activations=st.sampled_from(get_args(ActivationMode)),
     seed=st.integers(0, 2**32 - 1),
     out=st.sampled_from([Path("run"), Path("/a/b")]),
     resume=st.booleans(),

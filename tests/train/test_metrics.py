@@ -8,7 +8,7 @@ from pagoda.train.metrics import MetricsFile, StepMetrics, read_metrics
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "stall_s",
-    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults", "loss_scale", "skipped",
+    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale", "skipped",
     "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip
 
