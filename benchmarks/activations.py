@@ -42,9 +42,24 @@ ESTIMATED: tuple[tuple[Workload, ActivationMode], ...] = (
     (Workload("gpt2", 2, 512), "recompute"),
     (Workload("gpt2", 2, 512), "keep"),
 )
-LONGEST_MODEL, LIMIT = "gpt-4x256", 1 << 30
-CONTENDERS: tuple[str, ...] = ("plain", "recompute", "recompute+offload")
-"""Under Pagoda: policies of `activations`."""
+LONGEST_MODEL, LIMIT = "gpt-4x256", 3 << 29
+SHORTEST, OCTAVES = 256, 12
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train; without a policy, plain PyTorch with checkpointing."""
+
+    activations: ActivationMode | None = None
+    chunked_loss: bool = False
+
+
+CONTENDERS = {
+    "plain": Contender(),
+    "recompute": Contender("recompute"),
+    "recompute+offload": Contender("recompute+offload"),
+    "recompute+offload, chunked loss": Contender("recompute+offload", chunked_loss=True),
+}
 
 
 @dataclass(frozen=True)
@@ -124,13 +139,16 @@ def _beside_pages(case: Workload, activations: ActivationMode, ssd: Path) -> dic
 
 
 def longest(settings: Settings) -> list[dict[str, object]]:
-    """The longest sequence, in steps of a quarter of a power of two, and seconds of its second step."""
+    """The longest sequence, in quarters of a power of two, and seconds of its second step."""
     rows: list[dict[str, object]] = []
     for contender in CONTENDERS:
         length, step_s = 0, 0.0
-        for tokens in (quarter << octave for octave in range(5, 20) for quarter in (4, 5, 6, 7)):
-            took = _ends(contender, tokens, settings.ssd)
-            if took is None:
+        for tokens in (SHORTEST << octave for octave in range(OCTAVES)):
+            if (took := _ends(contender, tokens, settings.ssd)) is None:
+                break
+            length, step_s = tokens, took
+        for tokens in [length * quarters // 4 for quarters in (5, 6, 7) if length]:
+            if (took := _ends(contender, tokens, settings.ssd)) is None:
                 break
             length, step_s = tokens, took
         row = {"model": LONGEST_MODEL, "limit_mib": LIMIT // MIB, "contender": contender, "tokens": length}
@@ -154,14 +172,15 @@ def _ends(contender: str, tokens: int, ssd: Path) -> float | None:
 
 def child(contender: str, tokens: int, ssd: str) -> None:
     """Two steps; prints the seconds of the second."""
-    case = Workload(LONGEST_MODEL, 1, tokens)
+    case, how = Workload(LONGEST_MODEL, 1, tokens), CONTENDERS[contender]
     trainer: Plain | Paged
-    if contender == "plain":
+    if how.activations is None:
         trainer = Plain(case)
     else:
-        where = f"{ssd}:8GiB" if "offload" in contender else None
-        memory = pagoda.Memory(host="200MiB", ssd=where, page_size="64KiB")
-        trainer = Paged(case, memory, activations=contender)  # type: ignore[arg-type]
+        where = f"{ssd}:8GiB" if "offload" in how.activations else None
+        trainer = Paged(case, pagoda.Memory(host="300MiB", ssd=where), activations=how.activations)
+        if how.chunked_loss:
+            pagoda.chunked_loss(trainer.model)
     ids = next(case.batches())
     for _ in range(2):
         start = time.perf_counter()

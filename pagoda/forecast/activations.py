@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pagoda.forecast.subject import Subject
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.activations import IN_FLIGHT, ActivationMode, recomputes
+from pagoda.plan.activations import BUFFERED, ActivationMode, recomputes
 
 _LOGIT_BYTES = 12
 """Of a logit at the worst moment of the loss: itself in 16 bits and in fp32, its gradient in both. docs/plan.md has
@@ -74,7 +74,7 @@ def estimate_activations(
     largest = max(param.numel for param in subject.root.walk())
     tiled_layer = (subject.params - subject.vocab * subject.hidden) // subject.layers if running < tokens else 0
     return Activations(
-        saved=min(saved, IN_FLIGHT * tensor) if offloads else saved,
+        saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
         working=_layer(subject.hidden, subject.ffn, running, itemsize) if again else 0,
         logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * subject.vocab,

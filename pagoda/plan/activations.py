@@ -12,8 +12,8 @@ LEAST_OFFLOADED_BYTES = 64 << 10
 """A smaller storage stays, and pages of offloaded ones are of this size, unless the plan's pages are smaller."""
 BUFFERED = 2
 """Storages on their way at once in each direction: one is moved while the next is made or used."""
-IN_FLIGHT = 4
-"""Storages of the largest size that offloading has where compute is: two on their way, two that an operator uses."""
+_OPERANDS = 2
+"""Storages that one operator uses at once."""
 _STEPS_PER_OCTAVE = 8
 
 
@@ -94,8 +94,12 @@ class BlockSizes:
         return sum(part.paged for part in self.saved(policy)) if policy.offloads else 0
 
     def in_flight(self, policy: Policy) -> int:
-        """Bytes that offloading has in the memory that compute uses."""
-        return IN_FLIGHT * max(part.largest for part in self.saved(policy)) if policy.offloads else 0
+        """Bytes that offloading has in the memory that compute uses: storages on their way, and those that the next
+        operator of backward takes. What is recomputed counts its inputs already."""
+        if not policy.offloads:
+            return 0
+        storages = BUFFERED if policy.recomputes else BUFFERED + _OPERANDS
+        return storages * max(part.largest for part in self.saved(policy))
 
     def extra(self, policy: Policy) -> int:
         """What the block's own backward has in memory beyond what it kept."""

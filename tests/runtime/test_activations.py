@@ -97,18 +97,30 @@ def memory_for(recipe: Recipe, placement: str, directory: Path, activations: Act
     return replace(memory, activations="300KiB")  # little enough that "auto" has to choose
 
 
-CASES = [
-    *(("gpt2", ALL_ON_SSD, activations) for activations in POLICIES),
-    *(("gpt2", ARENA, activations) for activations in POLICIES),
-    *(("t5-dropout", ALL_ON_SSD, activations) for activations in POLICIES),
-    *(("conv", ARENA_ALL_ON_SSD, activations) for activations in POLICIES),
-    *(("llama", ARENA_ALL_ON_SSD, activations) for activations in ("offload", "auto")),
-]
+def cases() -> list[object]:
+    """Each policy on one model, and each model and placement with some; all of them are slow."""
+    default = {
+        ("gpt2", ALL_ON_SSD): POLICIES,
+        ("gpt2", ARENA): ("offload", "auto"),
+        ("t5-dropout", ALL_ON_SSD): ("recompute", "offload", "recompute+offload"),
+        ("conv", ARENA_ALL_ON_SSD): ("recompute", "offload"),
+        ("llama", ARENA_ALL_ON_SSD): ("auto",),
+    }
+    return [
+        pytest.param(
+            *case,
+            activations,
+            marks=() if activations in policies else pytest.mark.slow,
+            id="-".join((*case, activations)),
+        )
+        for case, policies in default.items()
+        for activations in POLICIES
+    ]
 
 
-@pytest.mark.parametrize(("model", "placement", "activations"), CASES)
+@pytest.mark.parametrize(("model", "placement", "activations"), cases())
 def test_no_policy_changes_a_bit(model: str, placement: str, activations: ActivationMode, tmp_path: Path) -> None:
-    recipe = Recipe(model, accumulation=2, steps=3)
+    recipe = Recipe(model, accumulation=2, steps=2)
     outcome = train(recipe, memory_for(recipe, placement, tmp_path, activations), activations)
     outcome.assert_same_bits(plain(recipe))
     assert outcome.plan is not None
@@ -153,12 +165,12 @@ def two_steps(model: str, shape: tuple[int, int], memory: pagoda.Memory, activat
     return measured, planned
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (2, 192), (4, 96)], ids=str)
-@pytest.mark.parametrize("model", list(WIDE))
+@pytest.mark.parametrize("shape", [(1, 64), (2, 96), (3, 64)], ids=str)
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_what_graphs_keep_is_what_the_plan_says(model: str, shape: tuple[int, int], tmp_path: Path) -> None:
     """For every policy, from the sizes that keeping everything has shown as well as from its own."""
-    on_ssd = pagoda.Memory(host="64MiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE)
-    in_ram = pagoda.Memory(host="64MiB", device="cpu:8MiB", page_size=PAGE)
+    on_ssd = pagoda.Memory(host="256MiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE)
+    in_ram = pagoda.Memory(host="256MiB", device="cpu:8MiB", page_size=PAGE)
     kept, planned = two_steps(model, shape, on_ssd, "keep")
     sizes = planned.sizes
     assert kept.kept == saved_by_plain_torch(model, shape)
@@ -200,16 +212,14 @@ def usual(optimizer: Any, model: nn.Module, length: int) -> float:
     return loss.item()
 
 
-def test_lengths_that_vary_keep_to_the_budget_and_share_plans(tmp_path: Path) -> None:
+def test_lengths_that_vary_keep_to_the_budget_and_share_plans() -> None:
     """A bucket of lengths is planned for once; its sizes may be those of its shortest, and its longest fits too."""
-    lengths = [64, 61, 57, 64, 60, 90, 96, 89, 64, 96, 57, 90]
+    lengths = [64, 61, 57, 90, 96, 60, 96, 57]
     losses: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
     budget = 1 << 30
     for activations in ("keep", "recompute", "auto"):
-        memory = pagoda.Memory(
-            host="64MiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE, activations=budget, unit_limit=UNIT_LIMIT
-        )
+        memory = pagoda.Memory(host="64MiB", page_size=PAGE, activations=budget, unit_limit=UNIT_LIMIT)
         torch.manual_seed(0)
         model, optimizer = pagoda.wrap(
             WIDE["llama"]().train(), pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations=activations
@@ -224,8 +234,8 @@ def test_lengths_that_vary_keep_to_the_budget_and_share_plans(tmp_path: Path) ->
         budget = int(1.2 * max(kept))
     assert losses["auto"] == losses["recompute"] == losses["keep"]
     assert peaks["auto"] <= 1.2 * peaks["recompute"] < peaks["keep"]
-    assert plans[0] == plans[1] == plans[4] == plans[8], "a bucket is planned for once"
-    assert plans[5] == plans[6] == plans[11]
+    assert plans[0] == plans[1] == plans[2] == plans[5] == plans[7], "a bucket is planned for once"
+    assert plans[3] == plans[4] == plans[6]
     assert len(set(plans[0])) > 1, "a mix is better than one policy for all"
 
 
@@ -282,7 +292,7 @@ def test_pages_of_graphs_that_are_dropped_are_used_again(tmp_path: Path) -> None
     optimizer.close()
 
 
-@pytest.mark.parametrize("activations", POLICIES)
+@pytest.mark.parametrize("activations", ["recompute", *OFFLOADS])
 def test_backward_twice_and_two_graphs_at_once(activations: ActivationMode, tmp_path: Path) -> None:
     recipe = Recipe("gpt2", steps=2)
 
@@ -300,7 +310,7 @@ def test_backward_twice_and_two_graphs_at_once(activations: ActivationMode, tmp_
     train(recipe, memory, activations, loop).assert_same_bits(train(recipe, RESIDENT, loop=loop))
 
 
-@pytest.mark.parametrize("activations", POLICIES)
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_autocast_does_not_change_with_the_policy(activations: ActivationMode, tmp_path: Path) -> None:
     recipe = Recipe("gpt2", precision="fp32", steps=2)
 
