@@ -118,7 +118,7 @@ def estimate(settings: Settings) -> list[dict[str, object]]:
 
 def _beside_pages(case: Workload, activations: ActivationMode, ssd: Path) -> dict[str, object]:
     subject = find_subject(case.model, batch_size=case.batch_size, seq_len=case.seq_len, count_flops=False)
-    expected = estimate_activations(subject, case.tokens, 2, activations)
+    expected = estimate_activations(subject, case.tokens, 2, activations, chunked_loss=False)
     memory = pagoda.Memory(host="6GiB", ssd=f"{ssd}:8GiB" if "offload" in activations else None)
     steps(WARM_UP, memory, activations, 1).close()
     gc.collect()
