@@ -85,6 +85,19 @@ def test_updates_under_backward_wait_for_recomputation(activations: ActivationMo
     outcome.assert_same_bits(plain(recipe))
 
 
+@pytest.mark.parametrize("activations", ["recompute", "offload", "auto"])
+def test_tiles_of_a_batch_have_policies_too(activations: ActivationMode, tmp_path: Path) -> None:
+    recipe = Recipe("llama", steps=2)
+
+    def tiled(memory: pagoda.Memory, activations: ActivationMode) -> Outcome:
+        model, loop = recipe.build(), usual_loop(recipe)
+        return run(model, memory, loop, clip_grad_norm=0.5, batch_tiles=2, activations=activations)
+
+    outcome = tiled(memory_for(recipe, ARENA_ALL_ON_SSD, tmp_path, activations), activations)
+    outcome.assert_same_bits(tiled(RESIDENT, "keep"))
+    assert len(outcome.plan.activations.policies) == 2 * 6  # type: ignore[union-attr]
+
+
 def memory_for(recipe: Recipe, placement: str, directory: Path, activations: ActivationMode) -> pagoda.Memory:
     memory = squeeze(
         recipe.build(),
