@@ -4,6 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -40,6 +41,7 @@ from pagoda.runtime.groups import (
     reserved_names,
 )
 from pagoda.runtime.loss_scale import LossScale, LossScaler
+from pagoda.runtime.operator_tiles import Tiling
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.stateful import ModelState, OptimizerState, trainable_state_dict
 
@@ -190,6 +192,7 @@ def wrap(
     batch_tiles: BatchTiles | None = None,
     gradients: Gradients | None = None,
     loss_scale: LossScale | float | Literal["dynamic"] | None = None,
+    tile_limit: str | int | None = None,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
@@ -261,6 +264,9 @@ def wrap(
     tiled_blocks = [] if batch_tiles is None else blocks_to_tile(model, batch_tiles)
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
+    tiled_bytes = None if tile_limit is None else parse_bytes(tile_limit, "tile_limit")
+    if tiled_bytes is not None and tiled_bytes < PAGE_ALIGN:
+        raise ConfigError(f"tile_limit is {tile_limit}; it must be at least {PAGE_ALIGN} bytes.")
     if device.torch_device.type == "cpu":
         check_batch_norms(model, states[0].dtype)
     clipping = clip_grad_norm is not None
@@ -277,17 +283,29 @@ def wrap(
         gradients=kept_dtype(gradients),
         may_skip=scaler.dynamic,
     )
-    plan = make_plan(describe(model, trained), states, memory.budgets(), options)
-    if activations == "auto":
-        budget = memory.activation_bytes
-        room = _free_beside(plan, device.torch_device) if budget is None else budget
-        options = replace(options, activation_bytes=room, activations_limited=budget is not None)
-        plan = replace(plan, options=options)
-    units = live_units(model, plan.units, states[0].dtype, device.torch_device)
+    tiling = None if tiled_bytes is None else Tiling(model, tiled_bytes // states[0].dtype.itemsize)
+    if tiling is not None:
+        trained = {*tiling.renamed(trained)}
+        groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
-    engine = Engine(plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device, scaler)
     try:
-        Builder(model, engine.store).build(units)
+        plan = make_plan(describe(model, trained), states, memory.budgets(), options)
+        if activations == "auto":
+            budget = memory.activation_bytes
+            room = _free_beside(plan, device.torch_device) if budget is None else budget
+            options = replace(options, activation_bytes=room, activations_limited=budget is not None)
+            plan = replace(plan, options=options)
+        units = live_units(model, plan.units, states[0].dtype, device.torch_device)
+        engine = Engine(
+            plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device, scaler
+        )
+    except BaseException:
+        if tiling is not None:
+            tiling.undo()
+        raise
+    try:
+        with nullcontext() if tiling is None else tiling.undone():
+            Builder(model, engine.store, tiling).build(units)
         move_buffers(model, device.torch_device)
         paged = PagedOptimizer(model, optimizer, engine, groups)
         if batch_tiles is not None:

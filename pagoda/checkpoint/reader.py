@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -13,6 +14,8 @@ from pagoda.checkpoint.paged import PAGED, Pages
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec
 from pagoda.errors import CheckpointError
 
+TILES = "tiles"
+"""In a manifest: whole parameter -> its shape and the names of its parts, in order, under which it is stored."""
 BUFFERS = "buffers"
 """What a checkpoint has beside its states: the model's persistent buffers."""
 _MANIFEST_KINDS = {
@@ -37,6 +40,33 @@ class Source(Protocol):
         """Elements [start, start + count) of a tensor, flat. Raises CheckpointError where they are damaged."""
 
     def close(self) -> None: ...
+
+
+class JoinedTensor:
+    """A parameter that was trained in tiles, whole."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], parts: list[tuple[str, Source]]) -> None:
+        self._parts = parts
+        specs = [source.specs[part] for part, source in parts]
+        self._numels = [prod(spec.shape) for spec in specs]
+        # A state with one element for many of the parameter's is flat.
+        self.specs = {
+            name: TensorSpec(name, specs[0].dtype, shape if sum(self._numels) == prod(shape) else (sum(self._numels),))
+        }
+
+    def read(self, _name: str, start: int, count: int) -> torch.Tensor:
+        """As `Source.read`."""
+        found = []
+        first = 0
+        for (part, source), numel in zip(self._parts, self._numels, strict=True):
+            low, high = max(start, first), min(start + count, first + numel)
+            if low < high:
+                found.append(source.read(part, low - first, high - low))
+            first += numel
+        return torch.cat(found)
+
+    def close(self) -> None:
+        """The parts' sources are closed by themselves."""
 
 
 class Checkpoint:
@@ -65,6 +95,8 @@ class Checkpoint:
                 self.pages = opened.enter_context(closing(Pages(directory, self.manifest[PAGED], places)))
                 for state, source in self.pages.sources.items():
                     self._merge(state, source)
+            for whole, cut in self.manifest.get(TILES, {}).items():
+                self._join(whole, tuple(cut["shape"]), cut["parts"])
             self.states = {state: self._dtype(state) for state in self.manifest["states"]}
             self._opened = opened.pop_all()
 
@@ -108,6 +140,21 @@ class Checkpoint:
         found = {**self._sources[state], **dict.fromkeys(source.specs, source)}
         order = {name: index for index, name in enumerate(self.manifest["parameters"])}
         self._sources[state] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def _join(self, whole: str, shape: tuple[int, ...], parts: list[str]) -> None:
+        """Show the parts of a parameter as the one that they were cut from."""
+        for sources in self._sources.values():
+            if parts[0] not in sources:
+                continue
+            joined = JoinedTensor(whole, shape, [(part, sources[part]) for part in parts])
+            shown: dict[str, Source] = {}
+            for name, source in sources.items():
+                if name == parts[0]:
+                    shown[whole] = joined
+                elif name not in parts:
+                    shown[name] = source
+            sources.clear()
+            sources.update(shown)
 
     def _check_manifest(self) -> None:
         """What any reader relies on; whether it fits a model is for whoever has the model."""

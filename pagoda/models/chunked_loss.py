@@ -5,7 +5,7 @@ from typing import TypeVar
 from torch import nn
 
 from pagoda.errors import ConfigError
-from pagoda.models.late_logits import LateHead, make_late
+from pagoda.models.late_logits import make_late
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -30,13 +30,10 @@ def chunked_loss(model: Model) -> Model:
     """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
-    if isinstance(head, LateHead):
-        return model
-    if type(head) is not nn.Linear:
+    if not (isinstance(head, nn.Module) and make_late(head)):
         found = "no output layer" if head is None else f"a {type(head).__name__} as output layer"
         raise ConfigError(
             f"chunked_loss needs a model whose get_output_embeddings() gives an nn.Linear; {type(model).__name__} has "
             f"{found}."
         )
-    make_late(head)
     return model

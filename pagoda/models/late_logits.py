@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,15 +14,22 @@ from torch.utils._pytree import tree_map
 
 from pagoda.errors import UsageError
 from pagoda.models.linear_cross_entropy import Map, Reduced, cross_entropy, reduce_logits
-
-Rows = Callable[[torch.Tensor, torch.Tensor | None, int], None]
-"""Takes some rows of a head's weight, their bias, and the index of the first, while the head has them at hand."""
+from pagoda.models.tiles import TiledLinear, Visit
 
 
-def make_late(head: nn.Linear) -> None:
-    """Turn a linear layer into a `LateHead`, in place: its parameters, names and hooks stay as they are."""
+def make_late(head: nn.Module) -> bool:
+    """Let the output of a linear layer, tiled or not, wait to be read; False for other layers.
+
+    The layer changes its class: its parameters, names and hooks stay as they are.
+    """
+    if isinstance(head, LateHead | LateTiledHead):
+        return True
+    late = {nn.Linear: LateHead, TiledLinear: LateTiledHead}.get(type(head))
+    if late is None:
+        return False
     _count_steps()
-    head.__class__ = LateHead
+    head.__class__ = late
+    return True
 
 
 class LateHead(nn.Linear):
@@ -32,11 +39,20 @@ class LateHead(nn.Linear):
     calls the layer again, with what is to be done with the weight: hooks on the layer then see to it, as ever.
     """
 
-    def forward(self, hidden: torch.Tensor, visit: Rows | None = None) -> Any:
+    def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
         if visit is not None:
             return visit(self.weight, self.bias, 0)
         if torch.compiler.is_compiling():
             return super().forward(hidden)
+        return LateLogits.of(hidden, self)
+
+
+class LateTiledHead(TiledLinear):
+    """The same of a linear layer in tiles: one after another is at hand."""
+
+    def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
+        if visit is not None or torch.compiler.is_compiling():
+            return super().forward(hidden, visit)
         return LateLogits.of(hidden, self)
 
 
@@ -48,7 +64,7 @@ class LateLogits(torch.Tensor):
     """
 
     hidden: torch.Tensor
-    head: nn.Module
+    head: LateHead | LateTiledHead
     maps: tuple[Map, ...]
     _computes_in: torch.dtype
     _with_grad: bool
@@ -56,7 +72,7 @@ class LateLogits(torch.Tensor):
     _made: torch.Tensor | None
 
     @staticmethod
-    def of(hidden: torch.Tensor, head: LateHead) -> LateLogits:
+    def of(hidden: torch.Tensor, head: LateHead | LateTiledHead) -> LateLogits:
         """Of `hidden` [..., H], in the dtype that the layer would compute in."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -108,7 +124,7 @@ class LateLogits(torch.Tensor):
             self._made = logits
         return self._made
 
-    def visit(self, rows: Rows) -> None:
+    def visit(self, rows: Visit) -> None:
         """Call the head for its weight."""
         if self._made_in != _steps[0]:
             raise UsageError(
@@ -121,7 +137,7 @@ class LateLogits(torch.Tensor):
 
 def _late(
     hidden: torch.Tensor,
-    head: nn.Module,
+    head: LateHead | LateTiledHead,
     maps: tuple[Map, ...],
     computes_in: torch.dtype,
     dtype: torch.dtype,

@@ -258,7 +258,7 @@ def make_plan(
             refusals.append(refusal)
         smaller = _next_limit(units, limit, itemsize)
         if options.unit_limit is not None or smaller is None:
-            raise _least(refusals)
+            raise _with_advice(_least(refusals), units, itemsize, budgets)
         limit = smaller
     largest = format_bytes(max(unit.numel for unit in units) * itemsize)
     reasons = (
@@ -304,6 +304,21 @@ def _least(refusals: list[BudgetError]) -> BudgetError:
     """Of the refusals in which most tiers were found to be enough, the one that asks for least."""
     furthest = max(_CHECKED.index(r.tier or DEVICE) for r in refusals)
     return min((r for r in refusals if r.tier == _CHECKED[furthest]), key=lambda r: r.needed_bytes or 0)
+
+
+def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: int, budgets: Budgets) -> BudgetError:
+    """A refusal that says what helps where one parameter is too much."""
+    largest = max(units, key=lambda unit: unit.numel)
+    nbytes = largest.numel * itemsize
+    has = {DEVICE: budgets.device, HOST: budgets.host}.get(refusal.tier or "")
+    if len(largest.slots) > 2 or has is None or 2 * nbytes < has:
+        return refusal
+    return BudgetError(
+        f"{refusal} The layer {largest.name!r} alone takes {format_bytes(nbytes)}: with wrap(tile_limit=...), linear "
+        "layers and embeddings are fetched in tiles.",
+        tier=refusal.tier,
+        needed_bytes=refusal.needed_bytes,
+    )
 
 
 def _when(options: Options) -> str:

@@ -12,12 +12,26 @@ CUDA wants 256 bytes, and a block that is quantized together (`optim.codecs`) mu
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a parameter of the user's model a parameter is: consecutive elements."""
+
+    whole: str
+    """Name of the parameter that was cut into tiles."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    start: int
+    """First element."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter as the planner sees it. `name` is the first name it has in the model (ties have several)."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    part: Part | None = None
+    """None for a parameter that was not cut."""
 
     @property
     def numel(self) -> int:
@@ -33,12 +47,21 @@ class ModuleSpec:
     children: tuple["ModuleSpec", ...] = ()
     tied: tuple[str, ...] = ()
     """Names of parameters that it uses and an earlier module owns."""
+    apart: bool = False
+    """Shares no unit with what is around it, such as a tile that is fetched alone."""
 
     def walk(self) -> Iterator[ParamSpec]:
         """Every parameter of the subtree, in pre-order."""
         yield from self.params
         for child in self.children:
             yield from child.walk()
+
+    def modules_apart(self) -> Iterator[str]:
+        """Names of the modules that share no unit with what is around them."""
+        if self.apart:
+            yield self.name
+        for child in self.children:
+            yield from child.modules_apart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +97,14 @@ class UnitSpec:
 def discover(
     root: ModuleSpec, limit_bytes: int, itemsize: int, apart: Collection[str] = frozenset()
 ) -> tuple[UnitSpec, ...]:
-    """Split a module tree into units, top down. Modules named in `apart` share no unit with what is around them.
+    """Split a module tree into units, top down. Modules named in `apart`, or apart of themselves, share no unit with
+    what is around them.
 
     A subtree whose weights fit `limit_bytes` is one unit; a larger one is split into its children, and the
     parameters it holds itself become a unit of their own, however large. Units come in pre-order.
     """
     units: list[UnitSpec] = []
+    apart = {*apart, *root.modules_apart()}
 
     def visit(module: ModuleSpec) -> None:
         params = list(module.walk())

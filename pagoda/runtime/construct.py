@@ -15,8 +15,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pagoda.checkpoint.pretrained import values_of
 from pagoda.checkpoint.tensors import chunks
 from pagoda.errors import ConfigError
-from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec
+from pagoda.models.tiles import Tiled
+from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.runtime.adapters import adapter_initialiser
+from pagoda.runtime.operator_tiles import Tiling
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit, Owner
 
@@ -66,13 +68,20 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
                 continue
             names[id(param)] = full = _join(name, short)
             has_state = param.requires_grad if trained is None else full in trained
-            params.append(ParamSpec(full, tuple(param.shape), has_state))
+            params.append(ParamSpec(full, tuple(param.shape), has_state, parts.get(id(param))))
         visited.add(module)
+        if isinstance(module, Tiled):
+            for short in module.names:
+                whole = _join(name, short), module.shape_of(short)
+                parts.update({id(param): Part(*whole, start) for param, start in module.parts(short)})
+            tiles.update(module.tiles)
         children = tuple(
             visit(child, _join(name, short)) for short, child in module.named_children() if child not in visited
         )
-        return ModuleSpec(name, tuple(params), children, tuple(tied))
+        return ModuleSpec(name, tuple(params), children, tuple(tied), module in tiles)
 
+    parts: dict[int, Part] = {}
+    tiles: set[nn.Module] = set()
     visited: set[nn.Module] = set()
     return visit(model, "")
 
@@ -82,16 +91,22 @@ def live_units(
 ) -> list[LiveUnit]:
     """The units of a model, on its own parameters (meta ones are still to be built)."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    owners: dict[int, list[Owner]] = {}
-    for module in model.modules():
-        for short, param in module._parameters.items():
-            if param is not None:
-                owners.setdefault(id(param), []).append((module, short))
+    owners = owners_of(model)
     units = []
     for spec in specs:
         held = [params[slot.param.name] for slot in spec.slots]
         units.append(LiveUnit(spec, held, [owners[id(param)] for param in held], dtype, device))
     return units
+
+
+def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
+    """Identity of a parameter -> all who hold it."""
+    owners: dict[int, list[Owner]] = {}
+    for module in model.modules():
+        for short, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append((module, short))
+    return owners
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -136,37 +151,64 @@ class Builder:
     and draws nothing. Values thus depend on the seed alone, not on units, budgets, tiers or order.
     """
 
-    def __init__(self, model: nn.Module, store: Store) -> None:
+    def __init__(self, model: nn.Module, store: Store, tiling: Tiling | None = None) -> None:
+        """`tiling`: what was replaced in `model`, which is untiled now and until all is built."""
         self._store = store
+        self._tiling = tiling
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
-        self._owners: dict[int, list[Owner]] = {}
+        self._owners = owners_of(model)
         self._seed: int | None = None
+        self._initial: dict[int, nn.Parameter] = {}
+        """Identity of a parameter on meta that is being built in tiles -> its values."""
 
     def build(self, units: list[LiveUnit]) -> None:
         """Write every unit's master weights to their home; its parameters are placeholders afterwards."""
-        params = [param for unit in units for param in unit.params]
-        left = [param for param in params if param.is_meta and values_of(param) is None]
-        self._owners = {id(p): owners for u in units for p, owners in zip(u.params, u.owners, strict=True)}
-        if left:
+        wholes = [[self._whole(param)[0] for param in unit.params] for unit in units]
+        if any(whole.is_meta and values_of(whole) is None for of_unit in wholes for whole in of_unit):
             self._seed = int(torch.randint(2**62, ()).item())
-            for param in params:
-                meta = param if param.is_meta else nn.Parameter(torch.empty(param.shape, device="meta"))
-                self._install(param, meta)
+            for whole in {id(whole): whole for of_unit in wholes for whole in of_unit}.values():
+                meta = whole if whole.is_meta else nn.Parameter(torch.empty(whole.shape, device="meta"))
+                self._install(whole, meta)
         for unit in units:
             for slot, param in enumerate(unit.params):
-                values = values_of(param)
-                if values is not None:
-                    for start, count in chunks(values.numel()):
-                        self._store.write_master(unit.spec, slot, values.read(start, count), start)
-                    real = nn.Parameter(unit.placeholders[slot], param.requires_grad)
-                else:
-                    real = self._initialised(param, unit.name(slot)) if param.is_meta else param
-                    self._store.write_master(unit.spec, slot, real.detach().reshape(-1))
-                    real.data = unit.placeholders[slot]
-                unit.params[slot] = real
-        for param, real in zip(params, (p for unit in units for p in unit.params), strict=True):
-            self._install(param, real)
+                unit.params[slot] = self._build(unit, slot, param)
+        for unit in units:
+            for param, owners in zip(unit.params, unit.owners, strict=True):
+                for module, short in owners:
+                    module._parameters[short] = param
+
+    def _build(self, unit: LiveUnit, slot: int, param: nn.Parameter) -> nn.Parameter:
+        """Write one parameter's master; returns it, or what takes its place if it was on meta, as a placeholder."""
+        whole, first = self._whole(param)
+        values = values_of(whole)
+        if values is not None:
+            for start, count in chunks(param.numel()):
+                self._store.write_master(unit.spec, slot, values.read(first + start, count), start)
+            return nn.Parameter(unit.placeholders[slot], param.requires_grad)
+        source = self._initialised(whole, unit.spec.slots[slot].param) if whole.is_meta else whole
+        self._store.write_master(unit.spec, slot, source.detach().reshape(-1)[first : first + param.numel()])
+        if not param.is_meta:
+            param.data = unit.placeholders[slot]
+            return param
+        shown = nn.Parameter(unit.placeholders[slot], param.requires_grad)
+        shown.__dict__.update(param.__dict__)
+        return shown
+
+    def _whole(self, param: nn.Parameter) -> tuple[nn.Parameter, int]:
+        """The parameter of the untiled model that `param` is of, and where it starts there."""
+        return (param, 0) if self._tiling is None else self._tiling.whole(param)
+
+    def _initialised(self, meta: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
+        """A real parameter in place of one on meta. Of one in tiles, the values stay until the last is built."""
+        if spec.part is None:
+            return self._initialise(meta, spec.name)
+        real = self._initial.pop(id(meta), None)
+        if real is None:
+            real = self._initialise(meta, spec.part.whole)
+        if spec.part.start + spec.numel < meta.numel():
+            self._initial[id(meta)] = real
+        return real
 
     def _install(self, param: nn.Parameter, shown: nn.Parameter) -> None:
         """Let the modules that hold `param` show another parameter in its place."""
@@ -174,7 +216,7 @@ class Builder:
             module._parameters[short] = shown
 
     @torch.no_grad()
-    def _initialised(self, meta: nn.Parameter, name: str) -> nn.Parameter:
+    def _initialise(self, meta: nn.Parameter, name: str) -> nn.Parameter:
         """A real parameter in place of a meta one, filled by the initialisers that eager construction would run.
 
         The model's own `_init_weights` has the last word, so it goes first, and mostly alone; what it leaves open

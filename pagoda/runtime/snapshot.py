@@ -13,7 +13,7 @@ from torch import nn
 from pagoda.checkpoint.directory import MANIFEST, check_absent, commit_of, committed, remove, write_manifest
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.paged import PAGED, PagedParameter, PagedUnit, describe_pages
-from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.checkpoint.reader import BUFFERS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
@@ -62,8 +62,9 @@ class Snapshot:
         content = {
             "states": [state.name for state in self._states],
             "parameters": [unit.name(slot) for unit, slot in self._slots(WEIGHT)],
-            "steps": {unit.name(slot): unit.steps[slot] for unit, slot in self._trainable()},
-            "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
+            "steps": {_whole(unit, slot)[0]: unit.steps[slot] for unit, slot in self._trainable()},
+            TILES: self._tiles(),
+            "param_groups": [{key: _plain(value) for key, value in group.items()} for group in self._of_wholes(groups)],
             "loss_scale": self._engine.stepper.scaler.state_dict(),
             "rng": rng_state(),
             "model": model_record(self._model),
@@ -153,7 +154,7 @@ class Snapshot:
         with Checkpoint(directory, self._engine.ssd_directories) as checkpoint:
             self._check_fits(checkpoint, groups)
             for state in self._states:
-                checkpoint.check(state.name, self._specs(state))
+                checkpoint.check(state.name, self._whole_specs(state))
             checkpoint.check(BUFFERS, self._buffer_specs(buffers))
             manifest = checkpoint.manifest
             with self._engine.replacing():
@@ -166,7 +167,7 @@ class Snapshot:
                 for unit in self._engine.units:
                     for param in unit.params:
                         param.grad = None
-                    unit.steps = [manifest["steps"][unit.name(slot)] for slot in range(unit.trainable)]
+                    unit.steps = [manifest["steps"][_whole(unit, slot)[0]] for slot in range(unit.trainable)]
                     self._engine.weights_changed(unit)
                 self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
         restore_rng(manifest["rng"])
@@ -187,8 +188,9 @@ class Snapshot:
         """Copy one state of a unit from the checkpoint, parameter by parameter."""
         for slot in range(len(unit.params) if state.name == WEIGHT else unit.trainable):
             placed = unit.spec.slots[slot]
+            name, of_whole = _whole(unit, slot)
             for start, count in chunks(state.elements(placed.param.numel)):
-                values = checkpoint.read(state.name, unit.name(slot), start, count)
+                values = checkpoint.read(state.name, name, state.elements(of_whole) + start, count)
                 first = state.elements(placed.offset) + start
                 self._engine.store.write(unit.index, state.name, first, values)
 
@@ -210,6 +212,33 @@ class Snapshot:
             for unit, slot in self._slots(state.name)
             if unit.index not in but or state.name not in but[unit.index].extents
         ]
+
+    def _whole_specs(self, state: StateSpec) -> list[TensorSpec]:
+        """The tensors of one state, of parameters as they were before they were cut into tiles."""
+        shapes = {}
+        for unit, slot in self._slots(state.name):
+            spec = unit.spec.slots[slot].param
+            shapes[_whole(unit, slot)[0]] = spec.shape if spec.part is None else spec.part.shape
+        return [TensorSpec(name, state.dtype, state.shape(shape)) for name, shape in shapes.items()]
+
+    def _of_wholes(self, groups: list[NamedGroup]) -> list[NamedGroup]:
+        """Param groups with the names that parameters had before they were cut into tiles."""
+        wholes = {unit.name(slot): _whole(unit, slot)[0] for unit, slot in self._slots(WEIGHT)}
+        return [{**group, "params": list(dict.fromkeys(wholes[name] for name in group["params"]))} for group in groups]
+
+    def _tiles(self) -> dict[str, Any]:
+        """Whole parameter -> shape, and names of its parts in order."""
+        cut: dict[str, dict[int, str]] = {}
+        shapes: dict[str, list[int]] = {}
+        for unit, slot in self._slots(WEIGHT):
+            spec = unit.spec.slots[slot].param
+            if spec.part is not None:
+                cut.setdefault(spec.part.whole, {})[spec.part.start] = spec.name
+                shapes[spec.part.whole] = list(spec.part.shape)
+        return {
+            whole: {"shape": shapes[whole], "parts": [name for _, name in sorted(parts.items())]}
+            for whole, parts in cut.items()
+        }
 
     def _pieces(self, index: int, but: PagedUnit | None) -> Iterator[Piece]:
         """Every piece of every state of a unit, without what `but` has of it."""
@@ -252,7 +281,7 @@ class Snapshot:
                 f"{directory} holds the states {manifest['states']}, this run keeps {wanted}: "
                 "wrap with the precision, optimizer and moments of the run that saved it."
             )
-        differing = checkpoint.steps.keys() ^ {unit.name(slot) for unit, slot in self._trainable()}
+        differing = checkpoint.steps.keys() ^ {_whole(*at)[0] for at in self._trainable()}
         if differing:
             raise CheckpointError(
                 f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
@@ -263,12 +292,18 @@ class Snapshot:
                 iter(group["params"])
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error
-        check_groups(str(path), manifest["param_groups"], groups)
+        check_groups(str(path), manifest["param_groups"], self._of_wholes(groups))
         try:
             self._engine.stepper.scaler.check_state(manifest.get("loss_scale", {}))
             check_rng(manifest["rng"])
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _whole(unit: LiveUnit, slot: int) -> tuple[str, int]:
+    """Name of the parameter that a parameter was cut from, or its own, and its first element there."""
+    spec = unit.spec.slots[slot].param
+    return (spec.name, 0) if spec.part is None else (spec.part.whole, spec.part.start)
 
 
 def _plain(value: Any) -> Any:

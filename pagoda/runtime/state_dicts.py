@@ -8,6 +8,7 @@ from torch import nn
 
 from pagoda.errors import UsageError
 from pagoda.plan.layout import WEIGHT
+from pagoda.plan.units import Part
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import overwrite
 
@@ -24,6 +25,8 @@ class WeightStateDicts:
         self._homes = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
         self._copies: dict[tuple[int, int, int], weakref.ref[torch.Tensor]] = {}
         """(parameter, version, state dict) -> the copy made for it, for tied names."""
+        self._wholes: dict[tuple[str, int, int], weakref.ref[torch.Tensor]] = {}
+        """(parameter in tiles, their version, state dict) -> where their values are put together."""
         self._handles = []
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -45,6 +48,7 @@ class WeightStateDicts:
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         self._engine.drain()
         self._copies = {key: ref for key, ref in self._copies.items() if ref() is not None}
+        self._wholes = {key: ref for key, ref in self._wholes.items() if ref() is not None}
         for name, param in module.named_parameters(recurse=False):
             home = self._homes.get(id(param))
             if home is None or prefix + name not in state_dict or home[1] in home[0].gathered:
@@ -55,10 +59,22 @@ class WeightStateDicts:
             value = known() if known is not None else None
             if value is None:
                 placed = unit.spec.slots[slot]
-                flat = self._engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
-                value = flat.view(placed.param.shape)
+                value = self._engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
+                value = value.view(placed.param.shape)
+                if placed.param.part is not None:
+                    value = self._within_whole(placed.param.part, value, (unit.version, id(state_dict)))
                 self._copies[key] = weakref.ref(value)
             state_dict[prefix + name] = value
+
+    def _within_whole(self, part: Part, value: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
+        """The values of a tile, as a view of its whole parameter: the tiled layer then shows that one."""
+        known = self._wholes.get((part.whole, *key))
+        whole = known() if known is not None else None
+        if whole is None:
+            whole = torch.empty(part.shape, dtype=value.dtype)
+            self._wholes[(part.whole, *key)] = weakref.ref(whole)
+        view = whole.view(-1)[part.start : part.start + value.numel()].view(value.shape)
+        return view.copy_(value)
 
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):

@@ -38,7 +38,7 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console) -> Memory
         BudgetError: the search finds that nothing fits.
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
-    searchable = config.update == "sync" and hardware_file().exists()
+    searchable = config.update == "sync" and config.tile_limit is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
         return memory

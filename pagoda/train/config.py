@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pagoda.errors import ConfigError
+from pagoda.memory.sizes import parse_bytes
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, flag, require
@@ -140,6 +141,9 @@ class TrainConfig:
     batch_tiles: BatchTiles | None = None
     """Run each layer in so many micro-batches, or as many as "auto" finds useful, so that weights move once for the
     whole batch: give --batch-size what --accumulation-steps would have added up."""
+    tile_limit: str | None = None
+    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) become tiles that are
+    fetched one after another. Rounds otherwise than whole layers."""
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     out: Path
@@ -169,6 +173,10 @@ class TrainConfig:
         check_batch_tiles(self.batch_tiles)
         if self.update == "async" and self.plan == "search":
             raise ConfigError("--plan search simulates synchronous updates only: leave it out with --update async")
+        if self.tile_limit is not None:
+            parse_bytes(self.tile_limit, "tile_limit")
+            if self.plan == "search":
+                raise ConfigError("--plan search plans whole layers only: leave it out with --tile-limit")
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
         require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "must be 0 or more")
         require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")

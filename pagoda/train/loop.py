@@ -101,6 +101,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         keep_checkpoints=config.kept_on_ssd,
         batch_tiles=config.batch_tiles,
         activations=config.activations,
+        tile_limit=config.tile_limit,
     )
     try:
         console.print(plan_table(plan_of(model)))

@@ -1,0 +1,156 @@
+"""Operators in tiles: linear layers and embeddings whose rows are modules of their own, used one after another.
+
+ZeRO-Infinity calls it memory-centric tiling (arXiv 2104.07857, section 5.1.3).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Visit = Callable[[torch.Tensor, torch.Tensor | None, int], Any]
+"""Is given some rows of a layer's weight, their bias, and the index of the first, while they are in memory."""
+
+_ALIGN_ELEMENTS = 256
+"""Tiles start on multiples of this many elements of their parameter: moments may be quantized in blocks of so many."""
+
+
+def row_blocks(rows: int, width: int, most_elements: int) -> list[tuple[int, int]]:
+    """(start, stop) of equal tiles, but for the last, with at most `most_elements` each if alignment lets them."""
+    step = _ALIGN_ELEMENTS // gcd(_ALIGN_ELEMENTS, width)
+    count = max(1, -(-rows * width // most_elements))
+    each = max(step, -(-rows // count) // step * step)
+    if each * width > most_elements:
+        each = max(step, most_elements // width // step * step)
+    return [(start, min(start + each, rows)) for start in range(0, rows, each)]
+
+
+class LinearTile(nn.Module):
+    """Some rows of a linear layer: `hidden` [..., in] -> [..., rows]."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, first: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.first = weight, bias, first
+
+    def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
+        if visit is not None:
+            return visit(self.weight, self.bias, self.first)
+        return functional.linear(hidden, self.weight, self.bias)
+
+
+class EmbeddingTile(nn.Module):
+    """Some rows of an embedding: puts the vectors of those `ids` [...] that it has into `out` [..., width]."""
+
+    def __init__(self, weight: nn.Parameter, first: int, padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight, self.first = weight, first
+        self.padding_idx = None
+        if padding_idx is not None and first <= padding_idx < first + len(weight):
+            self.padding_idx = padding_idx - first
+
+    def forward(self, ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        local = ids - self.first
+        mine = (local >= 0) & (local < len(self.weight))
+        found = functional.embedding(local.where(mine, 0), self.weight, self.padding_idx)
+        return found.where(mine[..., None], 0.0 if out is None else out)
+
+
+class Tiled(nn.Module):
+    """A layer in tiles. Its state dict is that of the whole layer."""
+
+    def __init__(self, tiles: Sequence[nn.Module], rows: int, width: int, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.tiles = nn.ModuleList(tiles)
+        self.rows, self.width = rows, width
+        self.names = names
+        """Parameters that the whole layer has."""
+        self._loads: str | None = None
+        self.register_state_dict_post_hook(Tiled._join)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(Tiled._cut)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(Tiled._report)  # type: ignore[no-untyped-call]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """NaN in the shape, dtype and device of the whole weight, for code that asks for these."""
+        some = self.tiles[0].get_parameter("weight")
+        return torch.full((), torch.nan, dtype=some.dtype, device=some.device).expand(self.rows, self.width)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of the whole layer's parameter."""
+        return (self.rows, self.width) if name == "weight" else (self.rows,)
+
+    def parts(self, name: str) -> Iterator[tuple[nn.Parameter, int]]:
+        """The tiles' parts of a parameter, each with its first element in the whole one."""
+        start = 0
+        for tile in self.tiles:
+            part = tile.get_parameter(name)
+            yield part, start
+            start += part.numel()
+
+    def _join(self, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name in self.names:
+            keys = [f"{prefix}tiles.{index}.{name}" for index in range(len(self.tiles))]
+            if all(key in state_dict for key in keys):
+                state_dict[prefix + name] = _joined([state_dict.pop(key) for key in keys], self.shape_of(name))
+
+    def _cut(self, state_dict: dict[str, Any], prefix: str, _metadata: Any, *reports: Any) -> None:
+        self._loads = prefix
+        _strict, missing, _unexpected, errors = reports
+        for name in self.names:
+            whole = state_dict.pop(prefix + name, None)
+            if whole is None:
+                missing.append(prefix + name)
+            elif tuple(whole.shape) != self.shape_of(name):
+                errors.append(
+                    f"size mismatch for {prefix}{name}: copying a param with shape {whole.shape} from checkpoint, the "
+                    f"shape in current model is {torch.Size(self.shape_of(name))}."
+                )
+            else:
+                flat = whole.reshape(-1)
+                for index, (part, start) in enumerate(self.parts(name)):
+                    cut = flat[start : start + part.numel()].view(part.shape)
+                    state_dict[f"{prefix}tiles.{index}.{name}"] = cut
+
+    def _report(self, incompatible: Any) -> None:
+        """What is missing is the whole layer's, and has been said."""
+        keys = incompatible.missing_keys
+        keys[:] = [key for key in keys if not key.startswith(f"{self._loads}tiles.")]
+
+
+class TiledLinear(Tiled):
+    """A linear layer in tiles of outputs. Outputs are those of the whole layer; in backward, the gradient of the input
+    is a sum over tiles, each rounded to its dtype."""
+
+    def __init__(self, tiles: Sequence[LinearTile], in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__(tiles, out_features, in_features, ("weight", "bias") if bias else ("weight",))
+        self.in_features, self.out_features = in_features, out_features
+
+    def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
+        outputs = [tile(hidden, visit) for tile in self.tiles]
+        return None if visit is not None else torch.cat(outputs, -1)
+
+
+class TiledEmbedding(Tiled):
+    """An embedding in tiles of vectors: the same vectors and gradients."""
+
+    def __init__(self, tiles: Sequence[EmbeddingTile], num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(tiles, num_embeddings, embedding_dim, ("weight",))
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor | None = None
+        for tile in self.tiles:
+            out = tile(ids, out)
+        assert out is not None
+        return out
+
+
+def _joined(values: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """The whole of which `values` are the parts; not a copy where they are views of one."""
+    whole = values[0]._base
+    if whole is not None and whole.shape == shape and all(value._base is whole for value in values):
+        return whole
+    return torch.cat(values)

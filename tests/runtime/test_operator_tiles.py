@@ -1,0 +1,208 @@
+"""Layers in tiles: they train where they do not fit, start from the same weights and keep their names and shapes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import pagoda
+from pagoda.checkpoint.export import export
+from pagoda.models.tiles import Tiled, row_blocks
+
+WIDTH, ROWS = 64, 4096
+LARGE = 2 * WIDTH * ROWS  # bytes in bf16
+TILE = "4KiB"
+
+
+class Wide(nn.Module):
+    """One layer much larger than the others, with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, ROWS), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.wide(torch.tanh(self.first(x.to(self.first.weight.dtype)))).unflatten(-1, (-1, WIDTH)).sum(-2)
+        return self.last(torch.tanh(wide)).float().square().mean()
+
+
+def loop(model: nn.Module, optimizer: Any, outcome: zoo.Outcome) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        loss = model(torch.randn(8, WIDTH, generator=generator))
+        loss.backward()
+        outcome.losses.append(loss.item())
+        zoo.take_step(optimizer, outcome)
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return Wide()
+
+
+def test_a_layer_of_four_times_the_device_trains() -> None:
+    memory = pagoda.Memory(device=f"cpu:{LARGE // 4}", host="64MiB", page_size=4096)
+    with pytest.raises(pagoda.BudgetError, match=r"'wide' alone takes 520\.00 KiB.*tile_limit"):
+        pagoda.wrap(wide(), pagoda.AdamW(), memory=memory)
+    tiled = zoo.run(wide(), memory, loop, tile_limit="32KiB", clip_grad_norm=1.0)
+    assert 0 < tiled.peak_bytes["device"] <= LARGE // 4
+    tiled.assert_same_bits(zoo.run(wide(), zoo.RESIDENT, loop, tile_limit="32KiB", clip_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_is_that_of_the_whole_layer_within_rounding(precision: str) -> None:
+    outcomes = [
+        zoo.run(wide(), zoo.RESIDENT, loop, lr=1e-3, tile_limit=limit, precision=precision) for limit in (None, "32KiB")
+    ]
+    whole, tiled = outcomes
+    assert tiled.losses[0] == whole.losses[0]
+    rounding = 1e-6 if precision == "fp32" else 2e-3
+    assert tiled.losses == pytest.approx(whole.losses, rel=10 * rounding)
+    assert tiled.norms == pytest.approx(whole.norms, rel=10 * rounding)
+    assert [*tiled.weights] == [*whole.weights]
+    for name, weight in whole.weights.items():
+        moved = (tiled.weights[name].float() - weight.float()).norm() / weight.float().norm()
+        assert moved < 10 * rounding, name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "t5"])
+def test_weights_start_as_those_of_the_untiled_model(name: str) -> None:
+    """Tied and untied, drawn by the model's own initialisers in `wrap` or before."""
+    for lazily in (True, False):
+        found = []
+        for limit in (None, TILE):
+            torch.manual_seed(0)
+            if lazily:
+                with pagoda.init():
+                    model = zoo.MODELS[name]()
+            else:
+                model = zoo.MODELS[name]()
+            model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tile_limit=limit)
+            found.append(model.state_dict())
+            assert any(isinstance(module, Tiled) for module in model.modules()) == (limit is not None)
+            optimizer.close()
+        whole, tiled = found
+        assert {*whole} == {*tiled}
+        for key, value in whole.items():
+            assert torch.equal(tiled[key], value), key
+        same = {key: [other for other in whole if whole[other] is value] for key, value in whole.items()}
+        assert same == {key: [other for other in whole if tiled[other] is tiled[key]] for key in whole}
+
+
+def test_placement_does_not_change_a_bit(tmp_path: Path) -> None:
+    recipe = zoo.Recipe("llama", checkpointing=True, steps=3)
+
+    def train(memory: pagoda.Memory) -> zoo.Outcome:
+        model = pagoda.chunked_loss(recipe.build())
+        return zoo.run(model, memory, zoo.usual_loop(recipe), clip_grad_norm=0.5, tile_limit=TILE)
+
+    memory = zoo.squeeze(recipe.build(), zoo.ARENA_ALL_ON_SSD, tmp_path)
+    outcome = train(memory)
+    assert min(outcome.moved[-1][lane] for lane in ("h2d", "ssd_read", "ssd_write")) > 0
+    outcome.assert_same_bits(train(zoo.RESIDENT))
+
+
+def wrapped(limit: str | None, name: str = "llama", moments: Any = "fp32") -> tuple[nn.Module, Any]:
+    torch.manual_seed(7)
+    model = zoo.MODELS[name]().train()
+    return pagoda.wrap(model, pagoda.AdamW(lr=1e-2, moments=moments), memory=zoo.RESIDENT, tile_limit=limit)
+
+
+def step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    zoo.loss_of(model(**zoo.batch("llama", torch.Generator().manual_seed(seed)))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("limits", [(TILE, None), (None, TILE), (TILE, "8KiB")], ids=str)
+def test_a_checkpoint_resumes_in_other_tiles_or_none(
+    limits: tuple[str | None, str | None], moments: Any, tmp_path: Path
+) -> None:
+    first, second = (wrapped(limit, moments=moments) for limit in limits)
+    step(*first, seed=0)
+    first[1].save_checkpoint(tmp_path / "first")
+    second[1].load_checkpoint(tmp_path / "first")
+    second[1].save_checkpoint(tmp_path / "second")
+    saved = first[0].state_dict(), second[0].state_dict()
+    assert {*saved[0]} == {*saved[1]}
+    for key, value in saved[0].items():
+        assert torch.equal(saved[1][key], value), key
+    first[1].load_checkpoint(tmp_path / "second")
+    for run in (first, second):
+        step(*run, seed=1)
+    for key, value in first[0].state_dict().items():
+        other = second[0].state_dict()[key].float()
+        assert (other - value.float()).norm() < 0.05 * value.float().norm(), key
+    for _, optimizer in (first, second):
+        optimizer.close()
+
+
+def test_exports_and_loads_by_the_names_of_the_model(tmp_path: Path) -> None:
+    model, optimizer = wrapped(TILE)
+    step(model, optimizer, seed=0)
+    weights = model.state_dict()
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    optimizer.close()
+    export(tmp_path / "checkpoint", tmp_path / "exported", dtype="fp32")
+    loaded, optimizer = pagoda.wrap(
+        pagoda.load(tmp_path / "exported"), pagoda.AdamW(), memory=zoo.RESIDENT, tile_limit="8KiB"
+    )
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, weights[key]), key
+    optimizer.close()
+
+
+def test_takes_state_dicts_of_the_whole_model_and_names_what_is_wrong() -> None:
+    model, optimizer = wrapped(TILE)
+    weights = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, weights[key]), key
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"model\.layers\.0\.mlp\.up_proj\.weight"\. $'):
+        model.load_state_dict(weights)
+    weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for model\.layers\.0\.mlp\.up_proj\.weight"):
+        model.load_state_dict(weights)
+    optimizer.close()
+
+
+def test_groups_of_settings_name_whole_parameters() -> None:
+    model = wide()
+    others = [param for param in model.parameters() if param is not model.wide.weight]
+    groups = [{"params": [model.wide.weight], "lr": 0.0}, {"params": others}]
+    model, optimizer = pagoda.wrap(
+        model, pagoda.AdamW(lr=1e-2, weight_decay=0.0), memory=zoo.RESIDENT, tile_limit="32KiB", param_groups=groups
+    )
+    before = model.state_dict()
+    loop(model, optimizer, zoo.Outcome())
+    changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed == {*before} - {"wide.weight"}
+    optimizer.close()
+
+
+def test_what_shares_its_weight_with_something_else_stays_whole() -> None:
+    class Own(nn.Linear):
+        """A layer that may do anything."""
+
+    model = wide()
+    model.other = Own(1, 1)
+    model.other.weight, model.other.bias = model.wide.weight, model.wide.bias
+    wrapped, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tile_limit="32KiB")
+    assert not any(isinstance(module, Tiled) for module in wrapped.modules())
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "most"), [(1000, 64, 4096), (1000, 100, 4096), (7, 3, 4), (512, 512, 1 << 20)]
+)
+def test_tiles_cover_the_rows_at_aligned_starts(rows: int, width: int, most: int) -> None:
+    blocks = row_blocks(rows, width, most)
+    assert [row for start, stop in blocks for row in range(start, stop)] == [*range(rows)]
+    assert all(start * width % 256 == 0 for start, _ in blocks)
+    assert all((stop - start) * width <= max(most, 256 * width) for start, stop in blocks)
