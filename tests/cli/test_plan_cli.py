@@ -54,6 +54,18 @@ def test_json_is_all_it_prints(machine: Path) -> None:
     assert answer["params"] == 10_745_088
 
 
+def test_formats_are_in_the_ledger(machine: Path) -> None:
+    def bytes_of(*flags: str) -> dict[str, int]:
+        done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--json", *flags)
+        assert (done.returncode, done.stderr) == (0, "")
+        host: dict[str, int] = json.loads(done.stdout)["bytes"]["host"]
+        return host
+
+    half, wide = bytes_of("--precision", "fp16"), bytes_of("--precision", "fp16", "--gradients", "fp32")
+    assert half["weight"] == half["weight_low"] == half["grad"] == wide["weight"]
+    assert abs(wide["grad"] - 2 * half["grad"]) <= 0.03 * wide["grad"]
+
+
 def test_experts_are_divided_over_as_many_ranks_as_asked() -> None:
     done = plan(
         *("--model", "t5-moe-1.2t", "--hardware", "a100-40g", "--nodes", 32, "--expert-parallel", 256),
