@@ -13,11 +13,11 @@ from torch import nn
 
 import pagoda
 from pagoda.calibrate import Effort
-from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.codecs import Moments
 from training import LR, Paged, Plain, Workload
 
 Figures = dict[str, object]
+_ACTIVATIONS = 12 << 30
 WARM_UP = 3
 """Steps before any that count: one is traced, one planned for it, one finds its updates under way."""
 
@@ -88,6 +88,12 @@ class Machine:
         if self.gpu:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def most_of_the_device(self) -> str:
+        """All of it but what activations, and CUDA itself, need."""
+        if not self.gpu:
+            return self.sizes.ample
+        return str(torch.cuda.get_device_properties(self.device).total_memory - _ACTIVATIONS)
 
     def layers_for(self, parameters: float) -> int:
         """Layers with which the model has at least so many parameters."""
@@ -174,7 +180,3 @@ def release(machine: Machine) -> None:
 
 def rule(moments: Moments = "fp32") -> pagoda.AdamW:
     return pagoda.AdamW(lr=LR, moments=moments)
-
-
-def nbytes(size: str) -> int:
-    return parse_bytes(size, "size")

@@ -36,7 +36,8 @@ def limited(machine: Machine) -> Figures:
 
 
 def largest(machine: Machine) -> Figures:
-    """The largest models, with exact and with 8-bit moments, on all tiers: five steps of each, or why not."""
+    """The largest models, with exact and with 8-bit moments, whose states have their homes on all tiers: five steps of
+    each, updated under backward, or why not."""
     sizes = machine.sizes
     return {
         "exact": _trained(machine, sizes.exact_parameters, "fp32"),
@@ -45,10 +46,10 @@ def largest(machine: Machine) -> Figures:
 
 
 def _trained(machine: Machine, parameters: float, moments: Moments) -> Figures:
-    load = replace(machine.workload, batch_size=1, layers=machine.layers_for(parameters))
+    load = replace(machine.workload, batch_size=1, clip=None, layers=machine.layers_for(parameters))
     ssd = None if machine.ssd is None else str(machine.ssd)
     try:
-        paged = Paged(load, machine.memory(machine.sizes.ample, ssd=ssd), rule=rule(moments))
+        paged = Paged(load, machine.memory(machine.most_of_the_device(), ssd=ssd), rule=rule(moments))
     except BudgetError as refused:
         release(machine)
         return {"refused": str(refused)}

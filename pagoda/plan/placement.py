@@ -64,6 +64,8 @@ class Placement:
     known. Each of their states is on SSD, except that weights may be in RAM."""
     updated_on_device: frozenset[int] = frozenset()
     """Units whose states, all of them in RAM, pass the device for their update."""
+    resident: frozenset[int] = frozenset()
+    """Units whose states and gradients have their home on the device, where they are used and updated."""
     reasons: tuple[str, ...] = field(default=())
 
     def home(self, unit: int, state: str) -> str:
@@ -126,9 +128,11 @@ class _Filler:
         self.reasons: list[str] = []
         units = layout.units
         self.asynchronous = layout.max_staleness is not None
-        self.weight = {u.index: (1 + self.asynchronous) * layout.pages(u, WEIGHT) for u in units}
-        self.grad = {u.index: 0 if self.asynchronous else layout.pages(u, GRAD) for u in units}
-        self.moment = {u.index: sum(layout.pages(u, s.name) for s in layout.moments) for u in units}
+        self.resident = self._resident_units()
+        elsewhere = dict.fromkeys(self.resident, 0)
+        self.weight = {u.index: (1 + self.asynchronous) * layout.pages(u, WEIGHT) for u in units} | elsewhere
+        self.grad = {u.index: 0 if self.asynchronous else layout.pages(u, GRAD) for u in units} | elsewhere
+        self.moment = {u.index: sum(layout.pages(u, s.name) for s in layout.moments) for u in units} | elsewhere
         self.widest_grad = max(self.grad.values())
         self.buffers = self._fixed_buffers()
         self.reserved = sum(self.buffers.values())
@@ -206,7 +210,10 @@ class _Filler:
 
     def _fixed_buffers(self) -> dict[str, int]:
         """Lines of host RAM that do not depend on where the other states live."""
-        lines = {state.name: self.layout.total_pages(state.name) for state in self.layout.scales}
+        lines = {
+            state.name: sum(self.layout.pages(u, state.name) for u in self.layout.units if u.index not in self.resident)
+            for state in self.layout.scales
+        }
         lines[CHECKPOINT] = self.layout.piece_pages
         if self.layout.max_staleness is not None:
             grads = self.layout.total_pages(GRAD)
@@ -242,17 +249,36 @@ class _Filler:
     def _device_lines(self) -> dict[str, int]:
         if self.budgets.device is None:
             return {}
-        total = sum(map(self.layout.lease_of, self.layout.units))
+        resident = [unit for unit in self.layout.units if unit.index in self.resident]
+        total = sum(self.layout.lease_of(unit) for unit in self.layout.units if unit.index not in self.resident)
+        homes = {
+            state: sum(self.layout.pages(unit, state) for unit in resident)
+            for state in (*(s.name for s in self.layout.states), GRAD)
+        }
         collective = self.layout.collective_pages
         ring = self._update_ring_pages()
-        room = self.budgets.device // self.layout.page_bytes - collective - ring
-        leases = min(room, total)
-        least = self.layout.lease_pages(ahead=1)
+        beside = collective + ring + sum(homes.values())
+        leases = min(self.budgets.device // self.layout.page_bytes - beside, total)
+        least = min(self.layout.lease_pages(ahead=1), total)
         if leases < least:
             setting = "memory.device, or lower memory.unit_limit" + " or split.device_update_share" * (ring > 0)
-            self._refuse(DEVICE, least + collective + ring, leases + collective + ring, setting)
-        lines = {LEASES: leases, COLLECTIVE_BUFFERS: collective, UPDATE_RING: ring}
+            self._refuse(DEVICE, least + beside, leases + beside, setting)
+        lines = {**homes, LEASES: leases, COLLECTIVE_BUFFERS: collective, UPDATE_RING: ring}
         return {line: pages for line, pages in lines.items() if pages}
+
+    def _resident_units(self) -> frozenset[int]:
+        """The first units of forward, as many as the share of the device's memory holds that nothing else needs; at
+        least one unit is not among them, for which there are leases."""
+        layout, share = self.layout, self.split.device_home_share
+        if not share or self.budgets.device is None or self.asynchronous or layout.ranks is not None:
+            return frozenset()
+        if not layout.has_device_kernels:
+            return frozenset()
+        needed = layout.lease_pages(self.split.leases_ahead) + self._update_ring_pages()
+        room = int(share * (self.budgets.device // layout.page_bytes - needed))
+        states = (*(state.name for state in layout.states), GRAD)
+        pages = {unit.index: sum(layout.pages(unit, state) for state in states) for unit in layout.units[:-1]}
+        return first_that_fit(pages, room)
 
     def _update_ring_pages(self) -> int:
         """Pages of the device through which the states of units pass that are updated there."""
@@ -284,6 +310,10 @@ class _Filler:
             lines[tier][state] = lines[tier].get(state, 0) + layout.pages(unit, state)
 
         for unit in layout.units:
+            if unit.index in self.resident:
+                homes.update({(unit.index, state.name): DEVICE for state in layout.states})
+                homes[unit.index, GRAD] = DEVICE
+                continue
             put(unit, WEIGHT, unit.index in weights_in)
             for state in layout.moments:
                 put(unit, state.name, unit.index in moments_in)
@@ -297,7 +327,7 @@ class _Filler:
             homes.update({(unit.index, state.name): HOST for state in layout.scales})
         everything = len(layout.units)
         device = dict(device)
-        in_ram = [u for u in layout.units if u.trainable_numel and u.index in weights_in & moments_in]
+        in_ram = [u for u in layout.units if u.trainable_numel and u.index in (weights_in & moments_in) - self.resident]
         passing = on_device(in_ram, self.split.device_update_share) if UPDATE_RING in device else frozenset()
         if passing:
             self.reasons.append(
@@ -306,6 +336,11 @@ class _Filler:
             )
         else:
             device.pop(UPDATE_RING, None)
+        if self.resident:
+            self.reasons.append(
+                f"{len(self.resident)} of {everything} units have all their states on the device, which has room for "
+                "them beside leases: they need no transfers."
+            )
         ring_slots = 0
         speculated: frozenset[int] = frozenset()
         if grads_in != frozenset(u.index for u in layout.units):
@@ -347,7 +382,7 @@ class _Filler:
             self._add_checkpoints(ssd, self.budgets.ssd // layout.page_bytes)
         lines[DEVICE] = device
         taken = {tier: pages for tier, pages in lines.items() if pages}
-        return Placement(homes, taken, ring_slots, speculated, passing, tuple(self.reasons))
+        return Placement(homes, taken, ring_slots, speculated, passing, self.resident, tuple(self.reasons))
 
     def _add_checkpoints(self, ssd: dict[str, int], available: int) -> None:
         """Add the spare pages of checkpoints to the lines of SSD, which has `available` pages."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import torch
 
@@ -199,7 +200,8 @@ class Plan:
         return {
             unit.index: self.layout.lease_of(unit)
             for unit in self.units
-            if everywhere or self.placement.home(unit.index, WEIGHT) == SSD
+            if (everywhere or self.placement.home(unit.index, WEIGHT) == SSD)
+            and unit.index not in self.placement.resident
         }
 
     @property
@@ -283,7 +285,10 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     split = options.split or USUAL_SPLIT
     if options.speculate:
         split = replace(split, undo_first=True)
-    for block_limit, staging_buffers in _BUFFERS:
+    splits = [split]
+    if options.split is None and budgets.device is not None:  # where RAM and SSD do not hold all, the device may
+        splits.append(replace(split, device_home_share=1.0))
+    for split, (block_limit, staging_buffers) in product(splits, _BUFFERS):
         candidate = replace(layout, block_limit=block_limit)
         try:
             return candidate, place(

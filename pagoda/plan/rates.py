@@ -10,6 +10,8 @@ from pagoda.plan.timeline import COMPUTE
 
 READ, WRITE, H2D, D2H, UPDATE, DEVICE_UPDATE = "ssd_read", "ssd_write", "h2d", "d2h", "update", "device_update"
 _PAIRS = ((READ, WRITE), (H2D, D2H))
+_LEAST_LEFT = 0.01
+"""Of the CPU, for the lanes that make do with what transfers leave: else a step would never end."""
 
 
 class Rates:
@@ -136,7 +138,7 @@ class Rates:
         known = self._shares.get(lanes)
         if known is None:
             asked = sum(self._demand[lane] for lane in lanes & self._yielding)
-            left = 1.0 - sum(self._demand.get(lane, 0.0) for lane in lanes - self._yielding)
+            left = max(_LEAST_LEFT, 1.0 - sum(self._demand.get(lane, 0.0) for lane in lanes - self._yielding))
             known = {lane: min(1.0, left / asked) if lane in self._yielding else 1.0 for lane in lanes}
             for pair, shares in self._together.items():
                 if lanes.issuperset(pair):

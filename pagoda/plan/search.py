@@ -170,8 +170,14 @@ def _device_updates(fixed: Options, fastest: Candidate, hardware: Hardware) -> I
     )
     on_cpu = rates.update_seconds(n)
     even = on_cpu / (on_cpu + on_device)
-    for share in (even, even / 2):
-        split = replace(fastest.options.split or USUAL_SPLIT, device_update_share=round(share, 2))
+    yield (
+        "what the device has left is home to units",
+        replace(fastest.options, split=replace(fastest.options.split or USUAL_SPLIT, device_home_share=1.0)),
+    )
+    for share in (round(even, 2), round(even / 2, 2)):
+        if not share:
+            continue
+        split = replace(fastest.options.split or USUAL_SPLIT, device_update_share=share)
         yield f"{split.device_update_share:.0%} of the updates on the device", replace(fastest.options, split=split)
 
 

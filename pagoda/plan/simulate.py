@@ -67,7 +67,7 @@ class Simulation:
         """(seconds, tier, pages taken there, or given back if below zero) of lines that come and go."""
         self._offloads: deque[tuple[Task, int]] = deque()
         self._gradients = SimulatedGradients(plan, lambda pages: self._note(HOST, pages))
-        updated_on_device = plan.placement.updated_on_device
+        updated_on_device = plan.placement.updated_on_device | plan.placement.resident
         self._updaters = [SimulatedUpdater(plan, self._lanes, self._rates)]
         if updated_on_device:
             self._updaters.append(SimulatedUpdater(plan, self._lanes, self._rates, on_device=True))
@@ -186,7 +186,15 @@ class Simulation:
         return [self._lanes.submit(COLLECTIVE, f"reduce {unit.name}", passes * sent, seconds)]
 
     def _offload(self, unit: int, final: bool) -> None:
-        """A gradient has been computed: send it to its extent, and onwards."""
+        """A gradient has been computed: send it to its extent and onwards, unless that is where it was computed."""
+        plan = self._plan
+        if unit not in plan.placement.resident:
+            self._send_gradient(unit)
+        if final and (plan.options.update_under_backward or unit in plan.placement.speculated):
+            self._queue_update(unit)
+            self._updater_of[unit].pump()
+
+    def _send_gradient(self, unit: int) -> None:
         plan = self._plan
         spec = plan.units[unit]
         nbytes = plan.layout.elements(spec, GRAD) * plan.layout.offloaded_itemsize
@@ -205,13 +213,10 @@ class Simulation:
             seconds = self._rates.seconds("ssd_write", whole)
             spill = self._lanes.submit("ssd_write", f"spill {spec.name}", whole, seconds, [task])
             self._gradients.spilled(unit, spill)
-        if final and (plan.options.update_under_backward or unit in plan.placement.speculated):
-            self._queue_update(unit)
-            self._updater_of[unit].pump()
 
     def _queue_update(self, unit: int) -> None:
         self._drop_lease(unit)
-        settled = [self._last_offload[unit]]
+        settled = [self._last_offload[unit]] if unit in self._last_offload else []
         published = self._updater_of[unit].queue(unit, settled, reload=not self._gradients.holds(unit))
         if unit in self._plan.placement.speculated:
             self._speculated[unit] = published

@@ -218,11 +218,11 @@ class SimulatedUpdater:
         homes, states = self._plan.placement, self._plan.layout.states
         numel = self._plan.layout.updated_elements(unit)
         if self._on_device:
-            return state_bytes(states, numel)
+            return 0 if unit.index in homes.resident else state_bytes(states, numel)
         return sum(s.nbytes(numel) for s in states if homes.home(unit.index, s.name) == SSD)
 
     def _weight_streams(self, unit: int) -> bool:
-        return self._on_device or self._plan.placement.home(unit, WEIGHT) == SSD
+        return self._streamed[unit] > 0 and (self._on_device or self._plan.placement.home(unit, WEIGHT) == SSD)
 
     def _name(self, unit: int) -> str:
         return self._plan.units[unit].name
@@ -285,5 +285,5 @@ class SimulatedGradients:
         return not self._needs_buffer(unit) or unit in self._staged
 
     def _needs_buffer(self, unit: int) -> bool:
-        plan = self._plan
-        return plan.placement.home(unit, GRAD) == SSD or GRAD not in plan.placement.lines[HOST]
+        plan, home = self._plan, self._plan.placement.home(unit, GRAD)
+        return home == SSD or (home == HOST and GRAD not in plan.placement.lines[HOST])

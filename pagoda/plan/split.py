@@ -22,6 +22,9 @@ class Split:
     device_update_share: float = 0.0
     """Most of the parameters whose update runs on a device of its own: their states pass it, block by block, while the
     CPU updates the others. Only units with all their states in RAM are updated there."""
+    device_home_share: float = 0.0
+    """Most of the memory of a device of its own that is home to units, beside what leases and a ring need: all of their
+    states and their gradients lie there and are updated there."""
     undo_first: bool = False
     """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
     RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
@@ -31,6 +34,7 @@ class Split:
             ("weight_share", self.weight_share),
             ("grad_share", self.grad_share),
             ("device_update_share", self.device_update_share),
+            ("device_home_share", self.device_home_share),
         ):
             if not 0 <= share <= 1:
                 raise ConfigError(f"split.{name} is {share}; it must be from 0 to 1.")
@@ -42,6 +46,7 @@ class Split:
             f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
             f"at most {self.leases_ahead} leases are fetched ahead"
             f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
+            f"{f'; {self.device_home_share:.0%} of the device is home to units' if self.device_home_share else ''}"
             f"{'; copies for undoing updates come before moments' * self.undo_first} (as set)."
         )
 

@@ -85,6 +85,8 @@ class StepOps:
                 yield Op(Kind.REDUCE_SCATTER, unit.index, COLLECTIVE, sent, tick)
             else:
                 yield Op(Kind.ALL_REDUCE, unit.index, COLLECTIVE, 2 * sent, tick)
+        if unit.index in self._placement.resident:
+            return
         yield Op(Kind.OFFLOAD, unit.index, "d2h", layout.elements(unit, GRAD) * layout.offloaded_itemsize, tick)
         if self._placement.home(unit.index, GRAD) == SSD and not self._under_backward:
             yield Op(Kind.SPILL, unit.index, "ssd_write", layout.pages(unit, GRAD) * layout.page_bytes, tick)
@@ -103,6 +105,10 @@ class StepOps:
             read += layout.pages(unit, GRAD) * layout.page_bytes
         if read:
             yield Op(Kind.READ, unit.index, "ssd_read", read, tick)
+        if unit.index in placement.resident:
+            touched = 2 * state_bytes(layout.states, elements) + elements * layout.itemsize(GRAD)
+            yield Op(Kind.UPDATE, unit.index, "device_update", touched, tick)
+            return
         if unit.index in placement.updated_on_device:
             states, gradient = state_bytes(layout.states, elements), elements * layout.itemsize(GRAD)
             yield Op(Kind.READ, unit.index, "h2d", states + gradient, tick)

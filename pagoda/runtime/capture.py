@@ -1,6 +1,5 @@
 """Capturing a checkpoint's states while training goes on: copy-on-write between the updater and the writer."""
 
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -79,8 +78,8 @@ class Capture:
         self._over = False
         frames = store.spare
         self._spare = PagePool(frames.count, frames.start)
-        on_ssd = any(self._on_ssd(piece) for unit in self._originals.values() for piece in unit)
-        self._bounce = self._spare.alloc(store.plan.layout.piece_pages) if on_ssd else None
+        bounced = any(self._bounced(piece) for unit in self._originals.values() for piece in unit)
+        self._bounce = self._spare.alloc(store.plan.layout.piece_pages) if bounced else None
         for unit in {*self._originals, *self._extents} - pending.keys():
             self._turn_to(unit)
         for unit, handle in pending.items():
@@ -170,28 +169,33 @@ class Capture:
         if piece.copy is not None:
             return store.host.arena.view(piece.copy.start * store.plan.page_bytes, self._nbytes(piece))
         home = store.tensor(piece.unit, self._extent(piece))
-        if home is not None:
+        if home is not None and not self._bounced(piece):
             return tensor_bytes(home[piece.first : piece.first + piece.count])
-        assert self._bounce is not None, "there are pieces on SSD"
+        assert self._bounce is not None, "there are pieces elsewhere than in RAM"
         window = store.host.arena.view(
             self._bounce.start * store.plan.page_bytes, self._bounce.count * store.plan.page_bytes
         )
+        if home is not None:
+            into = window[: self._nbytes(piece)]
+            store.copy_out(piece.unit, self._extent(piece), piece.first, piece.count, into)
+            return into
         return store.read_into(window, piece.unit, self._extent(piece), piece.first, piece.count)
 
     def _copy(self, piece: Piece) -> None:
-        """One plain memcpy, without the GIL."""
         store = self._store
-        home = store.tensor(piece.unit, self._extent(piece))
-        assert home is not None
         assert piece.copy is not None
-        source = home.data_ptr() + piece.first * home.element_size()
-        ctypes.memmove(store.host.arena.address + piece.copy.start * store.plan.page_bytes, source, self._nbytes(piece))
+        into = store.host.arena.view(piece.copy.start * store.plan.page_bytes, self._nbytes(piece))
+        store.copy_out(piece.unit, self._extent(piece), piece.first, piece.count, into)
 
     def _extent(self, piece: Piece) -> str:
         return self._store.newest_extent(piece.unit, piece.state)
 
     def _on_ssd(self, piece: Piece) -> bool:
         return self._store.tensor(piece.unit, self._extent(piece)) is None
+
+    def _bounced(self, piece: Piece) -> bool:
+        """Whether it can only be written after it has been copied to RAM."""
+        return self._on_ssd(piece) or piece.unit in self._store.plan.placement.resident
 
     def _nbytes(self, piece: Piece) -> int:
         return piece.count * self._store.dtype(piece.state).itemsize

@@ -99,10 +99,21 @@ class Device:
 
         return update
 
-    def pipe(self, number: int, work: Callable[[], None]) -> Event:
-        """Start what `work` does by `copy` and kernels, one after another, beside compute; returns when it has ended.
+    def add_gradient(
+        self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
+    ) -> list[float]:
+        """Add a flat gradient to one on the device, once compute has passed `after`, and wait for that.
 
-        What is done in pipes of other numbers, below PIPES, runs beside it.
+        Returns what `store_gradient` does, of the sum, with the bits of the CPU's `kernel`.
+        """
+        return self.store_gradient(kernel, target, gradient, after)
+
+    def pipe(self, number: int, work: Callable[[], None], after: Event = PAST) -> Event:
+        """Start what `work` does by `copy` and kernels, one after another, once compute has passed `after`.
+
+        Returns when that has ended.
+
+        What compute is told, and what is done in pipes of other numbers, below PIPES, runs beside it.
         """
         work()
         return PAST
@@ -131,6 +142,7 @@ class CudaDevice(Device):
         )
         self._sums = torch.empty(0, LANES, dtype=torch.float64, device=device)
         self._landed_sums = torch.empty(0, LANES, dtype=torch.float64)
+        self._summed = PAST
 
     def arena(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.torch_device)
@@ -162,6 +174,21 @@ class CudaDevice(Device):
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
     ) -> list[float]:
         # Straight to its extent, at the link's rate: the CPU neither copies it again nor sums its squares.
+        self._square(gradient, after)
+        self.copy_out(target, gradient, after).synchronize()
+        return self._squared(gradient)
+
+    def add_gradient(
+        self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
+    ) -> list[float]:
+        with torch.cuda.stream(self._squares):
+            self._behind(self._squares, after)
+            target.add_(gradient)  # torch rounds as the CPU's kernel does
+        self._square(target, PAST)
+        return self._squared(target)
+
+    def _square(self, gradient: torch.Tensor, after: Event) -> None:
+        """Start summing the squares of a flat gradient."""
         from pagoda.optim import triton_kernels
 
         pieces = -(-gradient.numel() // BOUNCE_ELEMENTS)
@@ -171,12 +198,14 @@ class CudaDevice(Device):
         with torch.cuda.stream(self._squares):
             self._behind(self._squares, after)
             triton_kernels.square_sums(gradient, self._sums, BOUNCE_ELEMENTS)
-            summed = self._copy(self._squares, self._landed_sums[:pieces], self._sums[:pieces], PAST)
-        self.copy_out(target, gradient, after).synchronize()
-        summed.synchronize()
-        sums = self._landed_sums[:pieces].unbind(1)
+        self._summed = self._copy(self._squares, self._landed_sums[:pieces], self._sums[:pieces], PAST)
+
+    def _squared(self, gradient: torch.Tensor) -> list[float]:
+        """The sums, once they are there."""
+        self._summed.synchronize()
+        pieces = -(-gradient.numel() // BOUNCE_ELEMENTS)
         total = torch.zeros(pieces, dtype=torch.float64)
-        for lane in sums:  # from the first to the last, as the CPU does
+        for lane in self._landed_sums[:pieces].unbind(1):  # from the first to the last, as the CPU does
             total += lane
         return total.tolist()
 
@@ -185,9 +214,10 @@ class CudaDevice(Device):
 
         return triton_kernels.update_kernel(rule, precision)
 
-    def pipe(self, number: int, work: Callable[[], None]) -> Event:
+    def pipe(self, number: int, work: Callable[[], None], after: Event = PAST) -> Event:
         stream = self._pipes[number]
         with torch.cuda.stream(stream):
+            self._behind(stream, after)
             work()
             return self._event(stream)
 

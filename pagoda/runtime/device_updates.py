@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from pagoda.memory.tier import MemoryTier
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.device_updates import DEVICE_SLOTS, slot_offsets, slot_pages, state_bytes
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, slot_offsets, slot_pages, state_bytes
 from pagoda.plan.layout import GRAD
+from pagoda.plan.ops import DEVICE
 from pagoda.runtime.device import Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
@@ -21,20 +21,22 @@ from pagoda.runtime.updates import IN_PLACE, BlockStream, Segment, WeightPath
 class DeviceRing:
     """Slots on the device, each with room for a block of every state and its gradient."""
 
-    def __init__(self, store: Store, tier: MemoryTier) -> None:
-        """Take the ring's pages of the device's tier."""
-        layout = store.plan.layout
+    def __init__(self, store: Store) -> None:
+        """Take the ring's pages of the device's tier, if the plan has a ring."""
+        layout, tier = store.plan.layout, store.device
+        assert tier is not None
+        slots = DEVICE_SLOTS if store.plan.placement.pages(DEVICE, UPDATE_RING) else 0
         block, states = layout.block_elements, layout.states
         pages = slot_pages(states, block, layout.page_bytes)
         offsets, gradient = slot_offsets(states, block)
-        runs = [tier.alloc(pages) for _ in range(DEVICE_SLOTS)]
+        runs = [tier.alloc(pages) for _ in range(slots)]
         self.states = [
             [tier.tensor(run, state.dtype, state.elements(block), offsets[state.name]) for state in states]
             for run in runs
         ]
         """slot -> its tensor of each state, flat, in StateSpec order."""
         self.gradients = [tier.tensor(run, store.dtype(GRAD), block, gradient) for run in runs]
-        self._free = list(range(DEVICE_SLOTS))
+        self._free = list(range(slots))
         self._lock = threading.Condition()
 
     def take(self) -> int:
@@ -54,9 +56,10 @@ class DeviceRing:
 class DeviceBlockStream(BlockStream):
     """Runs the updates of units on the device, block by block.
 
-    Their states live in RAM. A block comes with its gradient, is updated and goes back, all of it in the pipe of its
-    slot, so that the device needs nobody between the three; the blocks of other slots come and go meanwhile. The
-    handles of an update say when all of it is home, as they do on the CPU.
+    Units that live there are updated in place. The states of others live in RAM: a block comes with its gradient, is
+    updated and goes back, all of it in the pipe of its slot, so that the device needs nobody between the three; the
+    blocks of other slots come and go meanwhile. The handles of an update say when all of it is home, as they do on the
+    CPU.
     """
 
     def __init__(
@@ -87,6 +90,9 @@ class DeviceBlockStream(BlockStream):
         assert not streamed, "units with states on SSD are updated by the CPU"
         assert weights == IN_PLACE, "asynchronous updates are the CPU's"
         assert undo is None, "only units with states on SSD are speculated on"
+        if unit.index in self._store.plan.placement.resident:
+            computed.append(self._update_at_home(unit, start, stop, pieces))
+            return
         device, count, slot = self._device, stop - start, self._ring.take()
         there = [tensor[: s.elements(count)] for s, tensor in zip(self._states, self._ring.states[slot], strict=True)]
         home = [self._home(unit.index, state, start, count) for state in self._states]
@@ -98,13 +104,7 @@ class DeviceBlockStream(BlockStream):
             for target, source in zip(there, home, strict=True):
                 device.copy(target, source)
             device.copy(gradient[:count], buffer[start:stop])
-            for _, piece in pieces:
-                first, size = piece.start - start, piece.stop - piece.start
-                parts = [
-                    tensor[state.elements(first) :][: state.elements(size)]
-                    for state, tensor in zip(self._states, there, strict=True)
-                ]
-                self._kernel(parts, gradient[first : first + size], piece.arguments)
+            self._compute(there, gradient, start, pieces)
             for target, source in zip(home, there, strict=True):
                 device.copy(target, source)
 
@@ -117,8 +117,44 @@ class DeviceBlockStream(BlockStream):
         handle.then(lambda _: self._ring.release(slot))
         computed.append(handle)
 
+    def _update_at_home(
+        self, unit: LiveUnit, start: int, stop: int, pieces: list[tuple[UnitGradient, Segment]]
+    ) -> Handle:
+        """Update a block of a unit that lives on the device, once compute has read the weights for the last time."""
+        count = stop - start
+        home = [self._home(unit.index, state, start, count) for state in self._states]
+        (record,) = {id(record): record for record, _ in pieces}.values()
+        buffer, issued = record.buffer, record.issued
+        assert buffer is not None
+        gradient = buffer[start:stop]
+        touched = 2 * state_bytes(self._states, count) + gradient.nbytes
+        return self._lanes["device_update"].submit(
+            lambda: self._device.pipe(
+                start // self._block % DEVICE_SLOTS, lambda: self._compute(home, gradient, start, pieces), issued
+            ),
+            (),
+            touched,
+            f"update {unit.spec.name}",
+        )
+
+    def _compute(
+        self,
+        states: list[torch.Tensor],
+        gradient: torch.Tensor,
+        start: int,
+        pieces: list[tuple[UnitGradient, Segment]],
+    ) -> None:
+        """Update a block, whose first element is `start`, where its states and gradient lie now."""
+        for _, piece in pieces:
+            first, size = piece.start - start, piece.stop - piece.start
+            parts = [
+                tensor[state.elements(first) :][: state.elements(size)]
+                for state, tensor in zip(self._states, states, strict=True)
+            ]
+            self._kernel(parts, gradient[first : first + size], piece.arguments)
+
     def _home(self, unit: int, state: StateSpec, start: int, count: int) -> torch.Tensor:
         home = self._store.tensor(unit, state.name)
-        assert home is not None, "states that pass the device live in RAM"
+        assert home is not None, "what is updated on the device is in memory"
         first = state.elements(start)
         return home[first : first + state.elements(count)]

@@ -15,9 +15,8 @@ from pagoda.errors import UsageError
 from pagoda.memory.page import Run
 from pagoda.optim.formats import arriving_dtype, gradient_kernels, update_kernel, warm_up
 from pagoda.optim.rule import ElementwiseRule, Precision
-from pagoda.plan.device_updates import UPDATE_RING
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.plan.timeline import Timeline
@@ -35,7 +34,7 @@ from pagoda.runtime.leases import Lease
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
-from pagoda.runtime.regions import open_device_tier, open_leases, open_staging
+from pagoda.runtime.regions import open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.stats import Meter, StepStats
@@ -110,8 +109,7 @@ class Engine:
             stalled=self._meter.stalled,
         )
         self._fetcher = Fetcher(self.store, self._lanes, device)
-        device_tier = open_device_tier(plan, device, poison)
-        self.leases = open_leases(self.store, device, device_tier, units, self._fill)
+        self.leases = open_leases(self.store, device, units, self._fill)
         self.graphs = GraphMemory(self, self.store, directories, self._lanes, device, self._meter.stalled, poison)
         self.graphs.packing.register(units)
         self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
@@ -120,10 +118,9 @@ class Engine:
         self._streams = [stream]
         self._updater: Updaters | AsyncUpdater
         self._publisher: Publisher | None = None
-        on_device = plan.placement.updated_on_device
+        on_device = plan.placement.updated_on_device | plan.placement.resident
         if on_device:
-            assert device_tier is not None
-            on_tensors, ring = device.update_kernel(rule, precision), DeviceRing(self.store, device_tier)
+            on_tensors, ring = device.update_kernel(rule, precision), DeviceRing(self.store)
             passing = DeviceBlockStream(self.store, on_tensors, self._lanes, stream.finished, device, ring)
             passing.damage = stream.damage
             self._streams.append(passing)
@@ -372,7 +369,8 @@ class Engine:
         if self.leases.region is not None:
             tier = self.plan.lease_tier or HOST
             peaks[tier] = peaks.get(tier, 0) + self.leases.region.peak_bytes
-            peaks[tier] += self.plan.bytes[tier].get(UPDATE_RING, 0)
+        if self.store.device is not None:
+            peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
         if self.store.ssd is not None:
             peaks[SSD] = self.store.ssd.peak_bytes
         for tier, nbytes in self.graphs.peak_bytes.items():

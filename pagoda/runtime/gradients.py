@@ -50,6 +50,8 @@ class UnitGradient:
         """When each parameter's gradient last arrived, by a count over all units."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
+        self.issued = PAST
+        """What compute had been told when an update was queued: all that reads the weights as they are."""
 
     @property
     def complete(self) -> bool:
@@ -148,10 +150,12 @@ class Gradients:
         issued = self._device.fence()
 
         def take() -> None:
-            record.square_sums[slot] = self._take(into, grad, issued, accumulate)
+            record.square_sums[slot] = self._take(unit, into, grad, issued, accumulate)
 
         nbytes = grad.numel() * grad.element_size()
-        handle = self._lanes["d2h"].submit(take, record.pending[-1:], nbytes, f"offload {unit.spec.name}")
+        stays = unit.index in self._store.plan.placement.resident
+        moved = 0 if stays else nbytes
+        handle = self._lanes["d2h"].submit(take, record.pending[-1:], moved, f"offload {unit.spec.name}")
         handle.then(lambda _: self._let_go(record))
         record.pending.append(handle)
         self._hold_back(handle, nbytes)
@@ -164,6 +168,7 @@ class Gradients:
         """Hand a record to its update; arrivals from now on belong to the next step."""
         with self._lock:
             record.queued = True
+            record.issued = self._device.fence()
             del self._records[record.unit.index]
 
     def lend(self, record: UnitGradient) -> None:
@@ -233,12 +238,14 @@ class Gradients:
             self._store.host.tensor(run, dtype, pages * self._store.plan.page_bytes // dtype.itemsize) for run in runs
         ]
 
-    def _take(self, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> float:
+    def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> float:
         """Store or add a flat gradient, shape [n]; returns the square sum of the result.
 
         On the d2h lane. What is added or widened comes in pieces: from a device of its own, each is on its way while
         the one before is added.
         """
+        if accumulate and unit.index in self._store.plan.placement.resident:
+            return math.fsum(self._device.add_gradient(self._kernels.add_gradient, into, grad, issued))
         if not accumulate and self._store.plan.layout.has_device_kernels:
             return math.fsum(self._device.store_gradient(self._kernels.store_gradient, into, grad, issued))
         kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient

@@ -5,11 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pagoda.memory.slabs import SlabRegion
-from pagoda.memory.tier import MemoryTier
 from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.ops import DEVICE, HOST
+from pagoda.plan.ops import HOST
 from pagoda.plan.placement import LEASES, STAGING
-from pagoda.plan.planner import Plan
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Leases
@@ -17,28 +15,18 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
 
-def open_device_tier(plan: Plan, device: Device, poison: bool) -> MemoryTier | None:
-    """All that a device of its own has of pages, taken at once; None where compute reads host RAM."""
-    if plan.budgets.device is None:
-        return None
-    tier = MemoryTier(DEVICE, device.arena(plan.peak_bytes[DEVICE]), plan.page_bytes, poison=poison)
-    device.fence().synchronize()  # else it might be poisoned after the first copies have come
-    return tier
-
-
 def open_leases(
     store: Store,
     device: Device,
-    device_tier: MemoryTier | None,
     units: Sequence[LiveUnit],
     fill: Callable[[LiveUnit, torch.Tensor, Event], Handle],
 ) -> Leases:
-    """Lease host-resident weights in place where compute can read them, and open the frames for the others."""
+    """Lease weights in place where compute can read their home, and open the frames for the others."""
     plan = store.plan
     pages = plan.leased_pages()
     region = None
     if plan.lease_tier is not None:
-        tier = device_tier or store.host
+        tier = store.device or store.host
         region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), plan.lease_slab)
     leases = Leases(region, pages, store.dtype(WEIGHT), device, fill)
     for unit in units:

@@ -1,5 +1,6 @@
 """The store: the home of every extent, and access to it element by element off the hot path."""
 
+import ctypes
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,11 +13,11 @@ from pagoda.memory.ssd_tier import SSDTier
 from pagoda.memory.tier import MemoryTier
 from pagoda.optim.flat import split
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK
-from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import UnitSpec
-from pagoda.runtime.device import Device
+from pagoda.runtime.device import PAST, Device
 
 LOW = "weight_low"
 
@@ -38,6 +39,9 @@ class Store:
         layout, placement = plan.layout, plan.placement
         page = plan.page_bytes
         lines = placement.lines
+        self._device = device
+        self.device = _open_device_tier(plan, device, poison)
+        """All that a device of its own has of pages, taken at once; None where compute reads host RAM."""
         self.host = MemoryTier(HOST, device.host_arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
         self.ssd: SSDTier | None = None
         if SSD in lines:
@@ -59,6 +63,11 @@ class Store:
                     numel = pages * page // layout.itemsize(state)
                     tensor = self.host.tensor(run, self.dtype(state), numel)
                     self._tensors[unit.index, state] = tensor.zero_() if state != GRAD else tensor
+                elif pages and home == DEVICE:
+                    assert self.device is not None
+                    run = self.device.alloc(pages)
+                    numel = pages * page // layout.itemsize(state)
+                    self._tensors[unit.index, state] = self.device.tensor(run, self.dtype(state), numel).zero_()
             if unit.index in placement.speculated and placement.home(unit.index, WEIGHT) == HOST:
                 run = self.host.alloc(layout.trained_weight_pages(unit))
                 self._tensors[unit.index, UNDO] = self.host.tensor(run, self.dtype(WEIGHT), unit.trainable_numel)
@@ -89,13 +98,24 @@ class Store:
         return {at: None if limit is None else limit - taken.get(at, 0) for at, limit in directories.items()}
 
     def tensor(self, unit: int, state: str) -> torch.Tensor | None:
-        """A host extent, shape [elements of its pages], or None when its home is elsewhere."""
+        """An extent in host RAM or on the device, shape [elements of its pages], or None when its home is SSD."""
         return self._tensors.get((unit, state))
 
     def in_place(self, unit: int, state: str, numel: int) -> torch.Tensor:
-        """A host extent's first `numel` elements, with a storage object that nobody else holds."""
+        """The first `numel` elements of an extent in memory, with a storage object that nobody else holds."""
         home = self._tensors[unit, state]
-        return self.host.arena.tensor(home.data_ptr() - self.host.arena.address, numel, home.dtype)
+        tier = self.device if unit in self.plan.placement.resident else self.host
+        assert tier is not None
+        return tier.arena.tensor(home.data_ptr() - tier.arena.address, numel, home.dtype)
+
+    def copy_out(self, unit: int, state: str, first: int, count: int, into: memoryview) -> None:
+        """Copy elements [first, first + count) of an extent in memory to `into`, of their bytes, and wait for that."""
+        source = self._tensors[unit, state][first : first + count]
+        target = torch.frombuffer(into, dtype=source.dtype)
+        if unit in self.plan.placement.resident:
+            self._device.copy_out(target, source, PAST).synchronize()
+        else:  # one plain memcpy, without the GIL
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def gradients(self, unit: int) -> list[torch.Tensor]:
         """Every gradient extent of a unit that lives in RAM: several where gradients wait for updates."""
@@ -135,7 +155,7 @@ class Store:
         state = self.newest_extent(unit, state)
         home = self.tensor(unit, state)
         if home is not None:
-            return home[start : start + count].clone()
+            return home[start : start + count].to("cpu", copy=True)
         out = torch.empty(count, dtype=self.dtype(state))
         with self._bounce:
             for first, last, window, offset in self._windows(unit, state, start, count):
@@ -240,3 +260,11 @@ class Store:
         dtype = self.dtype(state)
         skip = first - offset // dtype.itemsize
         return torch.frombuffer(window, dtype=dtype)[skip : skip + last - first]
+
+
+def _open_device_tier(plan: Plan, device: Device, poison: bool) -> MemoryTier | None:
+    if plan.budgets.device is None:
+        return None
+    tier = MemoryTier(DEVICE, device.arena(plan.peak_bytes[DEVICE]), plan.page_bytes, poison=poison)
+    device.fence().synchronize()  # else it might be poisoned after the first copies have come
+    return tier

@@ -475,7 +475,8 @@ class BlockStream:
 
 def update_lane(store: Store, unit: int) -> str:
     """The lane whose work ends last before a unit's new weights can be used, most likely."""
-    if unit in store.plan.placement.updated_on_device:
+    placement = store.plan.placement
+    if unit in placement.updated_on_device | placement.resident:
         return "device_update"
     homes = {state.name: store.plan.placement.home(unit, state.name) for state in store.plan.layout.states}
     if homes[WEIGHT] == SSD:

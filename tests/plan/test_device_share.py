@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.optim import AdamW
 from pagoda.plan.compute import Compute
@@ -95,10 +96,40 @@ def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
     return search(root, STATES["bf16"], Budgets(LARGE, LARGE), options, machine, compute)
 
 
-def test_a_search_updates_on_the_device_where_the_cpu_is_slow_and_not_where_the_link_is() -> None:
-    helped = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e10)
-    usual = next(c for c in (helped.best, *helped.others) if c.options.split is None)
-    assert helped.best.plan.placement.updated_on_device
-    assert helped.best.timeline.step_s < usual.timeline.step_s
-    left_alone = searched(cpu_params_per_s=1e11, link_bytes_per_s=1e8)
-    assert not left_alone.best.plan.placement.updated_on_device
+def steps(choice: Choice, passing: bool) -> list[float]:
+    """Seconds of a step of the plans that have updates on the device, or of those that have not, whose units live
+    elsewhere."""
+    plans = [c for c in (choice.best, *choice.others) if not c.plan.placement.resident]
+    return [c.timeline.step_s for c in plans if bool(c.plan.placement.updated_on_device) == passing]
+
+
+def test_updates_on_the_device_help_where_the_cpu_is_slow_and_not_where_the_link_is() -> None:
+    slow_cpu = searched(cpu_params_per_s=5e7, link_bytes_per_s=1e10)
+    assert min(steps(slow_cpu, passing=True)) < 0.8 * min(steps(slow_cpu, passing=False))
+    slow_link = searched(cpu_params_per_s=1e11, link_bytes_per_s=1e8)
+    assert not steps(slow_link, passing=True)
+
+
+def test_a_search_lets_units_live_on_a_device_that_has_room() -> None:
+    assert searched(cpu_params_per_s=5e7, link_bytes_per_s=1e9).best.plan.placement.resident
+
+
+def test_units_live_on_the_device_as_far_as_it_goes_and_take_no_link() -> None:
+    options = Options(page_bytes=4096, clipping=True, split=Split(device_home_share=1.0))
+    plan = make_plan(tower(8, 128), STATES["bf16"], Budgets(LARGE, LARGE), options)
+    lives = plan.placement.resident
+    assert len(lives) == len(plan.units) - 1  # something is left to lease
+    assert {op.lane for op in plan.ops if op.unit in lives} == {"device_update"}
+    for state in (*(s.name for s in plan.layout.states), GRAD):
+        there = sum(plan.layout.pages(plan.units[index], state) for index in lives)
+        assert plan.bytes[DEVICE][state] == there * plan.page_bytes
+
+
+def test_the_device_is_home_where_ram_and_ssd_do_not_hold_all() -> None:
+    root, states = tower(8, 128), STATES["bf16"]
+    params = sum(param.numel for param in root.walk())
+    budgets = Budgets(9 * params, 8 * params)
+    plan = make_plan(root, states, budgets, Options(page_bytes=4096, clipping=True))
+    assert plan.placement.resident
+    with pytest.raises(BudgetError):
+        make_plan(root, states, budgets, Options(page_bytes=4096, clipping=True, split=Split()))

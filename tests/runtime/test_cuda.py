@@ -14,6 +14,7 @@ import pagoda
 from pagoda.memory.cuda import CudaArena
 from pagoda.optim import Moments
 
+from .test_device_homes import device_bytes
 from .test_device_updates import assert_updated_on_device, layout_of, ring_bytes
 
 pytestmark = [
@@ -22,12 +23,20 @@ pytestmark = [
 ]
 
 STEPS = 5
-FEW, SSD, PASSING, BOTH = "few", "ssd", "passing", "both"
-"""In the least device memory: states in RAM; on SSD; updated on the device, all of them or half."""
+FEW, SSD, PASSING, BOTH, HOME = "few", "ssd", "passing", "both", "home"
+"""In the least device memory: states in RAM; on SSD; updated on the device, all of them or half; half at home there."""
 
 
 def memory(placement: str, directory: Path, recipe: Recipe) -> pagoda.Memory:
     """Everything leased at once, or what `placement` says."""
+    if placement == HOME:
+        return pagoda.Memory(
+            device=str(device_bytes(recipe, 0.5, ring=False)),
+            host="64MiB",
+            page_size=PAGE,
+            unit_limit=UNIT_LIMIT,
+            split=pagoda.Split(device_home_share=1.0),
+        )
     layout = layout_of(recipe)
     least = layout.lease_pages(ahead=1) * PAGE
     passing = placement in (PASSING, BOTH)
@@ -86,7 +95,7 @@ def assert_same_everywhere(recipe: Recipe, placement: str, directory: Path) -> O
 
 @pytest.mark.usefixtures("_poison", "_deterministic")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
-@pytest.mark.parametrize("placement", [FEW, SSD, PASSING, BOTH])
+@pytest.mark.parametrize("placement", [FEW, SSD, PASSING, BOTH, HOME])
 @pytest.mark.parametrize("model", MODELS)
 def test_placement_does_not_change_a_bit(model: str, placement: str, checkpointing: bool, tmp_path: Path) -> None:
     outcome = assert_same_everywhere(Recipe(model, checkpointing=checkpointing, accumulation=2), placement, tmp_path)
@@ -95,7 +104,7 @@ def test_placement_does_not_change_a_bit(model: str, placement: str, checkpointi
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("placement", [FEW, BOTH])
+@pytest.mark.parametrize("placement", [FEW, BOTH, HOME])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_nor_does_it_with_other_states(precision: str, moments: Moments, placement: str, tmp_path: Path) -> None:
@@ -103,7 +112,7 @@ def test_nor_does_it_with_other_states(precision: str, moments: Moments, placeme
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("placement", [FEW, SSD, BOTH])
+@pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
 def test_nor_do_updates_under_backward(placement: str, tmp_path: Path) -> None:
     assert_same_everywhere(Recipe("llama", clip=None, announced=True, frozen=True), placement, tmp_path)
 
@@ -141,7 +150,7 @@ def test_a_device_budget_that_is_too_small_is_refused_before_anything_is_taken(t
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("placement", [FEW, SSD, BOTH])
+@pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
 def test_two_hundred_steps_take_no_memory_that_the_first_did_not(placement: str, tmp_path: Path) -> None:
     """Pages come from one arena: in steady state torch asks CUDA for nothing, and nothing is left when all is over."""
     gc.collect()
