@@ -87,7 +87,8 @@ class Packing:
 
     def leave_alone(self, buffers: Iterable[torch.Tensor]) -> None:
         """Learn the model's buffers: they live anyway, so a graph that saves them keeps nothing."""
-        self._buffers = frozenset(buffer.untyped_storage()._cdata for buffer in buffers)
+        dense = (buffer for buffer in buffers if buffer.layout is torch.strided)
+        self._buffers = frozenset(buffer.untyped_storage()._cdata for buffer in dense)
 
     def enter(self) -> bool:
         """Start packing at the outermost hooked module; returns whether `leave` must be called.
