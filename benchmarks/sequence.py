@@ -12,6 +12,7 @@ import platform
 import resource
 import statistics
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from pagoda.memory.sizes import parse_bytes
 
 NAMES = {"plain": False, "pagoda": True}
 SHORTEST, LONGEST = 256, 1 << 16
+MOST_SECONDS = 60
+"""Of one attempt."""
 
 
 def build(vocab: int, hidden: int, layers: int, length: int) -> nn.Module:
@@ -87,17 +90,19 @@ def attempt(pipe: Any, paged: bool, sizes: tuple[int, int, int], length: int, li
 
 
 def run(*arguments: Any) -> list[float] | None:
-    """`attempt` in a process of its own; None, too, where that was killed."""
+    """`attempt` in a process of its own; None, too, where that was killed or hangs for want of memory."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe(duplex=False)
     process = context.Process(target=attempt, args=(its, *arguments))
     process.start()
     its.close()
-    try:
-        seconds: list[float] | None = mine.recv()
-    except EOFError:
-        seconds = None
+    seconds: list[float] | None = None
+    with suppress(EOFError):
+        if mine.poll(MOST_SECONDS):
+            seconds = mine.recv()
+    process.kill()
     process.join()
+    print(arguments, "does not train" if seconds is None else f"trains, {seconds}", flush=True)
     return seconds
 
 
