@@ -1,21 +1,17 @@
-"""Activations: what graphs keep against the plan, and the longest sequence under a memory limit.
+"""Activations: what graphs keep against the plan, and the estimate of `pagoda plan` against resident memory.
 
-    python benchmarks/activations.py [peak estimate longest] [--ssd DIR] [--out FILE]
+    python benchmarks/activations.py [peak estimate] [--ssd DIR] [--out FILE]
 
 `peak`: for every policy at three shapes, the most that graphs kept against what follows from the sizes that a step
 with everything kept has shown. `estimate`: what `pagoda plan` says before a run, against the peak resident memory of a
-process less its pages. `longest`: the longest sequence of which a step ends while the process stays below a limit, in
-plain PyTorch with checkpointing and under Pagoda.
+process less its pages. benchmarks/sequence.py has the longest sequences.
 """
 
 import ctypes
 import gc
 import json
 import multiprocessing
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +24,7 @@ from beyond_memory import resident_bytes
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.subject import find_subject
 from pagoda.plan.activations import ActivationMode, Policy, peak_of
-from training import Paged, Plain, Workload
+from training import Paged, Workload
 
 MIB = 1 << 20
 WARM_UP = Workload("llama-15m", 1, 32)
@@ -42,24 +38,6 @@ ESTIMATED: tuple[tuple[Workload, ActivationMode], ...] = (
     (Workload("gpt2", 2, 512), "recompute"),
     (Workload("gpt2", 2, 512), "keep"),
 )
-LONGEST_MODEL, LIMIT = "gpt-4x256", 3 << 29
-SHORTEST, OCTAVES = 256, 12
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to train; without a policy, plain PyTorch with checkpointing."""
-
-    activations: ActivationMode | None = None
-    chunked_loss: bool = False
-
-
-CONTENDERS = {
-    "plain": Contender(),
-    "recompute": Contender("recompute"),
-    "recompute+offload": Contender("recompute+offload"),
-    "recompute+offload, chunked loss": Contender("recompute+offload", chunked_loss=True),
-}
 
 
 @dataclass(frozen=True)
@@ -138,61 +116,9 @@ def _beside_pages(case: Workload, activations: ActivationMode, ssd: Path) -> dic
     }
 
 
-def longest(settings: Settings) -> list[dict[str, object]]:
-    """The longest sequence, in quarters of a power of two, and seconds of its second step."""
-    rows: list[dict[str, object]] = []
-    for contender in CONTENDERS:
-        length, step_s = 0, 0.0
-        for tokens in (SHORTEST << octave for octave in range(OCTAVES)):
-            if (took := _ends(contender, tokens, settings.ssd)) is None:
-                break
-            length, step_s = tokens, took
-        for tokens in [length * quarters // 4 for quarters in (5, 6, 7) if length]:
-            if (took := _ends(contender, tokens, settings.ssd)) is None:
-                break
-            length, step_s = tokens, took
-        row = {"model": LONGEST_MODEL, "limit_mib": LIMIT // MIB, "contender": contender, "tokens": length}
-        rows.append({**row, "step_s": step_s})
-        print(rows[-1])
-    return rows
-
-
-def _ends(contender: str, tokens: int, ssd: Path) -> float | None:
-    """Seconds of the second step of a process that is killed when it passes the limit; None if it was."""
-    command = [sys.executable, __file__, "--child", contender, str(tokens), str(ssd)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    while process.poll() is None:
-        if resident_bytes(str(process.pid), "VmHWM") > LIMIT:
-            process.kill()
-        time.sleep(0.005)
-    assert process.stdout is not None
-    lines = process.stdout.read().splitlines()
-    return float(lines[-1]) if process.returncode == 0 else None
-
-
-def child(contender: str, tokens: int, ssd: str) -> None:
-    """Two steps; prints the seconds of the second."""
-    case, how = Workload(LONGEST_MODEL, 1, tokens), CONTENDERS[contender]
-    trainer: Plain | Paged
-    if how.activations is None:
-        trainer = Plain(case)
-    else:
-        where = f"{ssd}:8GiB" if "offload" in how.activations else None
-        trainer = Paged(case, pagoda.Memory(host="300MiB", ssd=where), activations=how.activations)
-        if how.chunked_loss:
-            pagoda.chunked_loss(trainer.model)
-    ids = next(case.batches())
-    for _ in range(2):
-        start = time.perf_counter()
-        trainer.step(ids)
-    print(time.perf_counter() - start)
-    trainer.close()
-
-
 SECTIONS: dict[str, Callable[[Settings], list[dict[str, object]]]] = {
     "peak": peak,
     "estimate": estimate,
-    "longest": longest,
 }
 
 
@@ -207,7 +133,4 @@ def main(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], int(sys.argv[3]), sys.argv[4])
-    else:
-        tyro.cli(main)
+    tyro.cli(main)
