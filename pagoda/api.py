@@ -1,4 +1,4 @@
-"""What the user touches: `wrap`, `Memory`, `Split`, `init`, `load`, `chunked_loss`, `gathered`, `plan_of`."""
+"""What the user touches: `wrap`, `Memory`, `Split`, `open_mesh`, `init`, `load`, `gathered`, `plan_of`."""
 
 import os
 import shutil
@@ -21,6 +21,10 @@ from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adam, AdamW, Lion
 from pagoda.optim.rule import ElementwiseRule, Gradients, Precision, check_precision, kept_dtype
+from pagoda.parallel.mesh import Mesh, open_mesh
+from pagoda.parallel.start import FromFirst, check_equal, check_for_ranks, check_plan, least_budgets
+from pagoda.parallel.wire import Wire
+from pagoda.parallel.world import World
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.plan.placement import Budgets
@@ -52,6 +56,7 @@ __all__ = [
     "Lion",
     "LossScale",
     "Memory",
+    "Mesh",
     "ModelState",
     "OptimizerState",
     "Split",
@@ -60,6 +65,7 @@ __all__ = [
     "init",
     "load",
     "no_decay_groups",
+    "open_mesh",
     "plan_of",
     "trainable_state_dict",
     "wrap",
@@ -156,6 +162,22 @@ class Memory:
             )
         return torch.device("cuda", torch.cuda.current_device())
 
+    def of_rank(self, world: World) -> "Memory":
+        """The same for one of several ranks: budgets left open are its share of what its node has, and its directories
+        are below those given, made if need be."""
+        host = self.host if self.host is not None else int(free_ram() * HOST_SHARE) // world.local_size
+        parts = []
+        for path, size in self.ssd_directories.items():
+            mine = path / f"rank-{world.rank}"
+            if size is None:
+                size = _free_disk(path) // world.local_size
+            try:
+                mine.mkdir(exist_ok=True)
+            except OSError as error:
+                raise StorageError(f"The directory '{mine}' of a rank cannot be made: {error.strerror}.") from error
+            parts.append(f"{mine}:{size}")
+        return replace(self, host=host, ssd=",".join(parts) or None)
+
     def budgets(self) -> Budgets:
         """Bytes per tier; what was left open is read from the machine."""
         host = parse_bytes(self.host, "memory.host") if self.host is not None else int(free_ram() * HOST_SHARE)
@@ -193,6 +215,7 @@ def wrap(
     gradients: Gradients | None = None,
     loss_scale: LossScale | float | Literal["dynamic"] | None = None,
     tile_limit: str | int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
@@ -246,11 +269,21 @@ def wrap(
     of ordinary accumulation of the same micro-batches where a layer treats samples independently. A layer that
     cannot be tiled runs its batch whole, with a warning.
 
+    Under torchrun, the ranks train one model, each with batches of its own and budgets of its own; gradients are the
+    mean over ranks, and weights at the start are those of rank 0. `mesh` says what the ranks share out
+    (`pagoda.open_mesh`); left out, all of the state is divided over all of them (ZeRO stage 3). Then `step`,
+    `clip_grad_norm_`, `gathered`, `state_dict` and checkpoints need every rank, at the same point of the program.
+
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
     them, UsageError for a model wrapped already.
     """
     memory = memory or Memory()
+    mesh = mesh or open_mesh()
+    wire = Wire(mesh.world) if mesh.size > 1 else None
+    if wire is not None:
+        check_for_ranks(update == "async", speculate, keep_checkpoints)
+        memory, keep_checkpoints = memory.of_rank(mesh.world), 0
     check_precision(precision)
     scaler = _scaler(precision, loss_scale)
     _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness, scaler)
@@ -289,15 +322,24 @@ def wrap(
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
     try:
-        plan = make_plan(describe(model, trained), states, memory.budgets(), options)
+        root, budgets = describe(model, trained), memory.budgets()
+        if wire is not None:
+            budgets = least_budgets(wire, budgets)
+            check_equal(
+                wire, model=root, optimizer=optimizer, precision=precision, options=options, clip=clip_grad_norm
+            )
+        plan = make_plan(root, states, budgets, options, mesh.ranks if wire is not None else None)
+        if wire is not None:
+            check_plan(wire, plan)
         if activations == "auto":
             budget = memory.activation_bytes
             room = _free_beside(plan, device.torch_device) if budget is None else budget
             options = replace(options, activation_bytes=room, activations_limited=budget is not None)
             plan = replace(plan, options=options)
         units = live_units(model, plan.units, states[0].dtype, device.torch_device)
+        ranks = (mesh, wire) if wire is not None else None
         engine = Engine(
-            plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device, scaler
+            plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device, scaler, ranks
         )
     except BaseException:
         if tiling is not None:
@@ -305,7 +347,10 @@ def wrap(
         raise
     try:
         with nullcontext() if tiling is None else tiling.undone():
-            Builder(model, engine.store, tiling).build(units)
+            from_first = FromFirst(wire) if wire is not None else None
+            Builder(model, engine.store, tiling, from_first).build(units)
+        if from_first is not None:
+            from_first.copy(model.buffers())
         move_buffers(model, device.torch_device)
         paged = PagedOptimizer(model, optimizer, engine, groups)
         if batch_tiles is not None:

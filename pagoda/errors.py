@@ -40,6 +40,10 @@ class NonFiniteGradientError(PagodaError, FloatingPointError):
     """A gradient is NaN or infinite; names the first such parameter in the order of backward."""
 
 
+class RankError(PagodaError, RuntimeError):
+    """Other ranks are gone, or do something else than this one; names them and what they do."""
+
+
 class CheckpointError(PagodaError):
     """A checkpoint is missing, incomplete, or does not belong to this model."""
 

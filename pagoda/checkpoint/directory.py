@@ -28,7 +28,7 @@ def committed(directory: Path) -> Iterator[Path]:
     they are.
     """
     check_absent(directory)
-    temporary = directory.with_name(f".{directory.name}.partial")
+    temporary = partial(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock = _claim(temporary, directory)
@@ -72,6 +72,11 @@ def _claim(temporary: Path, directory: Path) -> int:
             raise
         os.close(descriptor)
         check_absent(directory)
+
+
+def partial(directory: Path) -> Path:
+    """Where a directory is filled before it has its name."""
+    return directory.with_name(f".{directory.name}.partial")
 
 
 def remove(directory: Path) -> None:

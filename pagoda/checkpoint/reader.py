@@ -25,6 +25,7 @@ _MANIFEST_KINDS = {
     "steps": dict,
     "param_groups": list,
     "rng": dict,
+    "rank_rng": list,
     "extra": object,
 }
 

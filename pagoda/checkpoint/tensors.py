@@ -1,6 +1,7 @@
 """safetensors files written and read in pieces, so that RAM does not grow with the tensors.
 
-A piece is a million elements of one tensor, the last one what is left; a checkpoint keeps a hash of each.
+A piece is a million elements of one tensor, the last one what is left; a checkpoint keeps a hash of each. Where ranks
+have slices of a tensor, pieces end where slices do.
 
 The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length (little endian), a JSON
 header (name -> dtype, shape, data_offsets), then the data. The library's own writer wants every tensor in RAM.
@@ -9,6 +10,7 @@ header (name -> dtype, shape, data_offsets), then the data. The library's own wr
 import json
 import os
 import weakref
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -88,6 +90,12 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
         yield start, min(PIECE_ELEMENTS, numel - start)
 
 
+Pieces = dict[str, dict[int, tuple[int, str]]]
+"""Name of a tensor -> first element of each piece of it -> the piece's elements, and hash."""
+HashTable = Mapping[str, Sequence[Sequence[Any]]]
+"""Name of a tensor -> (first element, hash) of each of its pieces, in order, as a manifest has them."""
+
+
 class TensorWriter:
     """A safetensors file that is filled in any order, and hashed as it is.
 
@@ -95,8 +103,11 @@ class TensorWriter:
     written and leaves the page cache, so that one large file cannot fill RAM with what waits to be written.
     """
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
-        """Raises OSError where the file cannot be made or the disk has no room for it."""
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], shared: bool = False) -> None:
+        """`shared` opens a file that another process has made for the same tensors, of which this one writes a part.
+
+        Raises OSError where the file cannot be made or the disk has no room for it.
+        """
         self.path = path
         header, data = _header(specs)
         self._itemsize = {spec.name: spec.dtype.itemsize for spec in specs}
@@ -106,21 +117,23 @@ class TensorWriter:
             self._start[spec.name] = end
             end += spec.nbytes
         assert end == len(header) + data
-        self.hashes: dict[str, list[str]] = {spec.name: [""] * len(list(chunks(prod(spec.shape)))) for spec in specs}
-        """Name -> hash of each piece, in order; empty until it is written."""
+        self.pieces: Pieces = {spec.name: {} for spec in specs}
+        """What has been written."""
         self._unsynced = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._fd = os.open(path, os.O_WRONLY | (0 if shared else os.O_CREAT | os.O_EXCL), 0o666)
         try:
-            os.posix_fallocate(self._fd, 0, end)
-            self._pwrite(memoryview(header), 0)
+            if not shared:
+                os.posix_fallocate(self._fd, 0, end)
+                self._pwrite(memoryview(header), 0)
         except BaseException:
             self.close()
             raise
 
-    def write(self, name: str, piece: int, data: memoryview) -> None:
-        """Write one whole piece of a tensor, as bytes. Raises OSError as the disk does."""
-        self.hashes[name][piece] = piece_hash(data)
-        self._pwrite(data, self._start[name] + piece * PIECE_ELEMENTS * self._itemsize[name])
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """Write a piece of a tensor, as bytes, from its element `start` on. Raises OSError as the disk does."""
+        itemsize = self._itemsize[name]
+        self.pieces[name][start] = data.nbytes // itemsize, piece_hash(data)
+        self._pwrite(data, self._start[name] + start * itemsize)
         self._unsynced += data.nbytes
         if self._unsynced >= _UNSYNCED_BYTES:
             os.fdatasync(self._fd)
@@ -128,10 +141,7 @@ class TensorWriter:
             self._unsynced = 0
 
     def finish(self) -> None:
-        """Sync and close the file. Raises ValueError when a piece was never written."""
-        missing = next((name for name, hashes in self.hashes.items() if "" in hashes), None)
-        if missing is not None:
-            raise ValueError(f"{self.path} lacks data of {missing!r}")
+        """Sync and close the file."""
         os.fsync(self._fd)
         self.close()
 
@@ -146,6 +156,25 @@ class TensorWriter:
         while data:
             written = os.pwrite(self._fd, data, offset)
             data, offset = data[written:], offset + written
+
+
+def hash_table(specs: Sequence[TensorSpec], written: Iterable[Pieces]) -> dict[str, list[list[Any]]]:
+    """The `HashTable` of a file that several have written. Raises ValueError when a tensor was not written whole."""
+    merged: dict[str, dict[int, tuple[int, str]]] = {spec.name: {} for spec in specs}
+    for pieces in written:
+        for name, found in pieces.items():
+            merged[name].update(found)
+    table = {}
+    for spec in specs:
+        end = 0
+        for start, (count, _) in sorted(merged[spec.name].items()):
+            if start != end:
+                break
+            end += count
+        if end != prod(spec.shape):
+            raise ValueError(f"the checkpoint lacks data of {spec.name!r} from element {end} on")
+        table[spec.name] = [[start, digest] for start, (_, digest) in sorted(merged[spec.name].items())]
+    return table
 
 
 def piece_hash(data: memoryview) -> str:
@@ -195,11 +224,11 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
 class TensorFile:
     """A safetensors file, read piece by piece. Raises CheckpointError when it is missing, truncated or not one.
 
-    With `hashes` (name -> hash of each piece) whatever is read is checked against them. It is closed by `close`, or
+    With `hashes` whatever is read is checked against them, piece by piece. It is closed by `close`, or
     with the last reference to it.
     """
 
-    def __init__(self, path: Path, hashes: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, path: Path, hashes: HashTable | None = None) -> None:
         self.path = path
         self._hashes = hashes
         try:
@@ -211,7 +240,7 @@ class TensorFile:
         self._start: dict[str, int] = {}
         """Where a tensor's bytes begin in the file."""
         self._latest = "", -1, torch.empty(0)
-        """Name, number and values of the piece that was checked last."""
+        """Name, first element and values of the piece that was checked last."""
         try:
             self._read_header()
         except BaseException:
@@ -222,27 +251,31 @@ class TensorFile:
         """Elements [start, start + count) of a tensor, a flat copy. Raises CheckpointError where they are damaged."""
         if self._hashes is None or count == 0:
             return self._read(name, start, count)
-        first, last = start // PIECE_ELEMENTS, -(-(start + count) // PIECE_ELEMENTS)
-        parts = []
-        for piece in range(first, last):
-            at = piece * PIECE_ELEMENTS
-            parts.append(self._checked(name, piece)[max(start - at, 0) : start + count - at])
-        return torch.cat(parts)
+        starts = self._starts(name, start, start + count)
+        return torch.cat([self._checked(name, at)[max(start - at, 0) : start + count - at] for at in starts])
 
-    def _checked(self, name: str, piece: int) -> torch.Tensor:
+    def _starts(self, name: str, start: int, stop: int) -> list[int]:
+        """First elements of the pieces that cover [start, stop) of a tensor."""
+        assert self._hashes is not None
+        starts = [at for at, _ in self._hashes.get(name, ())] or [0]
+        return starts[bisect_right(starts, start) - 1 : bisect_left(starts, stop)]
+
+    def _checked(self, name: str, start: int) -> torch.Tensor:
         """A whole piece whose bytes have their hash. The last one is kept: export reads many small parts of a piece."""
         assert self._hashes is not None
-        if self._latest[:2] == (name, piece):
+        if self._latest[:2] == (name, start):
             return self._latest[2]
-        start = piece * PIECE_ELEMENTS
-        values = self._read(name, start, min(PIECE_ELEMENTS, prod(self.specs[name].shape) - start))
         known = self._hashes.get(name, ())
-        if piece >= len(known) or piece_hash(tensor_bytes(values)) != known[piece]:
+        starts = [at for at, _ in known]
+        number = bisect_right(starts, start) - 1
+        end = starts[number + 1] if number + 1 < len(starts) else prod(self.specs[name].shape)
+        values = self._read(name, start, end - start)
+        if number < 0 or piece_hash(tensor_bytes(values)) != known[number][1]:
             raise CheckpointError(
-                f"{self.path} is damaged: elements {start} to {start + values.numel()} of {name!r} do not have the "
-                "hash they were written with. Use an earlier checkpoint."
+                f"{self.path} is damaged: elements {start} to {end} of {name!r} do not have the hash they were written "
+                "with. Use an earlier checkpoint."
             )
-        self._latest = name, piece, values
+        self._latest = name, start, values
         return values
 
     def _read(self, name: str, start: int, count: int) -> torch.Tensor:

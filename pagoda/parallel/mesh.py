@@ -30,10 +30,19 @@ class Mesh:
     def __init__(self, world: World, ranks: Ranks) -> None:
         self.world = world
         self.ranks = ranks
-        self.jointly: Jointly = lambda _, work: work()
-        """How compute's thread runs a collective of its own, such as sending tokens to experts; returns when it has
-        ended. While a model is wrapped it goes over the lane that orders all collectives, where it cannot meet a
-        gather that another rank is waiting for."""
+        self.lane: Jointly | None = None
+        """What orders all collectives, while a model is wrapped."""
+
+    def jointly(self, what: str, work: Callable[[], None]) -> None:
+        """Run a collective of compute's own, such as sending tokens to experts; returns when it has ended.
+
+        While a model is wrapped it goes over the lane that orders all collectives, where it cannot meet a gather that
+        another rank is waiting for.
+        """
+        if self.lane is None:
+            work()
+        else:
+            self.lane(what, work)
 
     @property
     def rank(self) -> int:

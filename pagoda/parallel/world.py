@@ -34,14 +34,24 @@ def launched() -> World:
     return World(*(int(os.environ[name]) for name in names)) if all(name in os.environ for name in names) else World()
 
 
+def was_restarted() -> bool:
+    """Whether torchrun has started these processes anew, as some of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def rank_timeout_s() -> float:
     """Seconds that a rank waits for the others before it gives up."""
     return float(os.environ.get("PAGODA_RANK_TIMEOUT", TIMEOUT_S))
 
 
 def join(world: World) -> None:
-    """Make the default process group of a world of several, gloo for the CPU and NCCL for GPUs; once is enough."""
+    """Make the default process group of a world of several, gloo for the CPU and NCCL for GPUs; once is enough.
+
+    Where each process of a node can have a GPU of its own, it gets that of its local rank.
+    """
     if world.size > 1 and not dist.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size:
+            torch.cuda.set_device(world.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout_s()))
 

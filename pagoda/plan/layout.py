@@ -7,6 +7,7 @@ import torch
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.shards import slice_elements
 from pagoda.plan.units import UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
@@ -94,17 +95,22 @@ class Layout:
         per = next((s.per for s in self.states if s.name == state), 1)
         return -(-self._covered(unit, state) // per)
 
-    def _covered(self, unit: UnitSpec, state: str) -> int:
-        """Parameters that one extent on this rank is for."""
-        numel = unit.numel if state in (WEIGHT, WEIGHT_BACK) else unit.trainable_numel
+    def is_sliced(self, state: str) -> bool:
+        """Whether ranks that share a unit have slices of a state, not all of it each."""
         if self.ranks is None:
-            return numel
-        whole = {WEIGHT: not self.ranks.shards_weights, GRAD: not self.ranks.shards_gradients}
-        return numel if whole.get(state) else align(-(-numel // self.group(unit)))
+            return False
+        return {WEIGHT: self.ranks.shards_weights, GRAD: self.ranks.shards_gradients}.get(state, True)
+
+    def _covered(self, unit: UnitSpec, state: str) -> int:
+        """Parameters that one extent on this rank is for; frozen ones are sliced apart, behind the others."""
+        frozen = unit.numel - unit.trainable_numel if state in (WEIGHT, WEIGHT_BACK) else 0
+        if not self.is_sliced(state):
+            return unit.trainable_numel + frozen
+        return slice_elements(unit.trainable_numel, self.group(unit)) + slice_elements(frozen, self.group(unit))
 
     def updated_elements(self, unit: UnitSpec) -> int:
-        """Parameters of a unit that this rank updates: whole quantization blocks."""
-        return align(-(-unit.trainable_numel // self.group(unit)))
+        """Parameters of a unit that this rank updates at most: whole quantization blocks."""
+        return slice_elements(unit.trainable_numel, self.group(unit))
 
     @property
     def bytes_per_update(self) -> float:
@@ -121,21 +127,39 @@ class Layout:
 
     def lease_of(self, unit: UnitSpec) -> int:
         """Pages of a lease: the whole unit, made of every rank's slice."""
-        if self.ranks is None or not self.ranks.shards_weights:
-            return self.pages(unit, WEIGHT)
-        return pages_for(self.group(unit) * self.elements(unit, WEIGHT) * self.weight.dtype.itemsize, self.page_bytes)
+        return pages_for(unit.numel * self.weight.dtype.itemsize, self.page_bytes)
 
     def gathers_after_update(self, unit: UnitSpec) -> bool:
         """Whether every rank has all of a unit's weights and updates a slice of them."""
         return self.ranks is not None and not self.ranks.shards_weights and self.group(unit) > 1
 
     @property
+    def reduced_elements(self) -> int:
+        """Elements of a slice that are reduced at a time: what arrives from all ranks together is a block at most."""
+        assert self.ranks is not None
+        widest = max(self.updated_elements(unit) for unit in self.units)
+        return min(widest, align(max(1, BLOCK_ELEMENTS // self.ranks.data_parallel)))
+
+    @property
+    def landing_bytes(self) -> int:
+        """What arrives from other ranks at once: gradients of a replica's, or fp32 sums of replicas."""
+        assert self.ranks is not None
+        sharers = self.ranks.data_parallel // self.ranks.replicas
+        return self.reduced_elements * max(sharers * self.offloaded_itemsize, self.ranks.replicas * 4)
+
+    @property
+    def whole_gradient_pages(self) -> int:
+        """Pages of the gradient of the widest unit, before it is sliced."""
+        widest = max(unit.trainable_numel for unit in self.units)
+        return pages_for(widest * self.offloaded_itemsize, self.page_bytes)
+
+    @property
     def collective_pages(self) -> int:
-        """Two buffers for whole gradients: one that backward fills, one that is reduced."""
+        """Two buffers for whole gradients, one that backward fills and one that is reduced, and what reducing takes."""
         if self.ranks is None or self.ranks.data_parallel == 1:
             return 0
-        widest = max(unit.trainable_numel for unit in self.units)
-        return 2 * pages_for(widest * self.itemsize(GRAD), self.page_bytes)
+        reducing = self.landing_bytes + self.reduced_elements * (2 * 4 + self.offloaded_itemsize)
+        return 2 * self.whole_gradient_pages + pages_for(reducing, self.page_bytes)
 
     @property
     def block_elements(self) -> int:

@@ -226,6 +226,8 @@ class _Filler:
             lines[ACTIVATIONS] = ACTIVATION_BUFFERS * self.layout.activation_buffer_pages
         if not self.separate and self.layout.ranks is not None and self.layout.ranks.shards_weights:
             lines[LEASES] = self.layout.lease_pages(ahead=1)
+            if self.budgets.ssd is not None:  # a slice does not begin where a page of its lease does
+                lines[FETCH_RING] = FETCH_SLOTS * self.layout.fetch_piece_pages
         return {line: pages for line, pages in lines.items() if pages}
 
     def _bounce_pages(self) -> int:

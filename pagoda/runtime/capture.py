@@ -14,16 +14,18 @@ from pagoda.runtime.store import Store
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A piece of one parameter's state: elements [first, first + count) of its unit's extent of that state."""
+    """A piece of one parameter's state: elements [first, first + count) of its unit's state."""
 
     unit: int
     state: str
     name: str
     """The parameter's."""
-    index: int
-    """Number among the parameter's pieces."""
+    start: int
+    """Elements of the parameter's state before it."""
     first: int
     count: int
+    at: int
+    """Where it lies in this rank's extent."""
     per: int
     """Elements of the parameter that one of the state stands for."""
     copy: Run | None = None
@@ -170,22 +172,22 @@ class Capture:
             return store.host.arena.view(piece.copy.start * store.plan.page_bytes, self._nbytes(piece))
         home = store.tensor(piece.unit, self._extent(piece))
         if home is not None and not self._bounced(piece):
-            return tensor_bytes(home[piece.first : piece.first + piece.count])
+            return tensor_bytes(home[piece.at : piece.at + piece.count])
         assert self._bounce is not None, "there are pieces elsewhere than in RAM"
         window = store.host.arena.view(
             self._bounce.start * store.plan.page_bytes, self._bounce.count * store.plan.page_bytes
         )
         if home is not None:
             into = window[: self._nbytes(piece)]
-            store.copy_out(piece.unit, self._extent(piece), piece.first, piece.count, into)
+            store.copy_out(piece.unit, self._extent(piece), piece.at, piece.count, into)
             return into
-        return store.read_into(window, piece.unit, self._extent(piece), piece.first, piece.count)
+        return store.read_into(window, piece.unit, self._extent(piece), piece.at, piece.count)
 
     def _copy(self, piece: Piece) -> None:
         store = self._store
         assert piece.copy is not None
         into = store.host.arena.view(piece.copy.start * store.plan.page_bytes, self._nbytes(piece))
-        store.copy_out(piece.unit, self._extent(piece), piece.first, piece.count, into)
+        store.copy_out(piece.unit, self._extent(piece), piece.at, piece.count, into)
 
     def _extent(self, piece: Piece) -> str:
         return self._store.newest_extent(piece.unit, piece.state)

@@ -151,10 +151,18 @@ class Builder:
     and draws nothing. Values thus depend on the seed alone, not on units, budgets, tiers or order.
     """
 
-    def __init__(self, model: nn.Module, store: Store, tiling: Tiling | None = None) -> None:
-        """`tiling`: what was replaced in `model`, which is untiled now and until all is built."""
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        tiling: Tiling | None = None,
+        from_first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """`tiling`: what was replaced in `model`, which is untiled now and until all is built. `from_first` gives every
+        rank the first one's values of a tensor; each keeps its slices of them."""
         self._store = store
         self._tiling = tiling
+        self._from_first = from_first or (lambda mine: mine)
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._owners = owners_of(model)
@@ -166,7 +174,7 @@ class Builder:
         """Write every unit's master weights to their home; its parameters are placeholders afterwards."""
         wholes = [[self._whole(param)[0] for param in unit.params] for unit in units]
         if any(whole.is_meta and values_of(whole) is None for of_unit in wholes for whole in of_unit):
-            self._seed = int(torch.randint(2**62, ()).item())
+            self._seed = int(self._from_first(torch.randint(2**62, (1,))).item())
             for whole in {id(whole): whole for of_unit in wholes for whole in of_unit}.values():
                 meta = whole if whole.is_meta else nn.Parameter(torch.empty(whole.shape, device="meta"))
                 self._install(whole, meta)
@@ -184,10 +192,12 @@ class Builder:
         values = values_of(whole)
         if values is not None:
             for start, count in chunks(param.numel()):
-                self._store.write_master(unit.spec, slot, values.read(first + start, count), start)
+                if self._store.holds_master(unit.spec, slot, start, count):
+                    self._store.write_master(unit.spec, slot, values.read(first + start, count), start)
             return nn.Parameter(unit.placeholders[slot], param.requires_grad)
         source = self._initialised(whole, unit.spec.slots[slot].param) if whole.is_meta else whole
-        self._store.write_master(unit.spec, slot, source.detach().reshape(-1)[first : first + param.numel()])
+        mine = source.detach().reshape(-1)[first : first + param.numel()]
+        self._store.write_master(unit.spec, slot, mine if whole.is_meta else self._from_first(mine.cpu()))
         if not param.is_meta:
             param.data = unit.placeholders[slot]
             return param

@@ -15,8 +15,11 @@ from pagoda.errors import UsageError
 from pagoda.memory.page import Run
 from pagoda.optim.formats import arriving_dtype, gradient_kernels, update_kernel, warm_up
 from pagoda.optim.rule import ElementwiseRule, Precision
+from pagoda.parallel.mesh import Mesh
+from pagoda.parallel.shards import Shards
+from pagoda.parallel.wire import Wire
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import DEVICE, HOST, SSD
+from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.plan.timeline import Timeline
@@ -34,13 +37,14 @@ from pagoda.runtime.leases import Lease
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
-from pagoda.runtime.regions import open_leases, open_staging
+from pagoda.runtime.regions import open_buffers, open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
+from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters
 from pagoda.runtime.updates import BlockStream, Updater
@@ -75,16 +79,19 @@ class Engine:
         poison: bool,
         device: Device,
         scaler: LossScaler,
+        ranks: tuple[Mesh, Wire] | None = None,
     ) -> None:
+        """`ranks` are this process's place among several, and how it talks to the others."""
         self.units = units
         self.stats = StepStats()
         self.timeline: Timeline | None = None
         """The last step that was recorded."""
-        self._meter = Meter()
+        self._meter = Meter(LANES if ranks is None else (*LANES, COLLECTIVE))
         self._step = 0
         self.device = device
         self.ssd_directories = tuple(directories)
-        self.store = Store(plan, directories, poison, device)
+        shards = Shards(plan.layout, ranks[0] if ranks is not None else None)
+        self.store = Store(plan, directories, poison, device, shards)
         ssd_threads = SSD_THREADS * max(1, len(directories))
         self._lanes = {
             "h2d": Lane("h2d"),
@@ -110,6 +117,14 @@ class Engine:
         )
         self._fetcher = Fetcher(self.store, self._lanes, device)
         self.leases = open_leases(self.store, device, units, self._fill)
+        self.together: Together | None = None
+        """The dealings with other ranks, where there are any."""
+        if ranks is not None:
+            buffers = open_buffers(self.store, self.gradients.arriving)
+            self.together = Together(
+                *ranks, self.store, units, self.gradients, buffers, device, self._lanes["d2h"], self._meter.stalled
+            )
+            self._lanes[COLLECTIVE] = self.together.collectives.lane
         self.graphs = GraphMemory(self, self.store, directories, self._lanes, device, self._meter.stalled, poison)
         self.graphs.packing.register(units)
         self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
@@ -153,6 +168,7 @@ class Engine:
             self._wait,
             self._meter.stalled,
             scaler,
+            self.together,
         )
         self._closed = False
         _OPEN.add(self)
@@ -279,6 +295,8 @@ class Engine:
             for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
                 stack.callback(self._lanes[name].close)
             stack.callback(self._updater.close)
+            if self.together is not None:
+                stack.callback(self.together.close)
             stack.callback(self.saver.close)
             self._end_updates()
 
@@ -311,6 +329,8 @@ class Engine:
         self.brackets.drop_interrupted()
         self._speculation.undo_all()
         self._updater.drain()
+        if self.together is not None:
+            self.together.drain()
         if self._publisher is not None:
             self._publisher.publish_idle()
 
@@ -395,7 +415,11 @@ class Engine:
         """Start filling a lease."""
         if self._publisher is not None:
             self._publisher.before_fetch(unit)
-        return self._fetcher.fill(unit, into, free)
+        filled = self._fetcher.fill(unit, into, free)
+        if self.together is None:
+            return filled
+        weights = into.view(self.store.dtype(WEIGHT))[: unit.spec.numel]
+        return self.together.gather(unit, weights, filled, free)
 
     def _may_fetch(self, unit: LiveUnit) -> bool:
         return self._publisher is None or self._publisher.may_fetch(unit)

@@ -8,7 +8,7 @@ from pagoda.memory.page import pages_for
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS
-from pagoda.runtime.device import Device, Event
+from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, Latch
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -46,6 +46,8 @@ class Fetcher:
         after = () if unit.update is None else (unit.update,)
         label = f"fetch {unit.spec.name}"
         home = self._store.tensor(unit.index, WEIGHT)
+        if self._store.shards.is_cut(unit.spec, WEIGHT):
+            return self._slice(unit, home, into, after, free, label)
         if home is not None:
             source = home.view(torch.uint8)[: into.numel()]
             return self._lanes["h2d"].submit(
@@ -53,7 +55,7 @@ class Fetcher:
             )
         pieces = [(at, into[at : at + self._piece_bytes]) for at in range(0, into.nbytes, self._piece_bytes)]
         if self._separate:
-            fills = [self._through_ring(unit, piece, at, after, free, label) for at, piece in pieces]
+            fills = [self._through_ring(unit, [(piece, 0)], at, after, free, label) for at, piece in pieces]
         else:
             fills = [self._straight(unit, memoryview(piece.numpy().data), at, after, label) for at, piece in pieces]
         return Latch("ssd_read", fills)
@@ -61,27 +63,76 @@ class Fetcher:
     def _straight(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...], label: str) -> Handle:
         return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, into), after, into.nbytes, label)
 
-    def _through_ring(
-        self, unit: LiveUnit, into: torch.Tensor, at: int, after: tuple[Handle, ...], free: Event, label: str
+    def _slice(
+        self,
+        unit: LiveUnit,
+        home: torch.Tensor | None,
+        into: torch.Tensor,
+        after: tuple[Handle, ...],
+        free: Event,
+        label: str,
     ) -> Handle:
+        """This rank's slice of a unit's weights, to where it belongs in the whole."""
+        itemsize = self._store.dtype(WEIGHT).itemsize
+        parts = [
+            (into[span.start * itemsize : span.stop * itemsize], span.at * itemsize)
+            for span in self._store.shards.spans(unit.spec, WEIGHT)
+        ]
+        """(bytes of the whole, byte of the extent at which they begin)"""
+        if home is not None:
+            extent = home.view(torch.uint8)
+
+            def copy() -> Event:
+                copies = [self._device.copy_in(part, extent[at : at + part.numel()], free) for part, at in parts]
+                return copies[-1] if copies else PAST
+
+            return self._lanes["h2d"].submit(copy, after, sum(part.nbytes for part, _ in parts), label)
+        fills = []
+        for at in range(
+            0, self._store.plan.layout.pages(unit.spec, WEIGHT) * self._store.plan.page_bytes, self._piece_bytes
+        ):
+            held = []
+            for part, begin in parts:
+                first, last = max(at, begin), min(at + self._piece_bytes, begin + part.numel())
+                if first < last:
+                    held.append((part[first - begin : last - begin], first - at))
+            if held:
+                fills.append(self._through_ring(unit, held, at, after, free, label))
+        return Latch("ssd_read", fills)
+
+    def _through_ring(
+        self,
+        unit: LiveUnit,
+        parts: list[tuple[torch.Tensor, int]],
+        at: int,
+        after: tuple[Handle, ...],
+        free: Event,
+        label: str,
+    ) -> Handle:
+        """Bytes of an extent from `at` on, in whole pages; `parts` are targets, and where their bytes begin therein."""
         taken: list[int] = []
+        nbytes = sum(part.numel() for part, _ in parts)
+        page = self._store.plan.page_bytes
+        whole = pages_for(max(begin + part.numel() for part, begin in parts), page) * page
 
         def view() -> memoryview:
-            return self._store.host.view(self._ring[taken[0]], 0, into.nbytes)
+            return self._store.host.view(self._ring[taken[0]], 0, whole)
 
         def read() -> None:
             taken.append(self._slots.get())
             self._load(unit, at, view())
 
         def copy() -> Event:
-            return self._device.copy_in(into, torch.frombuffer(view(), dtype=torch.uint8), free)
+            piece = torch.frombuffer(view(), dtype=torch.uint8)
+            copies = [self._device.copy_in(p, piece[begin : begin + p.numel()], free) for p, begin in parts]
+            return copies[-1]
 
         def copied(_: BaseException | None) -> None:
             for slot in taken:
                 self._slots.put(slot)
 
-        read_handle = self._lanes["ssd_read"].submit(read, after, into.nbytes, label)
-        handle = self._lanes["h2d"].submit(copy, (read_handle,), into.nbytes, label)
+        read_handle = self._lanes["ssd_read"].submit(read, after, nbytes, label)
+        handle = self._lanes["h2d"].submit(copy, (read_handle,), nbytes, label)
         handle.then(copied)
         return handle
 

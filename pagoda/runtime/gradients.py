@@ -46,8 +46,17 @@ class UnitGradient:
         self.used: list[int] | None = None
         """Slots whose gradient the update takes, from when it is queued on."""
         self.arrivals = [0] * unit.trainable
+        """Gradients of each parameter that autograd has delivered here."""
         self.order = [0] * unit.trainable
         """When each parameter's gradient last arrived, by a count over all units."""
+        self.present: set[int] = set()
+        """Slots whose gradient lies in the buffer, where ranks reduce: some may have arrived on others only."""
+        self.bad_elsewhere: int | None = None
+        """Slot whose gradient is not finite on some rank, if that is known."""
+        self.changes = 0
+        """How often something has been on its way into the buffer."""
+        self.loading: Handle | None = None
+        """Ends when the buffer has what was on SSD."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
         self.issued = PAST
@@ -65,8 +74,16 @@ class UnitGradient:
 
     def non_finite(self) -> tuple[int, str] | None:
         """When the gradient of a parameter arrived that is NaN or infinite, and its name; the first, if any."""
+        at = self.non_finite_slot()
+        return None if at is None else (at[0], self.unit.name(at[1]))
+
+    def non_finite_slot(self) -> tuple[int, int] | None:
+        """When the gradient of a parameter arrived that is NaN or infinite, and its slot; the first, if any."""
+        if self.bad_elsewhere is not None:
+            return self.order[self.bad_elsewhere], self.bad_elsewhere
         bad = [slot for slot, square_sum in enumerate(self.square_sums) if not math.isfinite(square_sum)]
-        return min(((self.order[slot], self.unit.name(slot)) for slot in bad if self.arrivals[slot]), default=None)
+        here = (slot for slot in bad if self.arrivals[slot] or slot in self.present)
+        return min(((self.order[slot], slot) for slot in here), default=None)
 
 
 class Gradients:
@@ -95,7 +112,8 @@ class Gradients:
         self._kernels = kernels
         self._lanes = lanes
         self._device = device
-        self._arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
+        self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
+        """What a gradient has on its way to its extent."""
         self._bounce = self._open_bounce()
         self._free = {unit.index: list(store.gradients(unit.index)) for unit in store.plan.units}
         """unit -> extents in RAM that nothing uses, where several steps' gradients may wait for their update."""
@@ -131,22 +149,12 @@ class Gradients:
 
         The copy runs on the d2h lane, which also computes the square sum of the result in float64.
         """
-        record = self._records.get(unit.index)
-        if record is None:
-            record = self._records[unit.index] = UnitGradient(unit, self._home(unit))
-        start = time.perf_counter()
-        took_frames = record.buffer is None
-        with self._lock:
-            self._hold(record, block=True)
-            record.on_ssd = False
-            record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
-            record.order[slot] = next(self._arrivals)
-        if took_frames:
-            self._stalled("ssd_write" if self._write_behind else "update", time.perf_counter() - start)
+        record = self.open(unit)
+        self.count(record, slot, accumulate)
         assert record.buffer is not None
         spec = unit.spec.slots[slot]
         into = record.buffer[spec.offset : spec.offset + spec.param.numel]
-        grad = grad.to(self._arriving).contiguous().view(-1)
+        grad = grad.to(self.arriving).contiguous().view(-1)
         issued = self._device.fence()
 
         def take() -> None:
@@ -156,13 +164,57 @@ class Gradients:
         stays = unit.index in self._store.plan.placement.resident
         moved = 0 if stays else nbytes
         handle = self._lanes["d2h"].submit(take, record.pending[-1:], moved, f"offload {unit.spec.name}")
-        handle.then(lambda _: self._let_go(record))
-        record.pending.append(handle)
+        self.expect(record, handle)
         self._hold_back(handle, nbytes)
+        return record
+
+    def count(self, record: UnitGradient, slot: int, accumulate: bool) -> None:
+        """Autograd has delivered a parameter's gradient, the first one of a step unless it is to `accumulate`."""
+        record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
+        record.order[slot] = next(self._arrivals)
+
+    def open(self, unit: LiveUnit, block: bool = True) -> UnitGradient:
+        """The unit's gradient of this step, whose buffer is about to change; it is held until `let_go`.
+
+        With `block` False, raises BudgetError where frames for the buffer would have to be waited for.
+        """
+        record = self._records.get(unit.index)
+        if record is None:
+            record = self._records.setdefault(unit.index, UnitGradient(unit, self._home(unit)))  # or another thread's
+        start = time.perf_counter()
+        took_frames = record.buffer is None
+        with self._lock:
+            if not self._hold(record, block):
+                raise BudgetError(self._exhausted(record))
+            record.on_ssd = False
+            record.changes += 1
+        if took_frames:
+            self._stalled("ssd_write" if self._write_behind else "update", time.perf_counter() - start)
+        return record
+
+    def expect(self, record: UnitGradient, handle: Handle) -> None:
+        """What was `open`ed for is in the buffer once `handle` has ended."""
+        handle.then(lambda _: self.let_go(record))
+        record.pending.append(handle)
         if self._write_behind and record.run is not None and record.complete:
             with self._lock:
                 self._spill(record)
-        return record
+
+    def let_go(self, record: UnitGradient) -> None:
+        """Nothing more of what was `open`ed for touches the buffer."""
+        with self._lock:
+            record.users -= 1
+            self._lock.notify_all()
+
+    def deliver(self, record: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
+        """Store or add elements of a unit's gradient, from its element `start` on; returns the result's square sum.
+
+        For whoever has opened the record; `values` lie where compute leaves gradients.
+        """
+        assert record.buffer is not None
+        spec = record.unit.spec
+        at = start - self._store.shards.updated(spec).start + self._store.shards.origin(spec, GRAD)
+        return self._take(record.unit, record.buffer[at : at + values.numel()], values, PAST, accumulate)
 
     def take(self, record: UnitGradient) -> None:
         """Hand a record to its update; arrivals from now on belong to the next step."""
@@ -232,7 +284,7 @@ class Gradients:
     def _open_bounce(self) -> list[torch.Tensor]:
         """Two buffers in which gradients of a device of its own land to be added, shape [BOUNCE_ELEMENTS] at most."""
         pages = self._store.plan.placement.pages(HOST, BOUNCE) // 2
-        dtype = self._arriving
+        dtype = self.arriving
         runs = [self._store.host.alloc(pages) for _ in range(2 if pages else 0)]
         return [
             self._store.host.tensor(run, dtype, pages * self._store.plan.page_bytes // dtype.itemsize) for run in runs
@@ -280,17 +332,13 @@ class Gradients:
             run = self._staging.pool.alloc(count)
             assert run is not None, "room for the run has just been made"
             record.run = run
-            record.buffer = self._staging.tensor(run, self._store.dtype(GRAD), record.unit.spec.trainable_numel)
+            elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
+            record.buffer = self._staging.tensor(run, self._store.dtype(GRAD), elements)
             self._staged.append(record)
             if record.on_ssd:
                 self._reload(record)
         record.users += 1
         return True
-
-    def _let_go(self, record: UnitGradient) -> None:
-        with self._lock:
-            record.users -= 1
-            self._lock.notify_all()
 
     def _make_room(self, count: int, record: UnitGradient, block: bool) -> bool:
         """Free frames until `count` adjoin: clean buffers first, oldest first; else wait for lanes or updates."""
@@ -325,7 +373,7 @@ class Gradients:
 
     def _spill(self, record: UnitGradient) -> None:
         """Write a buffer to its SSD extent; it is clean afterwards unless more has arrived meanwhile."""
-        arrivals = list(record.arrivals)
+        changes = record.changes
         view, run = self._ssd_extent(record)
         ssd = self._store.ssd
         assert ssd is not None
@@ -334,9 +382,9 @@ class Gradients:
 
         def written(error: BaseException | None) -> None:
             with self._lock:
-                record.on_ssd = error is None and record.arrivals == arrivals
+                record.on_ssd = error is None and record.changes == changes
                 self._write_error = self._write_error or error
-            self._let_go(record)
+            self.let_go(record)
 
         record.users += 1
         handle.then(written)
@@ -349,8 +397,9 @@ class Gradients:
         label = f"gradient {record.unit.spec.name}"
         handle = self._lanes["ssd_read"].submit(lambda: ssd.load(run, 0, view), (), view.nbytes, label)
         record.users += 1
-        handle.then(lambda _: self._let_go(record))
+        handle.then(lambda _: self.let_go(record))
         record.pending.append(handle)
+        record.loading = handle
 
     def _ssd_extent(self, record: UnitGradient) -> tuple[memoryview, Run]:
         run = self._store.run(record.unit.index, GRAD)

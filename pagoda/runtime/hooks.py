@@ -84,6 +84,7 @@ class ModelHooks:
         for block in self._blocks:
             self._follow(block, needed.get(block.module, []))
         for unit in engine.units:
+            unit.markers = [unit.placeholders[slot].as_subclass(_GradientElsewhere) for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
 
@@ -148,7 +149,7 @@ class ModelHooks:
 
     def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
         param = unit.params[slot]
-        marker = unit.placeholders[slot].as_subclass(_GradientElsewhere)
+        marker = unit.markers[slot]
         accumulate = False
 
         def before(_grads: tuple[torch.Tensor, ...]) -> None:

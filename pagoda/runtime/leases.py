@@ -20,10 +20,14 @@ class Lease:
     shares `base`'s storage, so the storage's use count tells whether the frames may be reused.
     """
 
-    __slots__ = ("base", "ready", "run", "unit")
+    __slots__ = ("awaited", "base", "ready", "run", "unit")
 
-    def __init__(self, unit: LiveUnit, base: torch.Tensor, run: Run | None, ready: Handle | None) -> None:
+    def __init__(
+        self, unit: LiveUnit, base: torch.Tensor, run: Run | None, ready: Handle | None, awaited: bool = False
+    ) -> None:
         self.unit = unit
+        self.awaited = awaited
+        """Whether those who want the frames wait for what fills them, instead of taking others."""
         self.base = base
         self.run = run
         """Frames of the lease; None where the home itself is leased."""
@@ -45,7 +49,8 @@ class Lease:
 
         What fills them next follows what fills them now in the device's queue.
         """
-        return self.unit.active > 0 or (self.ready is not None and not self.ready.issued) or self.held
+        filling = self.ready is not None and not self.ready.issued and not self.awaited
+        return self.unit.active > 0 or filling or self.held
 
 
 class Leases:
@@ -63,7 +68,11 @@ class Leases:
         dtype: torch.dtype,
         device: Device,
         fill: Callable[[LiveUnit, torch.Tensor, Event], Handle],
+        awaited: bool = False,
     ) -> None:
+        """`awaited`: which frames are taken must not depend on how fast others were filled, because ranks that decide
+        alike fetch alike, and need not ask each other for what only one of them wants."""
+        self._awaited = awaited
         self.region = region
         self._pages = pages
         self._dtype = dtype
@@ -117,7 +126,7 @@ class Leases:
         with torch.inference_mode(False):  # a lease may outlive the inference that asked for it
             base = self.region.tensor(run, self._dtype, unit.spec.numel)
             target = self.region.tensor(run, torch.uint8, whole_pages)
-            lease = Lease(unit, base, run, self._fill(unit, target, self._freed))
+            lease = Lease(unit, base, run, self._fill(unit, target, self._freed), self._awaited)
         self._register(lease)
         return lease
 
@@ -173,6 +182,8 @@ class Leases:
             if lease.pinned:
                 kept.append(lease)
                 continue
+            if lease.awaited and lease.ready is not None:
+                lease.ready.wait_until_done()
             assert self.region is not None
             assert lease.run is not None
             del self._by_run[lease.run.start]

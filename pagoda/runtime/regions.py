@@ -11,6 +11,7 @@ from pagoda.plan.placement import LEASES, STAGING
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Leases
+from pagoda.runtime.reducing import Buffers
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
@@ -28,11 +29,24 @@ def open_leases(
     if plan.lease_tier is not None:
         tier = store.device or store.host
         region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), plan.lease_slab)
-    leases = Leases(region, pages, store.dtype(WEIGHT), device, fill)
+    leases = Leases(region, pages, store.dtype(WEIGHT), device, fill, awaited=plan.ranks is not None)
     for unit in units:
         if unit.index not in pages:
             leases.add_home(unit, store.in_place(unit.index, WEIGHT, unit.spec.numel))
     return leases
+
+
+def open_buffers(store: Store, dtype: torch.dtype) -> Buffers:
+    """What the gradients of several ranks, which have `dtype`, are added up in, where compute leaves them."""
+    layout, tier = store.plan.layout, store.device or store.host
+    whole, piece = layout.whole_gradient_pages, layout.reduced_elements
+    widest = max(unit.trainable_numel for unit in layout.units)
+    first, second = (tier.tensor(tier.alloc(whole), dtype, widest) for _ in range(2))
+    rest = tier.alloc(layout.collective_pages - 2 * whole)
+    landing = tier.tensor(rest, torch.uint8, layout.landing_bytes)
+    sums = tier.tensor(rest, torch.float32, 2 * piece, layout.landing_bytes).view(2, piece)
+    means = tier.tensor(rest, dtype, piece, layout.landing_bytes + sums.nbytes)
+    return Buffers((first, second), landing, sums, means)
 
 
 def open_staging(store: Store) -> SlabRegion | None:

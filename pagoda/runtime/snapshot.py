@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagoda.checkpoint.directory import MANIFEST, check_absent, commit_of, committed, remove, write_manifest
+from pagoda.checkpoint.directory import MANIFEST, check_absent, commit_of, remove, write_manifest
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.paged import PAGED, PagedParameter, PagedUnit, describe_pages
 from pagoda.checkpoint.reader import BUFFERS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, chunks, tensor_bytes
+from pagoda.checkpoint.tensors import TensorSpec, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.rule import StateSpec, plain_setting
 from pagoda.plan.layout import WEIGHT
@@ -24,6 +24,7 @@ from pagoda.plan.placement import SPARE
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.groups import NamedGroup, check_groups
+from pagoda.runtime.rank_files import Files
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -59,6 +60,7 @@ class Snapshot:
         check_absent(directory)
         buffers = self._buffers()
         self._buffer_specs(buffers)
+        generators = self._generators()
         content = {
             "states": [state.name for state in self._states],
             "parameters": [unit.name(slot) for unit, slot in self._slots(WEIGHT)],
@@ -66,7 +68,8 @@ class Snapshot:
             TILES: self._tiles(),
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in self._of_wholes(groups)],
             "loss_scale": self._engine.stepper.scaler.state_dict(),
-            "rng": rng_state(),
+            "rng": generators[0],
+            "rank_rng": generators[1:],
             "model": model_record(self._model),
             "extra": extra,
         }
@@ -115,29 +118,25 @@ class Snapshot:
         """On the saver's thread: fill the directory and commit it."""
         complete = False
         try:
-            with committed(directory) as folder, ExitStack() as opened:
-
-                def create(name: str, specs: list[TensorSpec]) -> TensorWriter:
-                    return opened.enter_context(closing(TensorWriter(folder / f"{name}.safetensors", specs)))
-
-                files = {state.name: create(state.name, self._specs(state, kept)) for state in self._states}
-                files[BUFFERS] = create(BUFFERS, self._buffer_specs(buffers))
+            specs = {state.name: self._specs(state, kept) for state in self._states}
+            together = self._engine.together
+            wire = together.saver_wire if together is not None else None
+            files = Files(directory, {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
+            with files.open():
                 for piece, data in capture.pieces():
-                    files[piece.state].write(piece.name, piece.index, data)
-                for name, buffer in buffers.items():
-                    for index, (start, count) in enumerate(chunks(buffer.numel())):
-                        piece_of_it = buffer.reshape(-1)[start : start + count]
-                        files[BUFFERS].write(name, index, tensor_bytes(piece_of_it))
-                for file in files.values():
-                    file.finish()
-                content["hashes"] = {name: file.hashes for name, file in files.items()}
+                    files.write(piece.state, piece.name, piece.start, data)
+                for name, buffer in buffers.items() if files.first else ():
+                    for start, count in chunks(buffer.numel()):
+                        files.write(BUFFERS, name, start, tensor_bytes(buffer.reshape(-1)[start : start + count]))
+                content["hashes"] = files.finish()
                 if capture.frozen is not None:
                     dtypes = {state.name: state.dtype for state in self._states}
                     reference = capture.frozen.commit(directory)
                     content[PAGED] = describe_pages(list(kept.values()), dtypes, reference)
-                write_manifest(folder, content)
+                if files.first:
+                    write_manifest(files.folder, content)
             complete = True
-            for old in replaces:
+            for old in replaces if files.first else ():
                 remove(old)
         finally:
             self._engine.end_capture(capture)
@@ -170,7 +169,7 @@ class Snapshot:
                     unit.steps = [manifest["steps"][_whole(unit, slot)[0]] for slot in range(unit.trainable)]
                     self._engine.weights_changed(unit)
                 self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
-        restore_rng(manifest["rng"])
+        self._restore_generators(manifest)
         defaults = self._engine.rule.defaults()
         for group in manifest["param_groups"]:  # JSON has no tuples
             group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
@@ -179,7 +178,7 @@ class Snapshot:
     def _adopt(self, checkpoint: Checkpoint, unit: LiveUnit, state: str) -> bool:
         """Let an extent have the pages that the checkpoint keeps in this very store; False where it does not."""
         pages, ssd, runs = checkpoint.pages, self._engine.store.ssd, self._engine.store.runs(unit.index, state)
-        if pages is None or ssd is None or not runs:
+        if pages is None or ssd is None or not runs or self._engine.together is not None:
             return False
         its_run = pages.extent(self._paged(unit).parameters, state)
         return its_run is not None and all(ssd.adopt(run, pages.committed, its_run) for run in runs)
@@ -190,8 +189,10 @@ class Snapshot:
             placed = unit.spec.slots[slot]
             name, of_whole = _whole(unit, slot)
             for start, count in chunks(state.elements(placed.param.numel)):
-                values = checkpoint.read(state.name, name, state.elements(of_whole) + start, count)
                 first = state.elements(placed.offset) + start
+                if not self._engine.store.holds(unit.spec, state.name, first, first + count):
+                    continue
+                values = checkpoint.read(state.name, name, state.elements(of_whole) + start, count)
                 self._engine.store.write(unit.index, state.name, first, values)
 
     def _slots(self, state: str) -> Iterator[tuple[LiveUnit, int]]:
@@ -241,16 +242,33 @@ class Snapshot:
         }
 
     def _pieces(self, index: int, but: PagedUnit | None) -> Iterator[Piece]:
-        """Every piece of every state of a unit, without what `but` has of it."""
+        """Every piece of every state of a unit that this rank writes, without what `but` has of it."""
         unit = self._engine.units[index]
         for state in self._states:
             if but is not None and state.name in but.extents:
                 continue
             for slot in range(len(unit.params) if state.name == WEIGHT else unit.trainable):
                 placed = unit.spec.slots[slot]
-                for number, (start, count) in enumerate(chunks(state.elements(placed.param.numel))):
+                for start, count in chunks(state.elements(placed.param.numel)):
                     first = state.elements(placed.offset) + start
-                    yield Piece(index, state.name, unit.name(slot), number, first, count, state.per)
+                    for begin, end, at in self._engine.store.written_here(unit.spec, state.name, first, first + count):
+                        begins = start + begin - first
+                        yield Piece(index, state.name, unit.name(slot), begins, begin, end - begin, at, state.per)
+
+    def _generators(self) -> list[dict[str, Any]]:
+        """The state of every rank's random number generators, as JSON."""
+        mine, together = rng_state(), self._engine.together
+        if together is None:
+            return [mine]
+        return [json.loads(said) for said in together.announce("save_checkpoint()", json.dumps(mine).encode())]
+
+    def _restore_generators(self, manifest: dict[str, Any]) -> None:
+        """Put the generators back; those of a rank that the writing run did not have stay as they are."""
+        together = self._engine.together
+        rank = together.rank if together is not None else 0
+        states = [manifest["rng"], *manifest["rank_rng"]]
+        if rank < len(states):
+            restore_rng(states[rank])
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers, by name, and parameters that are not floating-point: no unit holds those."""
@@ -295,7 +313,8 @@ class Snapshot:
         check_groups(str(path), manifest["param_groups"], self._of_wholes(groups))
         try:
             self._engine.stepper.scaler.check_state(manifest.get("loss_scale", {}))
-            check_rng(manifest["rng"])
+            for state in (manifest["rng"], *manifest["rank_rng"]):
+                check_rng(state)
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 

@@ -2,11 +2,10 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pagoda.plan.activations import ActivationBytes
-from pagoda.plan.ops import LANES
 from pagoda.runtime.tape import Tape
 
 
@@ -67,8 +66,9 @@ class StepStats:
 class Meter:
     """Counts what happens during a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Sequence[str]) -> None:
         self._lock = threading.Lock()
+        self._lanes = lanes
         self.tape: Tape | None = None
         """Where the step is recorded, if anywhere."""
         self.reset()
@@ -76,7 +76,7 @@ class Meter:
     def reset(self) -> None:
         """Start a step."""
         self.started = time.perf_counter()
-        self.stall_s = dict.fromkeys(LANES, 0.0)
+        self.stall_s = dict.fromkeys(self._lanes, 0.0)
         self.fetched = 0
         self.faults = 0
 

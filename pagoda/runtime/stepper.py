@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_used, next_hypers, segments_of
 from pagoda.runtime.packing import outside_use
 from pagoda.runtime.speculation import Speculation
+from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters
 from pagoda.runtime.updates import non_finite_message
@@ -50,6 +51,7 @@ class Stepper:
         wait: Callable[[Handle], None],
         stalled: Callable[[str, float], None],
         scaler: LossScaler,
+        together: Together | None,
     ) -> None:
         """`urgency` says when the next forward needs a unit; `wait` waits for a handle and accounts for it, `stalled`
         accounts for what was waited for otherwise."""
@@ -65,6 +67,9 @@ class Stepper:
         self._wait = wait
         self._stalled = stalled
         self.scaler = scaler
+        self._together = together
+        self._arrivals = gradients if together is None else together.reducer
+        """Where gradients go from autograd."""
         self.group_of: Callable[[LiveUnit, int], Group]
         """The param group of a parameter; set by the optimizer, as is `groups`."""
         self.groups: Callable[[], Sequence[Group]]
@@ -101,7 +106,7 @@ class Stepper:
                 f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, whose factor is for the "
                 "gradients before it. Clip after the last backward, right before optimizer.step()."
             )
-        record = self._gradients.add(unit, slot, grad, accumulate)
+        record = self._arrivals.add(unit, slot, grad, accumulate)
         if announced is not None and record.arrivals[slot] > announced:
             raise UsageError(
                 f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
@@ -119,29 +124,34 @@ class Stepper:
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
             )
         self._speculation.undo_all()
+        if self._together is not None:
+            self._together.drop_gradients()
         self._gradients.clear()
         self._due.clear()
         self._manual_scale = None
 
-    def norms(self) -> Norms:
-        """2-norms of this step's gradients; waits until all have arrived in their extents.
+    def norms(self, asked_by: str) -> Norms:
+        """2-norms of this step's gradients; waits until all have arrived in their extents, on every rank.
 
-        Raises NonFiniteGradientError when one is NaN or infinite.
+        Every rank asks at the same point of its program, which `asked_by` names in errors. Raises
+        NonFiniteGradientError when a gradient is NaN or infinite.
         """
+        if self._together is not None:
+            self._together.reducer.flush()
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
         start = time.perf_counter()
         for record in terms.values():
             record.settle()
         self._stalled("d2h", time.perf_counter() - start)
-        bad = [found for record in terms.values() if (found := record.non_finite()) is not None]
-        if bad:
-            raise NonFiniteGradientError(non_finite_message(min(bad)[1]))
-        square_sums: dict[int, list[float]] = {id(group): [] for group in self.groups()}
-        for record in terms.values():
-            for slot in self._used(record):
-                square_sums[id(self.group_of(record.unit, slot))].append(record.square_sums[slot])
-        by_group = tuple(self._norm(of_group) for of_group in square_sums.values())
-        return Norms(self._norm([*chain(*square_sums.values())]), by_group)
+        if self._together is not None:
+            found = self._together.norm_terms(asked_by, self._norm_terms, self._square_sums)
+            first, square_sums = found.non_finite, found.square_sums
+        else:
+            first = min((bad for record in terms.values() if (bad := record.non_finite())), default=(0, None))[1]
+            square_sums = self._square_sums(terms.values())
+        if first is not None:
+            raise NonFiniteGradientError(non_finite_message(first))
+        return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
 
     def scale_for(self, norm: float, limit: float) -> float:
         """The factor that clips gradients of 2-norm `norm` to `limit`, as torch's clip_grad_norm_ computes it."""
@@ -155,7 +165,7 @@ class Stepper:
                 "wrap(clip_grad_norm=...), or leave out accumulation_steps."
             )
         try:
-            norm = self.norms().total or 0.0
+            norm = self.norms("optimizer.clip_grad_norm_()").total or 0.0
         except NonFiniteGradientError:
             if not self.scaler.skips:
                 raise
@@ -171,7 +181,7 @@ class Stepper:
         check_hypers_are_as_used(self._units, self._used_groups, self.group_of, self._rule)
         check_frozen(self._units)
         try:
-            norms = self.norms()
+            norms = self.norms("optimizer.step()")
         except NonFiniteGradientError:
             self._abandon()
             if not self.scaler.skips:
@@ -193,6 +203,14 @@ class Stepper:
             self.scaler.end_of_step(skipped=False)
         self._clear_step()
         return norms
+
+    def _square_sums(self, records: Iterable[UnitGradient]) -> list[list[float]]:
+        """Square sums of the gradients that this step uses, by param group."""
+        by_group: dict[int, list[float]] = {id(group): [] for group in self.groups()}
+        for record in records:
+            for slot in self._used(record):
+                by_group[id(self.group_of(record.unit, slot))].append(record.square_sums[slot])
+        return list(by_group.values())
 
     def _used(self, record: UnitGradient) -> list[int]:
         """Slots of the parameters whose gradient this step uses."""
@@ -252,6 +270,8 @@ class Stepper:
         if isinstance(self._updater, Updaters):
             unit.version += 1
             unit.update = kept or self._updater.submit(record, segments, self._urgency(unit))
+            if self._together is not None:
+                unit.update = self._together.share(unit, unit.update)
         else:
             self._updater.submit(record, segments, self._urgency(unit))
         self._leases.drop(unit)

@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,10 +12,13 @@ from pagoda.memory.page import Run, pages_for
 from pagoda.memory.ssd_tier import SSDTier
 from pagoda.memory.tier import MemoryTier
 from pagoda.optim.flat import split
+from pagoda.optim.rule import StateSpec
+from pagoda.parallel.shards import Shards
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
 from pagoda.plan.planner import Plan
+from pagoda.plan.shards import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device
 
@@ -33,9 +36,20 @@ class Store:
     the back, which updates write. `swap` exchanges what the two names mean.
     """
 
-    def __init__(self, plan: Plan, directories: Mapping[Path, int | None], poison: bool, device: Device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        directories: Mapping[Path, int | None],
+        poison: bool,
+        device: Device,
+        shards: Shards | None = None,
+    ) -> None:
         """`directories` of the SSD tier have most bytes of each, None for no limit. Raises as `SSDTier` does."""
         self.plan = plan
+        self.shards = shards or Shards(plan.layout, None)
+        """Which elements the extents hold."""
+        self.assemble: Callable[[UnitSpec, StateSpec, int, torch.Tensor], None] | None = None
+        """Fills in, on every rank at once, what the other ranks have of some elements of a state."""
         layout, placement = plan.layout, plan.placement
         page = plan.page_bytes
         lines = placement.lines
@@ -87,10 +101,7 @@ class Store:
 
     def dtype(self, state: str) -> torch.dtype:
         """Dtype of a state."""
-        if state == GRAD:
-            return self.plan.layout.gradient_dtype
-        states = self.plan.layout.states
-        return next((s.dtype for s in states if s.name == state), states[0].dtype)
+        return self.plan.layout.gradient_dtype if state == GRAD else self._spec(state).dtype
 
     def left_on_drives(self, directories: Mapping[Path, int | None]) -> dict[Path, int | None]:
         """What page files leave of each directory's limit, in bytes; None for no limit."""
@@ -151,8 +162,22 @@ class Store:
         return self.host.arena.address + self.ring[slot].start * self.plan.page_bytes
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
-        """A copy of elements [start, start + count), shape [count]."""
-        state = self.newest_extent(unit, state)
+        """A copy of elements [start, start + count) of a unit's state, shape [count].
+
+        Where ranks have slices of it, every rank has to ask for the same at once.
+        """
+        spec = self.plan.units[unit]
+        if not self.shards.is_cut(spec, state):
+            return self._read(unit, self.newest_extent(unit, state), start, count)
+        out = torch.empty(count, dtype=self.dtype(state))
+        for first, last, at in self._held(spec, state, start, start + count):
+            out[first - start : last - start] = self._read(unit, state, at, last - first)
+        assert self.assemble is not None
+        self.assemble(spec, self._spec(state), start, out)
+        return out
+
+    def _read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
+        """A copy of elements [start, start + count) of an extent."""
         home = self.tensor(unit, state)
         if home is not None:
             return home[start : start + count].to("cpu", copy=True)
@@ -176,12 +201,48 @@ class Store:
         return window[first - offset : end - offset]
 
     def write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements from `start` on with `values`, shape [count], of the state's dtype.
+        """Overwrite elements of a unit's state from `start` on with `values`, shape [count], of the state's dtype.
 
-        Weights are written to both of their extents, since updates copy only what they train.
+        Of elements that other ranks have nothing is written. Weights are written to both of their extents, since
+        updates copy only what they train.
         """
         if state == WEIGHT and self.plan.layout.max_staleness is not None:
-            self.write(unit, WEIGHT_BACK, start, values)
+            self._write(unit, WEIGHT_BACK, start, values)
+        for first, last, at in self._held(self.plan.units[unit], state, start, start + values.numel()):
+            self._write(unit, state, at, values[first - start : last - start])
+
+    def holds(self, unit: UnitSpec, state: str, start: int, stop: int) -> bool:
+        """Whether some of the elements [start, stop) of a unit's state are on this rank."""
+        return any(True for _ in self._held(unit, state, start, stop))
+
+    def written_here(self, unit: UnitSpec, state: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """What of a state's elements [start, stop) this rank alone writes into a checkpoint; see `_held`."""
+        yield from self._within(state, self.shards.responsible(unit, state), start, stop)
+
+    def holds_master(self, unit: UnitSpec, slot: int, first: int, count: int) -> bool:
+        """Whether some of a parameter's master weights [first, first + count) are on this rank."""
+        start = unit.slots[slot].offset + first
+        kept = (WEIGHT, LOW) if self.has_low and unit.slots[slot].param.trainable else (WEIGHT,)
+        return any(self.holds(unit, state, start, start + count) for state in kept)
+
+    def _held(self, unit: UnitSpec, state: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first, end, where the first lies in the extent) of what is on this rank of a state's [start, stop)."""
+        yield from self._within(state, self.shards.spans(unit, state), start, stop)
+
+    def _within(self, state: str, spans: Iterable[Span], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """What of some spans of the unit lies among the elements [start, stop) of a state."""
+        spec = self._spec(state)
+        for span in spans:
+            first, last = max(start, spec.elements(span.start)), min(stop, spec.elements(span.stop))
+            if first < last:
+                yield first, last, spec.elements(span.at) + first - spec.elements(span.start)
+
+    def _spec(self, state: str) -> StateSpec:
+        states = self.plan.layout.states
+        return next((s for s in states if s.name == state), states[0])
+
+    def _write(self, unit: int, state: str, start: int, values: torch.Tensor) -> None:
+        """Overwrite elements of an extent from `start` on."""
         home = self.tensor(unit, state)
         if home is not None:
             home[start : start + values.numel()] = values

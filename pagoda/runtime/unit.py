@@ -53,6 +53,8 @@ class LiveUnit:
         """Updates each of those parameters has had."""
         self._replaced: list[int] = []
         """Slots for which the modules hold a new object while the unit is shown."""
+        self.markers: list[torch.Tensor] = []
+        """What each trainable parameter shows as its gradient while that lies in its extent."""
         self.placeholders = [torch.full((), torch.nan, dtype=dtype, device=device).expand(p.shape) for p in params]
 
     @property

@@ -305,11 +305,11 @@ class BlockStream:
             self.drop_ahead()
             self._ahead = _ReadAhead(index)
         unit = self._store.plan.units[index]
-        start = self._ahead.next_start
-        if start >= unit.trainable_numel or not self._streamed(index):
+        start, total = self._ahead.next_start, len(self._store.shards.updated(unit))
+        if start >= total or not self._streamed(index):
             return False
         slot = self._free_slots.pop()
-        stop = min(start + self._block, unit.trainable_numel)
+        stop = min(start + self._block, total)
         reads = self._transfers("ssd_read", index, slot, start, stop, WEIGHT)
         self._ahead.blocks[start] = (slot, reads)
         self._ahead.next_start = start + self._block
@@ -378,20 +378,21 @@ class BlockStream:
             if self._ahead.unit != index:
                 self.drop_ahead()
         streamed = self._streamed(index)
-        total = unit.spec.trainable_numel
+        updated = self._store.shards.updated(unit.spec)
         computed: list[Handle] = []
         writes: list[Handle] = []
-        for start in range(0, total, self._block):
-            stop = min(start + self._block, total)
+        for start in range(0, len(updated), self._block):
+            stop = min(start + self._block, len(updated))
+            first, last = updated.start + start, updated.start + stop
             pieces = [
-                (part.record, s.within(start, stop))
+                (part.record, s.within(first, last))
                 for part in parts
                 for s in part.segments
-                if s.start < stop and s.stop > start
+                if s.start < last and s.stop > first
             ]
             if pieces or weights != IN_PLACE:
                 if (capture := self.capture) is not None:
-                    capture.before_update(index, written, start, stop)
+                    capture.before_update(index, written, first, last)
                 self._feed_block(unit, start, stop, pieces, streamed, weights, undo, computed, writes)
         with self.lock:
             self.drop_ahead()  # blocks without a gradient
@@ -416,18 +417,21 @@ class BlockStream:
         computed: list[Handle],
         written: list[Handle],
     ) -> None:
+        """Submit one block: elements [start, stop) of what this rank updates of the unit."""
         index = unit.index
         store = self._store
+        first = store.shards.updated(unit.spec).start
         slot, reads = self._take_slot(index, start, stop, weights.read) if streamed else (-1, [])
         addresses: list[int] = []
         for state in self._states:
             home = store.tensor(index, weights.write if state.name == WEIGHT else state.name)
             if home is not None:
-                addresses.append(home.data_ptr() + state.nbytes(start))
+                addresses.append(home.data_ptr() + state.nbytes(store.shards.origin(unit.spec, state.name) + start))
             else:
                 addresses.append(store.ring_address(slot) + self._ring_offsets[state.name])
         itemsize = self._states[0].dtype.itemsize
         old = store.tensor(index, weights.read) if weights.read != weights.write else None
+        origin = store.shards.origin(unit.spec, GRAD)
 
         def compute() -> None:
             if old is not None:
@@ -435,10 +439,10 @@ class BlockStream:
             if undo is not None:
                 undo.save(start, stop)
             for record, piece in pieces:
-                ahead = piece.start - start
+                ahead = piece.start - first - start
                 states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]
                 assert record.buffer is not None
-                at = record.buffer.data_ptr() + piece.start * record.buffer.element_size()
+                at = record.buffer.data_ptr() + (origin + piece.start - first) * record.buffer.element_size()
                 self._kernel(*states, at, piece.stop - piece.start, *piece.arguments)
 
         touched = 2 * sum(state.nbytes(stop - start) for state in self._states)

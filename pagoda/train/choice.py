@@ -31,14 +31,17 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, recomputes(config.activations))
 
 
-def choose_plan(config: TrainConfig, memory: Memory, console: Console) -> Memory:
+def choose_plan(config: TrainConfig, memory: Memory, console: Console, ranks: int = 1) -> Memory:
     """`memory` with the choices that a search makes for the planner, if there is to be one; prints them and why.
 
     Raises:
         BudgetError: the search finds that nothing fits.
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
-    searchable = config.update == "sync" and config.tile_limit is None and hardware_file().exists()
+    if ranks > 1 and config.plan == "search":
+        raise ConfigError("--plan search is for one rank: leave it out under torchrun")
+    alone = ranks == 1 and config.tile_limit is None
+    searchable = alone and config.update == "sync" and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
         return memory

@@ -1,8 +1,9 @@
 """The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
 
-What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `trace`, `plan`, `speculate` and
-everything under `memory` (any split over tiers gives the same bits), and `data` if its bytes are the same (a moved
-file). Everything else decides the bits of the run and stays as the run was started; `check_resumes` names what differs.
+What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `trace`, `plan`, `speculate`,
+`zero_stage`, `replicas` and everything under `memory` (any split over tiers gives the same bits), the number of ranks
+(the state is the same, but each step reads another batch), and `data` if its bytes are the same (a moved file).
+Everything else decides the bits of the run and stays as the run was started; `check_resumes` names what differs.
 With the cosine schedule, other `steps` mean other learning rates from there on.
 """
 
@@ -34,6 +35,8 @@ _FREE_ON_RESUME = frozenset(
         "trace",
         "trace_step",
         "speculate",
+        "zero_stage",
+        "replicas",
     }
 )
 _T = TypeVar("_T")
@@ -107,7 +110,7 @@ class TrainConfig:
     steps: int
     """Optimizer steps in all, counted from the start of the run even when it is resumed."""
     batch_size: int
-    """Sequences per forward pass."""
+    """Sequences per forward pass, on each rank."""
     seq_len: int
     """Tokens per sequence."""
     accumulation_steps: int = 1
@@ -130,6 +133,10 @@ class TrainConfig:
     slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""
     max_staleness: int = 1
     """With async, the most steps whose gradients may be missing in the weights that a forward reads."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """Under torchrun, what the ranks share out: the optimizer's state (1), gradients too (2), weights too (3)."""
+    replicas: int = 1
+    """Under torchrun, whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
     activations: ActivationMode = "recompute"
     """What becomes of each layer's activations between forward and backward. keep: they stay. recompute: only the
     layer's inputs stay. offload: they go to RAM, from a GPU, or to SSD, and come back. recompute+offload: the inputs
@@ -166,7 +173,7 @@ class TrainConfig:
     """Which step, counted from the first that this command runs; the third is the first in steady state."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "accumulation_steps", "trace_step"):
+        for name in ("steps", "batch_size", "seq_len", "accumulation_steps", "trace_step", "replicas"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")

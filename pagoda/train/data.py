@@ -2,9 +2,10 @@
 
 The text is one array of bytes; each byte is a token (ids 0 to 255). It is cut into consecutive windows of
 `seq_len` bytes; the last incomplete one is left out. An epoch visits every window once, in an order keyed by
-(seed, epoch). Sample number g = (step * accumulation_steps + index) * batch_size + row is window
-g % windows of epoch g // windows. So a resumed run needs only the number of steps done, and the order never
-depends on a library's random generator, the batch that came before, or where memory lies.
+(seed, epoch). Sample number g = ((step * accumulation_steps + index) * ranks + rank) * batch_size + row is window
+g % windows of epoch g // windows: of each forward pass, ranks have consecutive rows of the batch that one rank would
+have. So a resumed run needs only the number of steps done (`first_step`, `first_sample` where it has other ranks than
+before), and the order never depends on a library's random generator, the batch that came before, or where memory lies.
 """
 
 import hashlib
@@ -86,12 +87,17 @@ class Batches:
 
     text: ByteText
     batch_size: int
-    """Sequences per forward pass, B."""
+    """Sequences per forward pass of one rank, B."""
     seq_len: int
     """Tokens per sequence, T."""
     accumulation_steps: int = 1
     """Forward passes per optimizer step."""
     seed: int = 0
+    rank: int = 0
+    ranks: int = 1
+    first_step: int = 0
+    """Step that begins with `first_sample`."""
+    first_sample: int = 0
 
     def __post_init__(self) -> None:
         if len(self.text) < self.seq_len:
@@ -107,12 +113,21 @@ class Batches:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens one optimizer step reads."""
-        return self.batch_size * self.seq_len * self.accumulation_steps
+        """Tokens one optimizer step reads, on all ranks."""
+        return self.samples_per_step * self.seq_len
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences one optimizer step reads, on all ranks."""
+        return self.batch_size * self.accumulation_steps * self.ranks
+
+    def samples_before(self, step: int) -> int:
+        """Sequences that the steps before one have read, counted from 0."""
+        return self.first_sample + (step - self.first_step) * self.samples_per_step
 
     def window_indices(self, step: int, index: int = 0) -> npt.NDArray[np.int64]:
         """The windows, int64 [B], of forward pass `index` of optimizer step `step` (both counted from 0)."""
-        first = (step * self.accumulation_steps + index) * self.batch_size
+        first = self.samples_before(step) + (index * self.ranks + self.rank) * self.batch_size
         epochs, positions = np.divmod(np.arange(first, first + self.batch_size), self.windows)
         result = np.empty(self.batch_size, dtype=np.int64)
         for epoch in np.unique(epochs):

@@ -3,7 +3,7 @@
 import os
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +12,24 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pagoda.api import chunked_loss, init, no_decay_groups, plan_of, wrap
+from pagoda.api import chunked_loss, init, no_decay_groups, open_mesh, plan_of, wrap
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
 from pagoda.models.build import model_directory
+from pagoda.parallel.mesh import Mesh
+from pagoda.parallel.world import was_restarted
 from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.train.choice import choose_plan, chunks_loss
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import VOCABULARY, Batches, ByteText
-from pagoda.train.metrics import MetricsFile, StepMetrics
+from pagoda.train.metrics import StepMetrics
 from pagoda.train.progress import Progress
+from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.run_dir import Checkpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
 
@@ -64,9 +67,13 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         CheckpointError: nothing to resume from, or a checkpoint of another model or text.
         NonFiniteGradientError: a gradient is NaN or infinite.
     """
-    console = console or Console()
+    mesh = open_mesh(config.zero_stage, config.replicas)
+    console = Console(quiet=True) if mesh.rank else console or Console()
     run_dir = RunDir(config.out)
-    checkpoint = _checkpoint_to_resume(config, run_dir)
+    again = was_restarted()
+    if again:
+        config = replace(config, resume=bool(run_dir.all_checkpoints()))
+    checkpoint = _checkpoint_to_resume(config, run_dir, again)
     _check_trace(config, checkpoint.step if checkpoint else 0)
     memory = config.memory.build()
     text = ByteText.open(config.data)
@@ -76,9 +83,11 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         seq_len=config.seq_len,
         accumulation_steps=config.accumulation_steps,
         seed=config.seed,
+        rank=mesh.rank,
+        ranks=mesh.size,
     )
     _show_text(console, batches)
-    memory = choose_plan(config, memory, console)
+    memory = choose_plan(config, memory, console, mesh.size)
     _seed(config.seed)
     built = _built_model(config)
     if checkpoint is None:
@@ -98,14 +107,15 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         accumulation_steps=config.accumulation_steps,
         update=config.update,
         max_staleness=config.max_staleness,
-        keep_checkpoints=config.kept_on_ssd,
+        keep_checkpoints=config.kept_on_ssd if mesh.size == 1 else 0,
         batch_tiles=config.batch_tiles,
         activations=config.activations,
         tile_limit=config.tile_limit,
+        mesh=mesh,
     )
     try:
         console.print(plan_table(plan_of(model)))
-        loop = _Loop(config, run_dir, batches, model, optimizer, console)
+        loop = _Loop(config, run_dir, batches, model, optimizer, mesh, console)
         return loop.run(loop.restore(checkpoint) if checkpoint else 0)
     finally:
         optimizer.close()
@@ -121,8 +131,10 @@ class _Loop:
         batches: Batches,
         model: nn.Module,
         optimizer: PagedOptimizer,
+        mesh: Mesh,
         console: Console,
     ) -> None:
+        self.mesh = mesh
         self.config = config
         self.run_dir = run_dir
         self.batches = batches
@@ -132,8 +144,9 @@ class _Loop:
         self.scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self.device = next(model.parameters()).device
         self.saved: Checkpoint | None = None
-        # Initialisation draws random numbers in an order that may follow the memory split; dropout must not.
-        _seed(config.seed)
+        # Initialisation draws random numbers in an order that may follow the memory split; dropout must not. Ranks drop
+        # elements of their own.
+        _seed(config.seed + mesh.rank)
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Loads `checkpoint` and returns the steps done."""
@@ -143,6 +156,7 @@ class _Loop:
                 f"{checkpoint.path} was trained on another text than data {self.config.data!r}:"
                 " give --data the bytes that the run started with"
             )
+        self.batches = replace(self.batches, first_step=checkpoint.step, first_sample=extra["samples"])
         self.scheduler.load_state_dict(extra["scheduler"])
         # Recomputed because `steps` may have changed; otherwise this is the value it has already.
         factor = self.config.optim.lr_factor(checkpoint.step, self.config.steps)
@@ -157,34 +171,37 @@ class _Loop:
         losses: list[float] = []
         seconds = 0.0
         step = done
-        metrics_file: MetricsFile | None = None
+        files: MetricsFiles | None = None
+        stopped_by: int | None = None
         try:
             with StopSignal() as stop, Progress(self.console, config.steps, done) as progress:
                 while True:
                     traced = config.trace is not None and step == done + config.trace_step - 1
                     if traced:
                         self.optimizer.trace_next_step()
-                    metrics = self._step(step)
+                    mine = self._step(step)
+                    metrics, stopped_by = share_metrics(self.mesh, mine, stop.received)
                     step += 1
                     losses.append(metrics.loss)
                     seconds += metrics.step_s
-                    if metrics_file is None:
-                        self.run_dir.create(config)
-                        metrics_file = MetricsFile(self.run_dir.metrics, after_step=done)
-                    metrics_file.write(metrics)
-                    if traced:
+                    if files is None:
+                        if self.mesh.rank == 0:
+                            self.run_dir.create(config)
+                        files = MetricsFiles(self.run_dir, self.mesh, after_step=done)
+                    files.write(metrics, mine)
+                    if traced and self.mesh.rank == 0:
                         self._write_trace(step)
                     progress.show(metrics)
                     if config.checkpoint_every and (step % config.checkpoint_every == 0 or step == config.steps):
-                        self._save(step, metrics_file)
-                    if stop.received is not None:
-                        self._save(step, metrics_file)
-                    if stop.received is not None or step == config.steps:
+                        self._save(step, files)
+                    if stopped_by is not None:
+                        self._save(step, files)
+                    if stopped_by is not None or step == config.steps:
                         break
             self.optimizer.wait_for_checkpoint()
         finally:
-            if metrics_file is not None:
-                metrics_file.close()
+            if files is not None:
+                files.close()
         result = TrainResult(
             out=self.run_dir.path,
             plan=plan_of(self.model),
@@ -194,7 +211,7 @@ class _Loop:
             final_loss=losses[-1],
             tokens_per_s=len(losses) * self.batches.tokens_per_step / seconds,
             checkpoint=self.saved.path if self.saved else None,
-            stopped_by=stop.received,
+            stopped_by=stopped_by,
         )
         self._show_end(result)
         return result
@@ -245,17 +262,18 @@ class _Loop:
         except ConfigError as error:
             self.console.print(f"{error}; the run goes on", soft_wrap=True, highlight=False)
 
-    def _save(self, step: int, metrics_file: MetricsFile) -> None:
+    def _save(self, step: int, files: MetricsFiles) -> None:
         """Saves the state after `step` steps, once; the metrics up to it are on disk before it is."""
         if self.saved is not None and self.saved.step == step:
             return
-        metrics_file.sync()
+        files.sync()
         path = self.run_dir.checkpoint(step)
         path.parent.mkdir(exist_ok=True)
         extra = {
             "step": step,
             "scheduler": self.scheduler.state_dict(),
             "text": self.batches.text.fingerprint,
+            "samples": self.batches.samples_before(step),
         }
         self.optimizer.wait_for_checkpoint()
         old = self.run_dir.all_checkpoints()
@@ -281,10 +299,14 @@ class _Loop:
             self.console.print(line, soft_wrap=True, highlight=False)
 
 
-def _checkpoint_to_resume(config: TrainConfig, run_dir: RunDir) -> Checkpoint | None:
-    """The checkpoint that the run continues from, or None for a new run in a directory that is free."""
+def _checkpoint_to_resume(config: TrainConfig, run_dir: RunDir, again: bool) -> Checkpoint | None:
+    """The checkpoint that the run continues from, or None for a new run in a directory that is free.
+
+    `again` says that this run was here before, and stopped before its first checkpoint if `config` does not resume one.
+    """
     if not config.resume:
-        run_dir.check_free()
+        if not again:
+            run_dir.check_free()
         return None
     config.check_resumes(run_dir.started_config())
     checkpoint = run_dir.latest()

@@ -33,6 +33,10 @@ class RunDir:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    def metrics_of(self, rank: int) -> Path:
+        """Figures of one of several ranks."""
+        return self.path / f"metrics-rank-{rank}.jsonl"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

@@ -8,7 +8,7 @@ import torch
 
 from pagoda.checkpoint.directory import write_manifest
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
-from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, tensor_bytes
+from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, hash_table, tensor_bytes
 from pagoda.errors import CheckpointError
 
 WEIGHT = {"a": torch.arange(6.0).bfloat16().view(2, 3), "b": torch.ones(4).bfloat16()}
@@ -26,7 +26,7 @@ def write(directory: Path, states: list[str] | None = None, low: dict[str, torch
         for name, tensor in tensors.items():
             file.write(name, 0, tensor_bytes(tensor))
         file.finish()
-        hashes[state] = file.hashes
+        hashes[state] = hash_table(specs, [file.pieces])
     states = ["weight", "weight_low"] if states is None else states
     content = {
         "states": states,
@@ -35,6 +35,7 @@ def write(directory: Path, states: list[str] | None = None, low: dict[str, torch
         "steps": {"a": 3},
         "param_groups": [],
         "rng": {},
+        "rank_rng": [],
         "extra": {},
     }
     write_manifest(directory, content)

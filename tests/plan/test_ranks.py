@@ -98,10 +98,11 @@ def test_slices_are_whole_pages_and_together_hold_every_element(plan: Plan) -> N
     assert ranks is not None
     for unit in plan.units:
         for state in (*(s.name for s in layout.states), GRAD):
-            whole = unit.numel if state == WEIGHT else unit.trainable_numel
+            frozen = unit.numel - unit.trainable_numel if state == WEIGHT else 0
             sliced = state not in (WEIGHT, GRAD) or state in STATES_OF_STAGE[ranks.stage]
+            parts = [n and align(-(-n // ranks.data_parallel)) if sliced else n for n in (unit.trainable_numel, frozen)]
             elements = layout.elements(unit, state)
-            assert elements == (align(-(-whole // ranks.data_parallel)) if sliced else whole)
+            assert elements == sum(parts)
             assert layout.pages(unit, state) * plan.page_bytes >= elements * layout.itemsize(state)
 
 

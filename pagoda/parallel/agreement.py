@@ -1,0 +1,147 @@
+"""The agreement: which collective runs next, on every rank the same, whatever each of them asks for."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pagoda.errors import RankError, UsageError
+from pagoda.parallel.wire import Wire
+
+_BITS = 62
+"""Flags in one number of a call."""
+
+
+class Asks(IntEnum):
+    """What a rank asks the others for."""
+
+    GATHER = 0
+    """A unit's weights, of every rank's slice."""
+    REDUCE = 1
+    """The mean of every rank's gradient of a unit, in slices."""
+    SHARE = 2
+    """A unit's updated weights, where every rank has all of them and updated a slice (stages 1 and 2)."""
+    JOINTLY = 3
+    """A collective that all ranks must ask for: others cannot take part in it unasked."""
+    LEAVE = 4
+    """Nothing any more."""
+    FAIL = 5
+    """Nothing any more, as something failed here."""
+
+
+SERVED = (Asks.GATHER, Asks.REDUCE, Asks.SHARE)
+"""What a rank can take part in without asking for it, as soon as it asks for anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One rank's wish. Calls of one kind about the same thing are answered together."""
+
+    asks: Asks
+    about: int = 0
+    """The unit; of what is done jointly, a number that stands for it."""
+    version: int = 0
+    """How often the unit has been updated."""
+    flags: tuple[int, ...] = ()
+    """Slots of the unit that this rank has a gradient for."""
+    dropped: tuple[int, ...] = ()
+    """Those of them whose earlier gradients the user has dropped since."""
+
+    def is_with(self, other: "Call") -> bool:
+        """Whether both are answered at once."""
+        return (self.asks, self.about) == (other.asks, other.about)
+
+
+class Agreement:
+    """Finds out what every rank wants next, and has all of them do one of it.
+
+    Ranks that run the same program ask for the same in the same order, and go on at once. Where they have parted (one
+    was faster to fetch, left out a batch, or used other units), the first rank that asks for what others can take part
+    in without asking is served by them, and they ask again. So ranks may ask in any order, and none waits for ever:
+    a rank that asks for nothing is computing, or waits for what it has asked.
+
+    Raises UsageError, on every rank, where ranks want different things that need all of them, RankError where one has
+    left or failed.
+    """
+
+    def __init__(self, wire: Wire, slots: int, serve: Callable[[Call, Sequence[Call]], None]) -> None:
+        """`slots` is the most that flags can be about; `serve` takes part in a call of others, given every rank's."""
+        self._wire = wire
+        self._words = -(-slots // _BITS)
+        self._serve = serve
+        self._names: dict[int, str] = {}
+        """What has been done jointly, by its number."""
+        self._broken: BaseException | None = None
+        """Why nobody can be talked to any more."""
+        self.served = 0
+        """Calls of others that this rank took part in unasked."""
+
+    def joint(self, what: str) -> Call:
+        """The call for something that all ranks must ask for, named `what` in errors."""
+        number = zlib.crc32(what.encode())
+        self._names[number] = what
+        return Call(Asks.JOINTLY, number)
+
+    def settle(self, call: Call) -> Sequence[Call]:
+        """Take part in what others ask for until `call` is what all do now; returns every rank's call."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            while True:
+                calls = [self._decode(numbers) for numbers in self._wire.announce(self._encode(call))]
+                chosen = self._choose(call, calls)
+                if chosen.is_with(call):
+                    return calls
+                self.served += 1
+                self._serve(chosen, calls)
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def fail(self) -> None:
+        """Tell the others that something has failed here, unless nobody can be told any more."""
+        with suppress(BaseException):
+            self.settle(Call(Asks.FAIL))
+        self._broken = self._broken or RankError(f"Rank {self._wire.rank} has failed: see its first error.")
+
+    def _choose(self, mine: Call, calls: Sequence[Call]) -> Call:
+        if mine.asks in (Asks.LEAVE, Asks.FAIL):
+            return mine
+        for rank, call in enumerate(calls):
+            if call.asks is Asks.FAIL:
+                raise RankError(f"Rank {rank} has failed, so rank {self._wire.rank} stops: see its own error.")
+        for rank, call in enumerate(calls):
+            if call.asks is Asks.LEAVE:
+                raise RankError(
+                    f"Rank {rank} has closed its optimizer, but rank {self._wire.rank} is at {self._describe(mine)}: "
+                    "run the same number of steps on every rank."
+                )
+        chosen = next((call for call in calls if call.asks in SERVED), calls[0])
+        if chosen.asks not in SERVED and not all(chosen.is_with(call) for call in calls):
+            said = self._wire.announce_bytes(self._describe(mine).encode())
+            wanted = ", ".join(f"rank {rank} is at {text.decode()}" for rank, text in enumerate(said))
+            raise UsageError(f"Ranks are at different points, each of which needs all of them: {wanted}.")
+        return chosen
+
+    def _describe(self, call: Call) -> str:
+        if call.asks is Asks.JOINTLY:
+            return self._names.get(call.about, "something else")
+        return {Asks.GATHER: "a forward or backward", Asks.REDUCE: "a backward"}.get(call.asks, "optimizer.step()")
+
+    def _encode(self, call: Call) -> list[int]:
+        return [call.asks, call.about, call.version, *self._pack(call.flags), *self._pack(call.dropped)]
+
+    def _decode(self, numbers: Sequence[int]) -> Call:
+        asks, about, version, *words = numbers
+        halves = words[: self._words], words[self._words :]
+        return Call(Asks(asks), about, version, *map(self._unpack, halves))
+
+    def _pack(self, flags: Sequence[int]) -> list[int]:
+        words = [0] * self._words
+        for flag in flags:
+            words[flag // _BITS] |= 1 << flag % _BITS
+        return words
+
+    def _unpack(self, words: Sequence[int]) -> tuple[int, ...]:
+        return tuple(_BITS * i + bit for i, word in enumerate(words) if word for bit in range(_BITS) if word >> bit & 1)

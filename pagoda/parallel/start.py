@@ -1,0 +1,90 @@
+"""The start: what ranks must have in common before a model can be theirs together."""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.parallel.wire import Wire
+from pagoda.plan.layout import PIECE_ELEMENTS, WEIGHT
+from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Plan
+
+_NONE = -1
+
+
+def least_budgets(wire: Wire, mine: Budgets) -> Budgets:
+    """The least that any rank has of each tier, so that all make the same plan."""
+    by_rank = wire.announce([_NONE if n is None else n for n in (mine.host, mine.device, mine.ssd)])
+    host, device, ssd = (min(column) for column in zip(*by_rank, strict=True))
+    if (device == _NONE) != (mine.device is None) or (ssd == _NONE) != (mine.ssd is None):
+        raise ConfigError(
+            "Some ranks have memory.device or memory.ssd and others have none: give all of them the same."
+        )
+    return Budgets(host, None if mine.device is None else device, None if mine.ssd is None else ssd)
+
+
+def check_equal(wire: Wire, **settings: object) -> None:
+    """Raises ConfigError, on every rank, naming the ranks whose settings read otherwise than rank 0's, and which."""
+    hashes = {name: hashlib.blake2b(repr(value).encode(), digest_size=7).digest() for name, value in settings.items()}
+    by_rank = wire.announce([int.from_bytes(digest) for digest in hashes.values()])
+    for name, column in zip(hashes, zip(*by_rank, strict=True), strict=True):
+        others = [str(rank) for rank, value in enumerate(column) if value != column[0]]
+        if others:
+            raise ConfigError(
+                f"Ranks have different {name}: rank {', '.join(others)} not that of rank 0 (here: "
+                f"{settings[name]!r:.200}). Every rank must wrap the same model with the same settings."
+            )
+
+
+def check_for_ranks(asynchronous: bool, speculate: bool | None, keep_checkpoints: int | None) -> None:
+    """Raises ConfigError for settings of `wrap` that one rank alone can be trained with."""
+    for asked, name in ((asynchronous, "update='async'"), (speculate, "speculate=True")):
+        if asked:
+            raise ConfigError(f"{name} is not for several ranks yet: leave it out, or train on one.")
+    if keep_checkpoints:
+        raise ConfigError(
+            f"keep_checkpoints is {keep_checkpoints}, but several ranks copy what is on SSD: leave it out."
+        )
+
+
+def check_plan(wire: Wire, plan: Plan) -> None:
+    """Raises ConfigError where ranks have different plans; BudgetError where every rank has all weights, and not in
+    RAM: their updated slices could not be shared."""
+    check_equal(wire, plan=(plan.layout, plan.placement.homes, plan.trace))
+    if plan.ranks is None or plan.ranks.shards_weights:
+        return
+    on_ssd = [unit for unit in plan.units if plan.placement.home(unit.index, WEIGHT) == SSD]
+    if on_ssd:
+        raise BudgetError(
+            f"In ZeRO stage {plan.ranks.stage} every rank keeps all weights in RAM: those of {len(on_ssd)} units do "
+            "not fit memory.host. Raise it, or use stage 3, which divides them.",
+            tier=HOST,
+        )
+
+
+class FromFirst:
+    """Gives every rank the first one's values, as DDP does at its start: what was drawn at random may differ."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, in place of an equally large one; every rank asks for the same at once."""
+        flat = tensor.detach().contiguous().reshape(-1)
+        if self._wire.rank:
+            flat = flat.clone()
+        others = range(1, self._wire.size)
+        for piece in flat.split(PIECE_ELEMENTS):  # type: ignore[no-untyped-call]
+            if self._wire.rank == 0:
+                self._wire.trade([(rank, piece) for rank in others], ())
+            else:
+                self._wire.trade((), [(0, piece)])
+        return flat.view(tensor.shape)
+
+    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+        for tensor in tensors:
+            tensor.copy_(self(tensor))

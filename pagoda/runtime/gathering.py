@@ -1,0 +1,135 @@
+"""Gathering: whole weights of a unit, made of every rank's slice."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from pagoda.errors import RankError
+from pagoda.memory.arena import Arena
+from pagoda.memory.page import pages_for
+from pagoda.parallel.agreement import Asks, Call
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.ranks import ring_bytes
+from pagoda.plan.shards import Span
+from pagoda.runtime.collective import Collectives, askers
+from pagoda.runtime.device import Device, Event
+from pagoda.runtime.lanes import Handle
+from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit
+
+_SECONDS_TO_UPDATE = 10.0
+
+_MESSAGE_BYTES = 4 << 20
+"""Slices travel in messages of at most this many bytes."""
+
+
+class Gathering:
+    """Gathers into leases where ranks have slices of the weights (stage 3), and into the homes where every rank has all
+    weights and updates a slice of them (stages 1 and 2)."""
+
+    def __init__(self, collectives: Collectives, store: Store, units: Sequence[LiveUnit], device: Device) -> None:
+        self._collectives = collectives
+        self._shards = collectives.shards
+        self._store = store
+        self._units = units
+        self._device = device
+        self._dtype = store.dtype(WEIGHT)
+        self._updated: dict[int, Handle] = {}
+        """unit -> this rank's latest update of a slice that is shared."""
+        collectives.serve(Asks.GATHER, self._serve)
+        collectives.serve(Asks.SHARE, self._serve)
+
+    def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
+        """Complete a lease, shape [numel], in which this rank's slice lies once `own` has ended, and which others'
+        slices may overwrite once compute has passed `free`."""
+        spec, me = unit.spec, self._shards.rank
+
+        def work(calls: Sequence[Call]) -> None:
+            asking = askers(call, calls)
+            free.synchronize()
+            mine = self._messages(weights, self._shards.spans(spec, WEIGHT))
+            sharers = [rank for rank in self._shards.sharers(spec) if rank != me]
+            sends = [(rank, message) for message in mine for rank in sharers if rank in asking]
+            receives = [
+                (rank, message)
+                for rank in sharers
+                for message in self._messages(weights, self._shards.spans(spec, WEIGHT, rank))
+            ]
+            self._collectives.wire.trade(sends, receives)
+
+        call = Call(Asks.GATHER, unit.index, unit.version)
+        sent = ring_bytes(weights.nbytes, len(self._shards.sharers(spec)))
+        return self._collectives.submit(call, work, (own,), sent, f"gather {spec.name}")
+
+    def share(self, unit: LiveUnit, updated: Handle) -> Handle:
+        """Have every rank's updated slice of a unit's weights in this rank's home, once its own is `updated`."""
+        spec, me = unit.spec, self._shards.rank
+        home = self._store.tensor(unit.index, WEIGHT)
+        assert home is not None, "ranks that have all weights have them in RAM"
+
+        def work(calls: Sequence[Call]) -> None:
+            asking = askers(call, calls)
+            mine = self._messages(home, [self._shards.updated(spec)])
+            sharers = [rank for rank in self._shards.sharers(spec) if rank != me]
+            sends = [(rank, message) for message in mine for rank in sharers if rank in asking]
+            receives = [
+                (rank, message)
+                for rank in sharers
+                for message in self._messages(home, [self._shards.updated(spec, rank)])
+            ]
+            self._collectives.wire.trade(sends, receives)
+
+        self._updated[unit.index] = updated
+        call = Call(Asks.SHARE, unit.index, unit.version)
+        sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
+        return self._collectives.submit(call, work, (updated,), sent, f"share {spec.name}")
+
+    def _serve(self, call: Call, calls: Sequence[Call]) -> None:
+        """Send this rank's slice of a unit's weights to those who ask for it."""
+        unit, me = self._units[call.about], self._shards.rank
+        asking = [rank for rank in askers(call, calls) if rank in self._shards.sharers(unit.spec) and rank != me]
+        if not asking:
+            return
+        shared = call.asks is Asks.SHARE
+        deadline = time.monotonic() + _SECONDS_TO_UPDATE
+        while shared and unit.version < call.version and time.monotonic() < deadline:
+            time.sleep(0.001)  # this rank's compute is about to queue the same update
+        update = self._updated.get(unit.index) if shared else unit.update
+        if update is not None:
+            update.wait()
+        spans = [self._shards.updated(unit.spec)] if shared else self._shards.spans(unit.spec, WEIGHT)
+        for span in spans:
+            for message in self._home_messages(unit, span):
+                self._check_version(unit, call)
+                self._collectives.wire.trade([(rank, message) for rank in asking], ())
+        self._check_version(unit, call)
+
+    def _check_version(self, unit: LiveUnit, call: Call) -> None:
+        if unit.version != call.version:
+            raise RankError(
+                f"Another rank asks for the weights of {unit.spec.name!r} after {call.version} updates, and rank "
+                f"{self._shards.rank} has made {unit.version}: run the same steps on every rank, and where graphs "
+                "differ, leave out wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
+            )
+
+    def _messages(self, weights: torch.Tensor, spans: Iterable[Span]) -> list[torch.Tensor]:
+        """The spans of a whole unit's weights, in messages."""
+        most = _MESSAGE_BYTES // self._dtype.itemsize
+        return [message for span in spans for message in torch.split(weights[span.start : span.stop], most)]
+
+    def _home_messages(self, unit: LiveUnit, span: Span) -> Iterator[torch.Tensor]:
+        """A span of this rank's home of a unit's weights, in the same messages, where the wire can send them from."""
+        home, itemsize = self._store.tensor(unit.index, WEIGHT), self._dtype.itemsize
+        first = span.at if self._shards.is_cut(unit.spec, WEIGHT) else span.start
+        most = _MESSAGE_BYTES // itemsize
+        for start in range(first, first + len(span), most):
+            count = min(most, first + len(span) - start)
+            if home is not None:
+                message = home[start : start + count]
+            else:
+                page = self._store.plan.page_bytes
+                window = Arena((pages_for(count * itemsize, page) + 1) * page)
+                data = self._store.read_into(window.view(0, window.nbytes), unit.index, WEIGHT, start, count)
+                message = torch.frombuffer(data, dtype=self._dtype).clone()
+            yield message.to(self._device.torch_device)

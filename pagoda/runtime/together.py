@@ -1,0 +1,169 @@
+"""Together: all that a model's ranks do with one another, as the engine asks for it."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.optim.rule import StateSpec
+from pagoda.parallel.exact import exact_parts
+from pagoda.parallel.mesh import Mesh
+from pagoda.parallel.wire import Wire
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.units import UnitSpec
+from pagoda.runtime.collective import Collectives
+from pagoda.runtime.device import Device, Event
+from pagoda.runtime.gathering import Gathering
+from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.reducing import Buffers, Reducer
+from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit
+
+_MESSAGE_ELEMENTS = 1 << 20
+
+SquareSums = Callable[[Iterable[UnitGradient]], list[list[float]]]
+"""The square sums of the gradients that a step uses, by param group."""
+
+
+@dataclass(frozen=True)
+class NormTerms:
+    """Terms of a global norm."""
+
+    square_sums: list[list[float]]
+    """By param group: what they add up to, exactly, the square sums of all ranks do."""
+    non_finite: str | None
+    """Name of the first parameter whose gradient is NaN or infinite on some rank."""
+
+
+class Together:
+    """One engine's dealings with those of other ranks. See `Collectives` for their order."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        wire: Wire,
+        store: Store,
+        units: Sequence[LiveUnit],
+        gradients: Gradients,
+        buffers: Buffers,
+        device: Device,
+        copies: Lane,
+        stalled: Callable[[str, float], None],
+    ) -> None:
+        self._store = store
+        self._units = units
+        self._gradients = gradients
+        slots = max(unit.trainable for unit in units)
+        self.collectives = Collectives(mesh, wire, store.shards, slots)
+        self._gathering = Gathering(self.collectives, store, units, device)
+        early = store.plan.options.update_under_backward
+        self.reducer = Reducer(self.collectives, gradients, units, buffers, device, copies, stalled, early)
+        self._shares: dict[int, Handle] = {}
+        """unit -> its updated weights on their way from and to other ranks."""
+        self.saver_wire = Wire(mesh.world)
+        """For the thread that writes checkpoints."""
+        store.assemble = self._assemble
+
+    @property
+    def rank(self) -> int:
+        return self.collectives.mesh.rank
+
+    def announce(self, what: str, data: bytes) -> list[bytes]:
+        """Every rank's bytes, which each of them gives at the same point of its program."""
+        found: list[bytes] = []
+        self.collectives.jointly(what, lambda _: found.extend(self.collectives.wire.announce_bytes(data)))
+        return found
+
+    def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
+        """Complete a lease of this rank's slice, if ranks have slices; see `Gathering.gather`."""
+        if not self._store.shards.is_cut(unit.spec, WEIGHT):
+            return own
+        return self._gathering.gather(unit, weights, own, free)
+
+    def share(self, unit: LiveUnit, updated: Handle) -> Handle:
+        """What ends when all of a unit's new weights are here, of which this rank's are once `updated` has ended."""
+        if not self._store.plan.layout.gathers_after_update(unit.spec):
+            return updated
+        shared = self._shares[unit.index] = self._gathering.share(unit, updated)
+        return shared
+
+    def drain(self) -> None:
+        """Wait until the weights of the last step are here."""
+        shares, self._shares = self._shares, {}
+        wait_all(shares.values())
+
+    def norm_terms(self, what: str, terms: Mapping[int, UnitGradient], square_sums: SquareSums) -> NormTerms:
+        """What the gradient's norm is the root of the sum of, of all ranks, and the first parameter that is not finite.
+
+        All ranks ask for it at the same point (`what` says which), and whatever was asked for before is done then.
+        `terms` are gradients whose update has been queued; the others of this step are found when all ranks are there.
+        """
+        self.reducer.flush()
+        found: list[NormTerms] = []
+
+        def work(_: object) -> None:
+            records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
+            for record in records.values():
+                self._mark(record)
+            wire = self.collectives.wire
+            counted = [record for record in records.values() if self._counts(record.unit.spec)]
+            finite = [[s for s in sums if math.isfinite(s)] for sums in square_sums(counted)]
+            sums = [wire.announce_floats(exact_parts(of_group)) for of_group in finite]
+            found.append(NormTerms(sums, self._first_non_finite(records.values())))
+
+        self.collectives.jointly(what, work)
+        return found[0]
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that no step has used, on every rank at once."""
+        if self.reducer.is_empty and not self._gradients.records():
+            return
+        self.reducer.drop()
+        self.collectives.jointly("optimizer.zero_grad() with gradients to drop", lambda _: None)
+
+    def close(self) -> None:
+        """Leave the others."""
+        self.collectives.close()
+
+    def _first_non_finite(self, records: Iterable[UnitGradient]) -> str | None:
+        """Name of the parameter whose gradient was the first on any rank that is NaN or infinite."""
+        here = [(at[0], record.unit.index, at[1]) for record in records if (at := record.non_finite_slot())]
+        everywhere = self.collectives.wire.announce(min(here, default=(-1, -1, -1)))
+        found = [(order, unit, slot) for order, unit, slot in everywhere if unit >= 0]
+        if not found:
+            return None
+        _, unit, slot = min(found)
+        return self._units[unit].name(slot)
+
+    def _counts(self, spec: UnitSpec) -> bool:
+        """Whether this rank's slice is the one of its copies that a norm counts."""
+        return self._store.shards.copies(spec)[0] == self._store.shards.rank
+
+    def _mark(self, record: UnitGradient) -> None:
+        """Let parameters show a gradient that has arrived on other ranks only: this step updates them."""
+        unit = record.unit
+        for slot in record.present:
+            if not record.arrivals[slot]:
+                unit.params[slot].grad = unit.markers[slot]
+
+    def _assemble(self, spec: UnitSpec, state: StateSpec, start: int, out: torch.Tensor) -> None:
+        """Elements of a state from `start` on: this rank's lie in `out`, the others' come."""
+        shards = self._store.shards
+
+        def parts(rank: int) -> list[torch.Tensor]:
+            found: list[torch.Tensor] = []
+            for span in shards.spans(spec, state.name, rank):
+                first = max(start, state.elements(span.start)) - start
+                last = min(start + out.numel(), state.elements(span.stop)) - start
+                if first < last:
+                    found.extend(torch.split(out[first:last], _MESSAGE_ELEMENTS))
+            return found
+
+        def work(_: object) -> None:
+            others = [rank for rank in shards.sharers(spec) if rank != shards.rank]
+            sends = [(rank, part) for rank in others for part in parts(shards.rank)]
+            self.collectives.wire.trade(sends, [(rank, part) for rank in others for part in parts(rank)])
+
+        self.collectives.jointly(f"reading {state.name} of {spec.name!r} from element {start}", work)

@@ -1,0 +1,68 @@
+"""Every rank's figures of a step, and what they are together."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import torch.distributed as dist
+
+from pagoda.parallel.mesh import Mesh
+from pagoda.train.metrics import MetricsFile, StepMetrics
+from pagoda.train.run_dir import RunDir
+
+
+def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
+    """The step's figures of all ranks together, and the signal that has reached any of them, which stops all."""
+    if mesh.size == 1:
+        return mine, stopped_by
+    everyone: list[str] = [""] * mesh.size
+    said = json.dumps([asdict(mine), stopped_by])
+    mesh.jointly("the metrics of a step", lambda: dist.all_gather_object(everyone, said))
+    metrics, signals = zip(*map(json.loads, everyone), strict=True)
+    return merged([StepMetrics(**fields) for fields in metrics]), next((s for s in signals if s is not None), None)
+
+
+def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
+    """Of losses the mean; of seconds, stalls and peaks the most; of bytes and counts the sum; of rates the least."""
+    first = by_rank[0]
+    slowest = max(metrics.step_s for metrics in by_rank)
+    return replace(
+        first,
+        loss=math.fsum(metrics.loss for metrics in by_rank) / len(by_rank),
+        step_s=slowest,
+        tokens_per_s=first.tokens_per_s * first.step_s / slowest,
+        stall_s={lane: max(metrics.stall_s[lane] for metrics in by_rank) for lane in first.stall_s},
+        bytes_moved={lane: sum(metrics.bytes_moved[lane] for metrics in by_rank) for lane in first.bytes_moved},
+        peak_bytes={tier: max(metrics.peak_bytes[tier] for metrics in by_rank) for tier in first.peak_bytes},
+        prefetch_hit_rate=min(metrics.prefetch_hit_rate for metrics in by_rank),
+        faults=sum(metrics.faults for metrics in by_rank),
+    )
+
+
+class MetricsFiles:
+    """The metrics of all ranks together, which the first writes, and of several ranks each one's own."""
+
+    def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int) -> None:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        self._together = MetricsFile(run_dir.metrics, after_step) if mesh.rank == 0 else None
+        self._own = MetricsFile(run_dir.metrics_of(mesh.rank), after_step) if mesh.size > 1 else None
+
+    def write(self, together: StepMetrics, mine: StepMetrics) -> None:
+        """Append one step."""
+        if self._together is not None:
+            self._together.write(together)
+        if self._own is not None:
+            self._own.write(mine)
+
+    def sync(self) -> None:
+        """Returns once every line would survive a power loss."""
+        for file in self._files():
+            file.sync()
+
+    def close(self) -> None:
+        for file in self._files():
+            file.close()
+
+    def _files(self) -> list[MetricsFile]:
+        return [file for file in (self._together, self._own) if file is not None]

@@ -1,0 +1,94 @@
+"""Runs scenarios in groups of forked processes: a program for tests, which imports everything once.
+
+It says "ready", then reads one request a line from stdin, as JSON: "ranks", "scenario" (a name in `scenarios`),
+"arguments", "out" (a directory), "timeout_s", "environment", "kill" (rank -> number of the signal that it is sent once
+it has made the file `kill-RANK`) and "kill_after" (rank -> seconds from the fork to SIGKILL). Each rank calls the
+scenario, and what it returns goes to `rank-R.pt`; an error goes to `error-R.txt`. The answer is a line: {"status": each
+rank's exit status, minus the signal, or null if it was still running}.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import scenarios
+
+
+def play(request: dict[str, Any], rank: int, port: int) -> int:
+    """In the child: one rank."""
+    size = request["ranks"]
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        **request.get("environment", {}),
+    )
+    out = Path(request["out"])
+    stacks = (out / f"hang-{rank}.txt").open("w")
+    faulthandler.dump_traceback_later(request["timeout_s"] - 2, file=stacks)
+    try:
+        result = getattr(scenarios, request["scenario"])(out, **request["arguments"])
+        torch.save(result, out / f"rank-{rank}.pt")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        (out / f"error-{rank}.txt").write_text(traceback.format_exc())
+        return 1
+    return 0
+
+
+def attempt(request: dict[str, Any]) -> list[int | None]:
+    """Fork every rank and wait for all, at most as long as the request says."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = {}
+    for rank in range(request["ranks"]):
+        child = os.fork()
+        if child == 0:
+            os._exit(play(request, rank, port))
+        children[child] = rank
+    status: list[int | None] = [None] * request["ranks"]
+    deadline = time.monotonic() + request["timeout_s"]
+    started = time.monotonic()
+    shots = sorted((after, int(rank)) for rank, after in request.get("kill_after", {}).items())
+    kills = {int(rank): number for rank, number in request.get("kill", {}).items()}
+    while children and time.monotonic() < deadline:
+        for rank in [r for r in kills if (Path(request["out"]) / f"kill-{r}").exists()]:
+            os.kill(next(child for child, r in children.items() if r == rank), kills.pop(rank))
+        if shots and time.monotonic() - started > shots[0][0]:
+            victim = next((child for child, r in children.items() if r == shots[0][1]), None)
+            if victim is not None:
+                os.kill(victim, signal.SIGKILL)
+            del shots[0]
+        child, ended = os.waitpid(-1, os.WNOHANG)
+        if child:
+            status[children.pop(child)] = os.waitstatus_to_exitcode(ended)
+        else:
+            time.sleep(0.005)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return status
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    scenarios.warm_up()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"status": attempt(json.loads(line))}), flush=True)

@@ -1,0 +1,260 @@
+"""What each rank does in a test: functions that `rank_server` calls in every process of a group."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from zoo import Outcome, Recipe, batch, loss_of, take_step
+
+import pagoda
+from pagoda.optim import means
+from pagoda.optim.kernels import warm_up as warm_up_kernels
+from pagoda.parallel.world import launched
+from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, make_plan
+from pagoda.runtime.construct import describe
+from pagoda.train import TrainConfig, run
+
+PAGE = 4096
+
+
+def warm_up() -> None:
+    """Compile everything before forks."""
+    for precision in ("bf16", "fp32"):
+        warm_up_kernels(pagoda.AdamW(), precision)
+    means.warm_up(torch.bfloat16)
+    means.warm_up(torch.float32)
+
+
+def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> pagoda.Memory:
+    """Budgets by name: everything in RAM; moments on SSD; everything on SSD, in the least RAM there can be; the same in
+    a memory of its own for compute."""
+    sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB"}
+    if kind == "ram":
+        return pagoda.Memory(host="64MiB", **sizes)
+    model = recipe.build()
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    root, states = describe(model, trained), pagoda.AdamW(moments=recipe.moments).states(recipe.precision)
+    announced = recipe.accumulation if recipe.announced else None
+    options = Options(PAGE, 64 << 10, announced, recipe.clip is not None, keep_checkpoints=0)
+    ranks = mesh.ranks if mesh.size > 1 else None
+    layout = make_plan(root, states, Budgets(1 << 40), options, ranks).layout
+    device = None
+    if kind.startswith("arena"):
+        device = (layout.lease_pages(ahead=1) + layout.collective_pages) * PAGE
+        sizes["device"] = f"cpu:{device}"
+    if kind == "arena":
+        return pagoda.Memory(host="64MiB", **sizes)
+    try:
+        make_plan(root, states, Budgets(PAGE, device, 1 << 40), options, ranks)
+        raise AssertionError("one page of RAM is not enough")
+    except pagoda.BudgetError as refused:
+        host = refused.needed_bytes or 0
+    if kind == "moments-ssd":
+        host += (layout.total_pages(WEIGHT) + layout.total_pages(GRAD)) * PAGE
+    return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", **sizes)
+
+
+def wrapped(
+    recipe: Recipe, kind: str, out: Path, stage: int, replicas: int = 1, **options: Any
+) -> tuple[nn.Module, Any]:
+    """A model of the zoo, wrapped by every rank."""
+    mesh = pagoda.open_mesh(stage=stage, replicas=replicas)
+    return pagoda.wrap(
+        recipe.build(),
+        pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=recipe.moments),
+        memory=memory_of(kind, out, recipe, mesh),
+        precision=recipe.precision,
+        clip_grad_norm=recipe.clip,
+        accumulation_steps=recipe.accumulation if recipe.announced else None,
+        mesh=mesh,
+        **options,
+    )
+
+
+def place() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    world = launched()
+    return world.rank, world.size
+
+
+def take_steps(
+    made: Recipe,
+    model: nn.Module,
+    optimizer: Any,
+    outcome: Outcome,
+    parts: int,
+    steps: range,
+    left_out: list[list[int]] | None = None,
+    lengths: dict[str, int] | None = None,
+) -> None:
+    """Each rank takes its share of the `parts` micro-batches of a step, whose losses are divided such that gradients
+    are the mean over all.
+
+    `left_out` has (step, part) of those that nobody takes; `lengths` has the tokens of those that are shorter, by part.
+    """
+    rank, size = place()
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps.stop):
+        losses = []
+        for part in range(parts):
+            data = batch(made.model, generator)
+            mine = part * size // parts == rank and [step, part] not in (left_out or [])
+            if step < steps.start or not mine:
+                continue
+            length = (lengths or {}).get(str(part))
+            loss = loss_of(model(**{name: values[:, :length] for name, values in data.items()} if length else data))
+            (loss / (parts // size)).backward()
+            losses.append(loss.item())
+        if step >= steps.start:
+            outcome.losses.append(losses)
+            take_step(optimizer, outcome)
+
+
+def train(
+    out: Path,
+    recipe: dict[str, Any],
+    kind: str = "ram",
+    stage: int = 3,
+    replicas: int = 1,
+    parts: int = 0,
+    **departures: Any,
+) -> dict[str, Any]:
+    """Train a model and give back everything that it leaves behind; each step has a micro-batch a rank by default."""
+    made = Recipe(**recipe)
+    model, optimizer = wrapped(made, kind, out, stage, replicas)
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), **departures)
+    plan = pagoda.plan_of(model)
+    together = optimizer._engine.together
+    result = {
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "faults": outcome.faults,
+        "moved": outcome.moved,
+        "weights": model.state_dict(),
+        "states": optimizer.state_dict()["state"],
+        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
+        "peak": optimizer.stats.peak_bytes,
+        "plan_peak": dict(plan.peak_bytes),
+        "parameters": plan.parameters,
+        "served": together.collectives.served if together is not None else 0,
+        "on_ssd": sorted(state for state in plan.bytes.get("ssd", {}) if state != GRAD),
+    }
+    optimizer.close()
+    return result
+
+
+def save_and_go_on(
+    out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
+) -> dict[str, Any]:
+    """Train, save a checkpoint on the way, and give back the state at that point and the losses after it."""
+    made = Recipe(**recipe)
+    model, optimizer = wrapped(made, kind, out, stage)
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after))
+    optimizer.save_checkpoint(directory, {"step": saved_after}, wait=False)
+    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
+    optimizer.wait_for_checkpoint()
+    extra = optimizer.load_checkpoint(directory)
+    result = {"losses": outcome.losses, "extra": extra, **state_of(model, optimizer)}
+    optimizer.close()
+    return result
+
+
+def resume(
+    out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
+) -> dict[str, Any]:
+    """Load a checkpoint, give back the state it holds, and go on; every rank takes the same share as before."""
+    made = Recipe(**recipe)
+    model, optimizer = wrapped(made, kind, out, stage)
+    extra = optimizer.load_checkpoint(directory)
+    state = state_of(model, optimizer)
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
+    optimizer.close()
+    return {"losses": outcome.losses, "extra": extra, **state}
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"weights": model.state_dict(), "states": optimizer.state_dict()["state"]}
+
+
+def gather_some(out: Path) -> dict[str, Any]:
+    """Read and change parameters under ranks."""
+    made = Recipe("llama", steps=1)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, place()[1], range(1))
+    before = model.state_dict()["model.norm.weight"].clone()
+    with pagoda.gathered(model.model.norm, modify=True), torch.no_grad():
+        model.model.norm.weight += 1
+    after = model.state_dict()["model.norm.weight"].clone()
+    optimizer.close()
+    return {"before": before, "after": after}
+
+
+def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What `pagoda train` does in each rank."""
+    result = run(TrainConfig.from_json(json.dumps(config)), Console(file=io.StringIO()))
+    return {"steps": (result.first_step, result.last_step), "loss": result.final_loss}
+
+
+def kill_one(out: Path, victim: int) -> None:
+    """Train until rank `victim` is killed, in the middle of a step."""
+    made = Recipe("llama", steps=1000)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(3))
+    if place()[0] == victim:
+        (out / f"kill-{victim}").touch()
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 1000))
+
+
+def leave_early(out: Path) -> None:
+    """Rank 1 runs fewer steps than the others."""
+    made = Recipe("llama", steps=2 if place()[0] == 1 else 5)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(made.steps))
+    optimizer.close()
+
+
+def read_alone(out: Path) -> None:
+    """Rank 0 reads the weights while the others go on training."""
+    made = Recipe("llama", steps=2)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    if place()[0] == 0:
+        model.state_dict()
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1, 2))
+
+
+def different_settings(out: Path) -> None:
+    """Rank 1 has another learning rate."""
+    recipe = Recipe("llama")
+    pagoda.wrap(
+        recipe.build(), pagoda.AdamW(lr=1e-2 * (1 + int(os.environ["RANK"]))), memory=pagoda.Memory(host="64MiB")
+    )
+
+
+def not_finite(out: Path) -> dict[str, Any]:
+    """The gradient of rank 1 is NaN: no rank may change a weight."""
+    made = Recipe("llama", steps=1)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    before = model.state_dict()
+    loss = loss_of(model(**batch("llama", torch.Generator().manual_seed(1))))
+    (loss * (torch.nan if place()[0] == 1 else 1.0)).backward()
+    try:
+        optimizer.step()
+        error = ""
+    except pagoda.NonFiniteGradientError as found:
+        error = str(found)
+    after = model.state_dict()
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    optimizer.close()
+    return {"error": error, "same": all(torch.equal(before[name], after[name]) for name in before)}

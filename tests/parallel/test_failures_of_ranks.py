@@ -1,0 +1,57 @@
+"""Ranks that fail, leave or differ: the others say which and why, and none waits for ever."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import RankServer
+
+
+def errors_of(ranks: RankServer, scenario: str, count: int, out: Path, **settings: object) -> list[str]:
+    """What each rank said when it failed; empty for those that did not."""
+    status = ranks.ask(scenario, count, out, **settings)
+    assert None not in status, "\n".join(path.read_text() for path in sorted(out.glob("hang-*.txt")))
+    files = [out / f"error-{rank}.txt" for rank in range(count)]
+    return [file.read_text().splitlines()[-1] if file.exists() else "" for file in files]
+
+
+@pytest.mark.parametrize(("count", "victim"), [(2, 1), (4, 0)])
+def test_a_killed_rank_stops_the_others_which_name_it(
+    count: int, victim: int, ranks: RankServer, tmp_path: Path
+) -> None:
+    kill = {str(victim): int(signal.SIGKILL)}
+    errors = errors_of(ranks, "kill_one", count, tmp_path, arguments={"victim": victim}, kill=kill)
+    for rank, error in enumerate(errors):
+        assert (f"RankError: Rank {victim} (process" in error) == (rank != victim), error
+
+
+def test_a_rank_that_leaves_early_stops_the_others_which_name_it(ranks: RankServer, tmp_path: Path) -> None:
+    errors = errors_of(ranks, "leave_early", 2, tmp_path)
+    assert "Rank 1 has closed its optimizer" in errors[0]
+    assert errors[1] == ""
+
+
+def test_what_needs_every_rank_is_refused_where_one_asks_alone(ranks: RankServer, tmp_path: Path) -> None:
+    for error in errors_of(ranks, "read_alone", 2, tmp_path):
+        assert "UsageError: Ranks are at different points" in error
+        assert "rank 0 is at reading weight" in error
+        assert "rank 1 is at optimizer.step()" in error
+
+
+def test_ranks_with_other_settings_are_refused_before_the_first_step(ranks: RankServer, tmp_path: Path) -> None:
+    for error in errors_of(ranks, "different_settings", 2, tmp_path):
+        assert "ConfigError: Ranks have different optimizer: rank 1" in error
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_on_any(ranks: RankServer, tmp_path: Path) -> None:
+    for result in ranks.run("not_finite", 2, tmp_path):
+        assert "is not finite" in result["error"]
+        assert result["same"]
+
+
+def test_gathered_parameters_are_whole_on_every_rank_and_changes_stay(ranks: RankServer, tmp_path: Path) -> None:
+    first, second = ranks.run("gather_some", 2, tmp_path)
+    assert torch.equal(first["after"], second["after"])
+    assert torch.equal(first["before"] + 1, first["after"])

@@ -1,0 +1,125 @@
+"""Ranks train as one rank would that takes their batches in turn: the same bits, where sums have the same order.
+
+In fp32, a mean over ranks is the sum that accumulating over micro-batches gives. In bf16 that holds for two ranks: of
+more, the mean is rounded once, and the accumulated sum at every micro-batch.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import RankServer
+
+Result = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def alone(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one rank gives that takes `parts` micro-batches a step, of a recipe."""
+
+    @cache
+    def train(recipe: str, parts: int, departures: str = "{}") -> Result:
+        made = json.loads(recipe)
+        if made.get("announced"):
+            made["accumulation"] = parts
+        out = tmp_path_factory.mktemp("alone")
+        result: Result = ranks.run("train", 1, out, recipe=made, parts=parts, **json.loads(departures))[0]
+        return result
+
+    return train
+
+
+SLOW = pytest.mark.slow
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    # name: ranks, recipe, placement
+    "stage 3": (2, {"clip": None}, {}),
+    "stage 3, clipped, on ssd": (2, {}, {"kind": "ssd"}),
+    "stage 3, clipped, in an arena, on ssd": (2, {}, {"kind": "arena-ssd"}),
+    "stage 3, four ranks, fp32": (4, {"precision": "fp32"}, {}),
+    "stage 3, under backward, on ssd": (2, {"clip": None, "announced": True}, {"kind": "ssd"}),
+    "stage 3, frozen and checkpointed, on ssd": (2, {"frozen": True, "checkpointing": True}, {"kind": "ssd"}),
+    "stage 2": (2, {}, {"stage": 2}),
+    "stage 2, moments on ssd": (2, {"clip": None}, {"stage": 2, "kind": "moments-ssd"}),
+    "stage 1": (2, {}, {"stage": 1}),
+    "stage 1, four ranks, fp32, moments on ssd": (4, {"precision": "fp32"}, {"stage": 1, "kind": "moments-ssd"}),
+    "t5, 8-bit moments": (2, {"model": "t5", "moments": "8bit"}, {}),
+    "conv, bf16 moments, on ssd": (2, {"model": "conv", "moments": "bf16"}, {"kind": "ssd"}),
+}
+
+
+QUICK = ("stage 3, clipped, on ssd", "stage 3, frozen and checkpointed, on ssd", "stage 2", "stage 1")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
+def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, alone: Any, tmp_path: Path) -> None:
+    count, recipe, placement = CASES[name]
+    recipe = {"model": "llama", **recipe}
+    expected = alone(json.dumps(recipe), count)
+    results = ranks.run("train", count, tmp_path, recipe=recipe, **placement)
+    for step, losses in enumerate(expected["losses"]):
+        assert [result["losses"][step] for result in results] == [[loss] for loss in losses]
+    for result in results:
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-12)
+        for param, weight in expected["weights"].items():
+            assert torch.equal(weight, result["weights"][param]), param
+        assert result["states"].keys() == expected["states"].keys()
+        for index, states in expected["states"].items():
+            assert all(torch.equal(value, result["states"][index][state]) for state, value in states.items()), index
+        assert all(peak <= result["plan_peak"][tier] for tier, peak in result["peak"].items())
+        kind = placement.get("kind", "ram")
+        assert ("exp_avg_sq" in " ".join(result["on_ssd"])) == ("ssd" in kind)
+        assert ("weight" in result["on_ssd"]) == (kind in ("ssd", "arena-ssd"))
+
+
+DEPARTURES: dict[str, dict[str, Any]] = {
+    "a rank has no batch": {"left_out": [[1, 1], [3, 0]]},
+    "ranks have sequences of different lengths": {"lengths": {"1": 7}},
+}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
+@pytest.mark.parametrize("name", DEPARTURES)
+def test_ranks_that_do_different_things_take_part_in_what_others_need(
+    name: str, stage: int, ranks: RankServer, alone: Any, tmp_path: Path
+) -> None:
+    recipe = {"model": "llama"}
+    expected = alone(json.dumps(recipe), 2, json.dumps(DEPARTURES[name]))
+    results = ranks.run("train", 2, tmp_path, recipe=recipe, stage=stage, **DEPARTURES[name])
+    for step, losses in enumerate(expected["losses"]):
+        assert [loss for result in results for loss in result["losses"][step]] == losses
+    for result in results:
+        for param, weight in expected["weights"].items():
+            assert torch.equal(weight, result["weights"][param]), param
+    assert any(result["served"] for result in results) == ("left_out" in DEPARTURES[name])
+
+
+def test_hybrid_sharding_differs_by_the_order_of_sums_only(ranks: RankServer, alone: Any, tmp_path: Path) -> None:
+    recipe = {"model": "llama", "precision": "fp32", "clip": None, "steps": 2}
+    expected = alone(json.dumps(recipe), 4)
+    results = ranks.run("train", 4, tmp_path, recipe=recipe, replicas=2)
+    first = results[0]
+    for result in results[1:]:
+        assert all(torch.equal(weight, result["weights"][name]) for name, weight in first["weights"].items())
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(first["weights"][name], weight, rtol=0, atol=1e-3)
+    assert first["norms"] == pytest.approx(expected["norms"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "count"), [(1, 2), pytest.param(1, 4, marks=SLOW), pytest.param(2, 2, marks=SLOW), (2, 4), (3, 4)]
+)
+def test_a_rank_holds_what_its_stage_says(stage: int, count: int, ranks: RankServer, tmp_path: Path) -> None:
+    """12 bytes a parameter and 2 of gradient: 2 of weights, 2 of gradients, 10 of the rest, each divided or not."""
+    recipe = {"model": "llama", "steps": 1}
+    for result in ranks.run("train", count, tmp_path, recipe=recipe, stage=stage):
+        held = {line: nbytes / result["parameters"] for line, nbytes in result["lines"]["host"].items()}
+        weights, grads = 2 / count if stage == 3 else 2, 2 / count if stage >= 2 else 2
+        assert held["weight"] == pytest.approx(weights, rel=0.15)  # whole pages of small units
+        assert held["grad"] == pytest.approx(grads, rel=0.15)
+        rest = held["weight_low"] + held["exp_avg"] + held["exp_avg_sq"]
+        assert rest == pytest.approx(10 / count, rel=0.15)
+        assert result["peak"]["host"] <= result["plan_peak"]["host"]
