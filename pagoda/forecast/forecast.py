@@ -181,7 +181,7 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
     except BudgetError as refusal:
         return Forecast(config, machine, subject, activations, notes, setting, None, refusal)
     how = f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
-    if measure and machine.here and machine.hardware.device is None and subject.buildable:
+    if measure and machine.here and machine.hardware.device is None and subject.measurable:
         setting = replace(setting, compute=_measured(config, subject))
         how = f"compute: a layer and the head, measured here just now; what chose the plan is {how[9:]}"
     return Forecast(config, machine, subject, activations, (*notes, f"{how}."), setting, setting.search(), None)

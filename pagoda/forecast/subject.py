@@ -5,9 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.models.mixture_shapes import MIXTURE_SHAPES
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.plan.describe import exchanged_elements, forward_flops, module_spec
 from pagoda.plan.units import ModuleSpec
+
+_MIXTURE_KEEPS, _MIXTURE_KEEPS_PER_CHOICE = 4.0, 2.5
+"""Of `pagoda.models.moe`, which recomputes attention and experts, not routing: inputs of attention and of the norm, the
+router's in fp32; and of each choice 1.25 times (the capacity factor) what goes to experts and what comes back."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,11 @@ class Subject:
     ffn: int
     """Width inside a layer's MLP; of all experts that see a token."""
     vocab: int
-    buildable: bool
-    """Whether `pagoda train` can build it; a paper's shape it cannot."""
+    measurable: bool
+    """Whether its compute can be measured: not of a paper's shape, which is not built, nor of a mixture of experts,
+    whose layers take as long as routing makes them."""
+    kept_hidden: float = 1.0
+    """Tensors of hidden width that a layer keeps until backward, with gradient checkpointing."""
     exchanged: Mapping[str, int] = field(default_factory=dict)
     """Module that holds a block's experts -> elements of tokens that a rank sends to others' in one forward pass."""
 
@@ -43,9 +51,11 @@ def find_subject(
 ) -> Subject:
     """The model called `name`: a paper's shape, or what `pagoda.models.build_model` builds.
 
+    Of an encoder-decoder, the encoder reads `seq_len` tokens and the decoder as many.
+
     Raises ConfigError: as `build_model`; experts that `expert_parallel` ranks cannot divide.
     """
-    shape = PAPER_SHAPES.get(name)
+    shape = PAPER_SHAPES.get(name) or MIXTURE_SHAPES.get(name)
     if expert_parallel > 1:
         experts = 0 if shape is None else shape.experts
         if not experts:
@@ -67,7 +77,8 @@ def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int
         hidden=shape.hidden,
         ffn=shape.ffn * max(1, shape.top_k),
         vocab=shape.vocab,
-        buildable=False,
+        measurable=False,
+        kept_hidden=_MIXTURE_KEEPS + shape.top_k * _MIXTURE_KEEPS_PER_CHOICE if shape.experts else 1.0,
         exchanged=exchanged_elements(shape, tokens, expert_parallel),
     )
 
@@ -97,7 +108,7 @@ def _of_transformers(name: str, batch_size: int, seq_len: int, count_flops: bool
         hidden=hidden,
         ffn=ffn,
         vocab=vocab,
-        buildable=True,
+        measurable=True,
     )
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from pagoda.errors import ConfigError, unknown_name
+from pagoda.models.mixture_shapes import MIXTURE_SHAPES
 from pagoda.models.papers import GPT_VOCAB
 
 Family = Literal["llama", "gpt2"]
@@ -108,4 +109,5 @@ def find_shape(name: str) -> Shape:
         gpt = _gpt2(name, hidden, layers, hidden // _HEAD_WIDTH)
         return replace(gpt, settings=MappingProxyType({**gpt.settings, "vocab_size": GPT_VOCAB}))
     refusal = f"unknown model {name!r}: neither a built-in shape nor a directory with a config.json."
-    raise unknown_name(name, SHAPES, refusal, f"Built-in shapes: {', '.join(SHAPES)}, and gpt-<layers>x<hidden>.")
+    known = (*SHAPES, *MIXTURE_SHAPES)
+    raise unknown_name(name, known, refusal, f"Built-in shapes: {', '.join(known)}, and gpt-<layers>x<hidden>.")

@@ -163,4 +163,5 @@ def _tree(name: str, layers: list[_Layer]) -> ModuleSpec:
     for layer in layers:
         child = prefix + layer.name[len(prefix) :].partition(".")[0]
         groups.setdefault(child, []).append(layer)
-    return ModuleSpec(name, (), tuple(_tree(child, inside) for child, inside in groups.items()))
+    children = tuple(_tree(child, inside) for child, inside in groups.items())
+    return ModuleSpec(name, (), children, routed=name.endswith(".experts"))

@@ -38,7 +38,7 @@ class Layout:
     ranks: Ranks | None = None
     """None where one rank has everything."""
     expert_units: frozenset[int] = frozenset()
-    """Units of experts, which only some of the ranks share."""
+    """Units of experts: a step uses some of them, and only some of the ranks share each."""
     max_staleness: int | None = None
     """Steps whose gradients may wait to be applied while a forward reads the weights; None where updates are not
     asynchronous. Then weights have two extents, and every gradient one in RAM and one more for each such step."""

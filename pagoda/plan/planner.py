@@ -224,11 +224,11 @@ def make_plan(
     itemsize = states[0].dtype.itemsize
     total = sum(p.numel for p in params) * itemsize
     limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
-    exchanges = dict(exchanges or {})
+    expert_modules = frozenset(root.experts())
     refusals: list[BudgetError] = []
     while True:
-        units = discover(root, limit, itemsize, frozenset(exchanges))
-        experts = frozenset(unit.index for unit in units if is_within(unit.module, exchanges))
+        units = discover(root, limit, itemsize)
+        experts = frozenset(unit.index for unit in units if is_within(unit.module, expert_modules))
         draft = Layout(
             units,
             states,
@@ -262,7 +262,7 @@ def make_plan(
     )
     uses = [use.unit for use in forward_uses(root, units)]
     trace = assumed_trace(uses, options.accumulation_steps or 1)
-    return Plan(layout, budgets, placement, options, trace, reasons, exchanges=exchanges)
+    return Plan(layout, budgets, placement, options, trace, reasons, exchanges=dict(exchanges or {}))
 
 
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:

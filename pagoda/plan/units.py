@@ -49,6 +49,8 @@ class ModuleSpec:
     """Names of parameters that it uses and an earlier module owns."""
     apart: bool = False
     """Shares no unit with what is around it, such as a tile that is fetched alone."""
+    routed: bool = False
+    """Whether its children are experts: each forward uses those that a router chose."""
 
     def walk(self) -> Iterator[ParamSpec]:
         """Every parameter of the subtree, in pre-order."""
@@ -62,6 +64,13 @@ class ModuleSpec:
             yield self.name
         for child in self.children:
             yield from child.modules_apart()
+
+    def experts(self) -> Iterator[str]:
+        """Names of all experts in the subtree."""
+        for child in self.children:
+            if self.routed:
+                yield child.name
+            yield from child.experts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +103,21 @@ class UnitSpec:
         return self.module or "(model)"
 
 
-def discover(
-    root: ModuleSpec, limit_bytes: int, itemsize: int, apart: Collection[str] = frozenset()
-) -> tuple[UnitSpec, ...]:
-    """Split a module tree into units, top down. Modules named in `apart`, or apart of themselves, share no unit with
-    what is around them.
+def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpec, ...]:
+    """Split a module tree into units, top down.
 
     A subtree whose weights fit `limit_bytes` is one unit; a larger one is split into its children, and the
-    parameters it holds itself become a unit of their own, however large. Units come in pre-order.
+    parameters it holds itself become a unit of their own, however large. So is one that holds modules apart or experts,
+    each of which shares no unit with what is around it. Units come in pre-order.
     """
     units: list[UnitSpec] = []
-    apart = {*apart, *root.modules_apart()}
+    around_apart = {name for apart in (*root.modules_apart(), *root.experts()) for name in _around(apart)}
 
     def visit(module: ModuleSpec) -> None:
         params = list(module.walk())
         if not params:
             return
-        mixed = apart and any(name.startswith(f"{module.name}." if module.name else "") for name in apart)
-        if not mixed and sum(p.numel for p in params) * itemsize <= limit_bytes:
+        if module.name not in around_apart and sum(p.numel for p in params) * itemsize <= limit_bytes:
             units.append(_lay_out(len(units), module.name, params))
             return
         if module.params:

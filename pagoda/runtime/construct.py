@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pagoda.checkpoint.pretrained import values_of
 from pagoda.checkpoint.tensors import chunks
 from pagoda.errors import ConfigError
+from pagoda.models.mixture import Experts
 from pagoda.models.tiles import Tiled
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.runtime.adapters import adapter_initialiser
@@ -78,7 +79,9 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
         children = tuple(
             visit(child, _join(name, short)) for short, child in module.named_children() if child not in visited
         )
-        return ModuleSpec(name, tuple(params), children, tuple(tied), module in tiles)
+        return ModuleSpec(
+            name, tuple(params), children, tuple(tied), apart=module in tiles, routed=isinstance(module, Experts)
+        )
 
     parts: dict[int, Part] = {}
     tiles: set[nn.Module] = set()

@@ -3,7 +3,7 @@
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -204,6 +204,10 @@ class Engine:
         if self._meter.tape is not None:
             self._note_access(self._meter.tape, unit, phase)
         return lease
+
+    def expect(self, units: Sequence[LiveUnit]) -> None:
+        """Units of experts that a router has just chosen, in the order in which they will run."""
+        self._pilot.expect(units)
 
     # --- steps ----------------------------------------------------------------------------------------------
 

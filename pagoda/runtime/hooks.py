@@ -1,12 +1,13 @@
 """Hooks on the live model: where its uses of units and its gradients reach the engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from pagoda.models.mixture import Experts
 from pagoda.runtime.blocks import Block, find_blocks, is_compiled
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
@@ -87,6 +88,9 @@ class ModelHooks:
             unit.markers = [unit.placeholders[slot].as_subclass(_GradientElsewhere) for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
+        self._routed = [module for module in model.modules() if isinstance(module, Experts)]
+        for experts in self._routed:
+            self._announce_chosen(experts, needed)
 
     def remove(self) -> None:
         """Take every hook off the model."""
@@ -99,6 +103,8 @@ class ModelHooks:
         for module, call in self._calls.items():
             module.__dict__["_compiled_call_impl"] = call
         self._calls.clear()
+        for experts in self._routed:
+            experts.coming = None
 
     def _bracket(self, module: nn.Module, units: list[LiveUnit], root: bool) -> None:
         brackets = self._engine.brackets
@@ -146,6 +152,17 @@ class ModelHooks:
             return activations.run(block, forward, args, kwargs, again)
 
         block.wrap(run)
+
+    def _announce_chosen(self, experts: Experts, needed: dict[nn.Module, list[LiveUnit]]) -> None:
+        units_of = {
+            expert: list(dict.fromkeys(unit for module in expert.modules() for unit in needed.get(module, [])))
+            for expert in experts.values()
+        }
+
+        def coming(chosen: Sequence[nn.Module]) -> None:
+            self._engine.expect([unit for expert in chosen for unit in units_of[expert]])
+
+        experts.coming = coming
 
     def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
         param = unit.params[slot]

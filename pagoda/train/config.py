@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import parse_bytes
+from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, flag, require
@@ -103,8 +104,9 @@ class TrainConfig:
 
     model: str
     """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN), which starts from random weights, or a directory with a
-    Hugging Face config.json, which starts from the safetensors files beside it, or without any from random weights."""
+    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN, and mixtures of experts: gpt-moe-15m, gpt-moe-120m, gpt-moe-1b,
+    t5-moe-15m, t5-moe-120m, t5-moe-1b), which starts from random weights, or a directory with a Hugging Face
+    config.json, which starts from the safetensors files beside it, or without any from random weights."""
     data: str = "stdlib"
     """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
     steps: int
@@ -112,7 +114,7 @@ class TrainConfig:
     batch_size: int
     """Sequences per forward pass, on each rank."""
     seq_len: int
-    """Tokens per sequence."""
+    """Tokens per sequence. A T5's encoder reads as many, and its decoder says the as many that follow."""
     accumulation_steps: int = 1
     """Forward and backward passes per optimizer step."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -122,6 +124,8 @@ class TrainConfig:
     """What gradients are accumulated in; by default the precision of the weights."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    """Of a built-in mixture of experts."""
     clip_grad_norm: float | None = 1.0
     """Largest global norm of the gradient, or None for no clipping."""
     speculate: bool | None = None

@@ -1,11 +1,12 @@
 """Byte-level text and its order: which bytes a training step reads, as a pure function of seed and step.
 
 The text is one array of bytes; each byte is a token (ids 0 to 255). It is cut into consecutive windows of
-`seq_len` bytes; the last incomplete one is left out. An epoch visits every window once, in an order keyed by
-(seed, epoch). Sample number g = ((step * accumulation_steps + index) * ranks + rank) * batch_size + row is window
-g % windows of epoch g // windows: of each forward pass, ranks have consecutive rows of the batch that one rank would
-have. So a resumed run needs only the number of steps done (`first_step`, `first_sample` where it has other ranks than
-before), and the order never depends on a library's random generator, the batch that came before, or where memory lies.
+`seq_len` bytes (twice as many for a model that reads a text and says how it goes on); the last incomplete one is left
+out. An epoch visits every window once, in an order keyed by (seed, epoch). Sample number
+g = ((step * accumulation_steps + index) * ranks + rank) * batch_size + row is window g % windows of epoch
+g // windows: of each forward pass, ranks have consecutive rows of the batch that one rank would have. So a resumed run
+needs only the number of steps done (`first_step`, `first_sample` where it has other ranks than before), and the order
+never depends on a library's random generator, the batch that came before, or where memory lies.
 """
 
 import hashlib
@@ -93,6 +94,9 @@ class Batches:
     accumulation_steps: int = 1
     """Forward passes per optimizer step."""
     seed: int = 0
+    continued: bool = False
+    """Inputs are the first half of a window of 2T bytes, labels the second: T5's prefix objective (arXiv 1910.10683,
+    section 3.2.1), for models of an encoder and a decoder."""
     rank: int = 0
     ranks: int = 1
     first_step: int = 0
@@ -100,21 +104,26 @@ class Batches:
     first_sample: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.text) < self.seq_len:
+        if len(self.text) < self.window_bytes:
             raise ConfigError(
                 f"data {self.text.source!r} holds {len(self.text)} bytes, less than one sequence of"
-                f" {self.seq_len}: use a longer text or a smaller --seq-len"
+                f" {self.window_bytes}: use a longer text or a smaller --seq-len"
             )
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a window."""
+        return self.seq_len * (2 if self.continued else 1)
 
     @property
     def windows(self) -> int:
         """Windows in the text: the samples of one epoch."""
-        return len(self.text) // self.seq_len
+        return len(self.text) // self.window_bytes
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens one optimizer step reads, on all ranks."""
-        return self.samples_per_step * self.seq_len
+        return self.samples_per_step * self.window_bytes
 
     @property
     def samples_per_step(self) -> int:
@@ -138,11 +147,11 @@ class Batches:
     def batch(self, step: int, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (input_ids, labels), both int64 [B, T], of forward pass `index` of step `step` (from 0).
 
-        Labels equal the inputs: transformers' causal models shift them inside the loss.
+        Labels equal the inputs, as causal models shift them inside the loss, unless they continue them.
         """
-        starts = self.window_indices(step, index)[:, None] * self.seq_len
-        ids = torch.from_numpy(self.text.tokens[starts + np.arange(self.seq_len)].astype(np.int64))
-        return ids, ids.clone()
+        starts = self.window_indices(step, index)[:, None] * self.window_bytes
+        ids = torch.from_numpy(self.text.tokens[starts + np.arange(self.window_bytes)].astype(np.int64))
+        return (ids[:, : self.seq_len], ids[:, self.seq_len :]) if self.continued else (ids, ids.clone())
 
 
 def _read(source: str, root: Path, paths: Iterable[Path]) -> ByteText:

@@ -18,7 +18,8 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
-from pagoda.models.build import model_directory
+from pagoda.models.build import is_encoder_decoder, is_mixture, model_directory
+from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.world import was_restarted
 from pagoda.plan.chrome_trace import write_trace
@@ -83,6 +84,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         seq_len=config.seq_len,
         accumulation_steps=config.accumulation_steps,
         seed=config.seed,
+        continued=is_encoder_decoder(config.model),
         rank=mesh.rank,
         ranks=mesh.size,
     )
@@ -221,11 +223,17 @@ class _Loop:
         started = time.perf_counter()
         passes = self.config.accumulation_steps
         loss_sum = torch.zeros((), device=self.device)
+        routing = dict.fromkeys(("aux_loss", "dropped"), torch.zeros((), device=self.device))
         for index in range(passes):
             ids, labels = self.batches.batch(step, index)
-            loss = self.model(input_ids=ids.to(self.device), labels=labels.to(self.device)).loss
-            self.optimizer.scale(loss / passes).backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.detach().float()
+            output = self.model(input_ids=ids.to(self.device), labels=labels.to(self.device))
+            self.optimizer.scale(output.loss / passes).backward()  # type: ignore[no-untyped-call]
+            loss_sum += output.loss.detach().float()
+            routing = {
+                name: total + figure.detach().float() / passes
+                for name, total in routing.items()
+                if (figure := getattr(output, name, None)) is not None
+            }
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -239,6 +247,7 @@ class _Loop:
             grad_norm=stats.grad_norm,
             loss_scale=stats.loss_scale,
             skipped=stats.skipped,
+            **{name: figure.item() for name, figure in routing.items()},
             lr=lr,
             step_s=step_s,
             tokens_per_s=self.batches.tokens_per_step / step_s,
@@ -333,7 +342,12 @@ def _check_trace(config: TrainConfig, done: int) -> None:
 
 def _built_model(config: TrainConfig) -> nn.Module:
     with init():
-        model = build_model(config.model, seq_len=config.seq_len)
+        model = build_model(
+            config.model,
+            seq_len=config.seq_len,
+            gradient_checkpointing=recomputes_itself(config),
+            routing=config.routing if is_mixture(config.model) or config.routing != RoutingConfig() else None,
+        )
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary < VOCABULARY:
         raise ConfigError(

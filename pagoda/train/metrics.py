@@ -21,6 +21,10 @@ class StepMetrics:
     grad_norm: float | None
     """Global norm before clipping; None where the step was skipped."""
     lr: float
+    aux_loss: float | None = None
+    """Load-balancing loss of a mixture of experts, mean over its blocks, without its weight; 1 is an even load."""
+    dropped: float | None = None
+    """Share of the tokens' choices for which no expert had room."""
     step_s: float
     """Seconds from the end of the step before to the end of this one, without checkpoints."""
     tokens_per_s: float

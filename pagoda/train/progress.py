@@ -54,7 +54,8 @@ class Progress:
         """Shows one finished step."""
         self._seen += 1
         self._elapsed_s += metrics.step_s
-        figures = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {_stalls(metrics)}"
+        balance = "" if metrics.aux_loss is None else f"balance {metrics.aux_loss:.3f}  "
+        figures = f"loss {metrics.loss:.4f}  {balance}{metrics.tokens_per_s:,.0f} tokens/s  {_stalls(metrics)}"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=metrics.step, figures=figures)
         elif self._seen == 1 or metrics.step % self._every == 0 or metrics.step == self._steps:

@@ -1,0 +1,77 @@
+"""Expert parallelism: tokens travel to the ranks that have their experts, and results back (GShard, arXiv 2006.16668).
+
+Each rank's loss is the mean over its own tokens, and gradients are averaged over the ranks that hold a parameter. An
+expert's gradient holds what all ranks sent it, so it is divided here by their number; that of tokens is not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Jointly = Callable[[str, Callable[[], None]], None]
+
+
+class ExpertExchange:
+    """Sends tokens to experts that other ranks of a group have; what `pagoda.models.mixture` asks of several ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, jointly: Jointly) -> None:
+        """`group`: the ranks over which experts are divided. `jointly` runs a collective that all ranks run at the same
+        point of their programs, and returns when it has ended; the text says what it is."""
+        self.ranks = group.size()
+        self.rank = group.rank()
+        self._group = group
+        self._jointly = jointly
+
+    def to_experts(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
+        """Give every rank its experts' tokens, and get one's own; see `TokenExchange`."""
+        mine = torch.tensor(counts, dtype=torch.int64).view(self.ranks, -1)
+        here = torch.empty_like(mine)
+        self._jointly("numbers of tokens", lambda: dist.all_to_all_single(here, mine, group=self._group))
+        if torch.is_grad_enabled() and not tokens.requires_grad:
+            tokens = tokens.detach().requires_grad_()  # backward of an exchange is every rank's, whatever is frozen
+        received = here.tolist()
+        rows = _Exchanged.apply(tokens, mine.sum(1).tolist(), here.sum(1).tolist(), self, float(self.ranks))
+        return rows, received  # type: ignore[no-any-return]
+
+    def from_experts(self, results: Tensor, sent: Sequence[int], counts: Sequence[Sequence[int]]) -> Tensor:
+        """Give every rank the results for its tokens, and get those for one's own; see `TokenExchange`."""
+        back = torch.tensor(sent).view(self.ranks, -1).sum(1).tolist()
+        return _Exchanged.apply(results, [sum(row) for row in counts], back, self, 1 / self.ranks)  # type: ignore[no-any-return]
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows [n, H] to the ranks in order, `sent` of them to each; returns those that come, `received` from each."""
+        out = rows.new_empty(sum(received), rows.shape[1])
+        # As bytes: what moves is then independent of the dtypes that a backend knows.
+        taken, given = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
+        if rows.is_cuda and dist.get_backend(self._group) == dist.Backend.GLOO:
+            landing = taken.cpu()
+            self._travel(landing, given.cpu(), sent, received)
+            taken.copy_(landing)
+        else:
+            self._travel(taken, given, sent, received)
+        return out
+
+    def _travel(self, taken: Tensor, given: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+        self._jointly(
+            "tokens of experts",
+            lambda: dist.all_to_all_single(taken, given, list(received), list(sent), group=self._group),
+        )
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows that changed ranks; gradients go back the same way, times `scale`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], exchange: ExpertExchange, scale: float
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.exchange, ctx.scale = sent, received, exchange, scale
+        return exchange.exchange(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (grad,) = grads
+        return ctx.exchange.exchange(grad, ctx.received, ctx.sent) * ctx.scale, None, None, None, None
