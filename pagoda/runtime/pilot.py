@@ -123,7 +123,8 @@ class Pilot:
         for op in self.plan.ops_at.get(tick, ()):
             unit = self._units[op.unit]
             if op.kind is Kind.EVICT:
-                self._leases.evict(unit)
+                if unit not in self._coming.units:
+                    self._leases.evict(unit)
             elif op.unit not in self._steadiness.idle and self._leases.get(unit) is None and self._may_fetch(unit):
                 self._leases.fetch(unit, self._later_than(unit))
 

@@ -211,12 +211,9 @@ def test_only_the_experts_that_run_are_fetched(placement: str, checkpointing: bo
     optimizer.close()
 
 
-def test_routing_that_varies_makes_no_new_plans_and_few_faults(tmp_path: Path) -> None:
-    model = built("gpt-moe-checkpointed")
-    tight = squeeze(model, ARENA, tmp_path)
-    assert tight.device is not None
-    roomy = replace(tight, device=f"cpu:{3 * int(tight.device.removeprefix('cpu:'))}")
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=roomy)
+def test_routing_that_varies_makes_no_new_plans_and_no_faults() -> None:
+    memory = pagoda.Memory(device="cpu:16MiB", host="64MiB", page_size=PAGE)
+    model, optimizer = pagoda.wrap(built("gpt-moe-checkpointed"), pagoda.AdamW(lr=1e-2), memory=memory)
     replanned, faults, generator = [], [], torch.Generator().manual_seed(1)
     for _ in range(12):
         ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
@@ -225,7 +222,7 @@ def test_routing_that_varies_makes_no_new_plans_and_few_faults(tmp_path: Path) -
         replanned.append(optimizer.stats.replanned)
         faults.append(optimizer.stats.faults)
     assert sum(replanned[1:]) <= 2  # after 4 and 8 steps it is decided which experts a plan counts on
-    assert max(faults[1:]) <= GPT.layers  # backward's first expert of each block
+    assert faults[1:] == [0] * 11  # what chosen experts need is known before they are used
     optimizer.close()
 
 
