@@ -56,6 +56,20 @@ def test_accumulated_batches_are_the_rows_of_one_large_batch() -> None:
     assert whole.tokens_per_step == parts.tokens_per_step == 24
 
 
+def test_a_text_is_continued_by_the_other_half_of_its_window() -> None:
+    plain, continued = batches_of(40, seq_len=8), batches_of(40, seq_len=4, continued=True)
+    assert continued.windows == (40 * 4 + 3) // 8
+    assert continued.tokens_per_step == 16
+    for step in range(5):
+        ids, labels = continued.batch(step)
+        assert ids.shape == labels.shape == (2, 4)
+        starts = continued.window_indices(step) * 8
+        for row, start in enumerate(starts):
+            window = continued.text.tokens[start : start + 8]
+            assert [*ids[row].tolist(), *labels[row].tolist()] == window.tolist()
+    assert plain.tokens_per_step == 16
+
+
 def test_the_order_never_changes_between_versions() -> None:
     order = [int(w) for s in range(4) for w in batches_of(8, seed=1).window_indices(s)]
     assert order == [4, 3, 2, 7, 5, 6, 1, 0]
