@@ -154,7 +154,7 @@ class RelativePositions(Embedding):
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """[B, S, H] to [B, A, S, H / A]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
 
 
 def _joined(x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class Experts(nn.ModuleDict):
 
     def forward(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """Run each expert that has tokens. `tokens` is [n, H], by expert; `counts` how many each expert here has."""
-        parts = zip(self.values(), tokens.split(list(counts)), strict=True)
+        parts = zip(self.values(), torch.split(tokens, list(counts)), strict=True)
         runs = [(expert, part) for expert, part in parts if len(part)]
         if not runs:
             return tokens  # still part of the graph, as the exchange's backward is every rank's

@@ -32,14 +32,18 @@ class ExpertExchange:
         self._jointly("numbers of tokens", lambda: dist.all_to_all_single(here, mine, group=self._group))
         if torch.is_grad_enabled() and not tokens.requires_grad:
             tokens = tokens.detach().requires_grad_()  # backward of an exchange is every rank's, whatever is frozen
-        received = here.tolist()
-        rows = _Exchanged.apply(tokens, mine.sum(1).tolist(), here.sum(1).tolist(), self, float(self.ranks))
-        return rows, received  # type: ignore[no-any-return]
+        rows = self._exchanged(tokens, mine.sum(1).tolist(), here.sum(1).tolist(), float(self.ranks))
+        return rows, here.tolist()
 
     def from_experts(self, results: Tensor, sent: Sequence[int], counts: Sequence[Sequence[int]]) -> Tensor:
         """Give every rank the results for its tokens, and get those for one's own; see `TokenExchange`."""
         back = torch.tensor(sent).view(self.ranks, -1).sum(1).tolist()
-        return _Exchanged.apply(results, [sum(row) for row in counts], back, self, 1 / self.ranks)  # type: ignore[no-any-return]
+        return self._exchanged(results, [sum(row) for row in counts], back, 1 / self.ranks)
+
+    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int], scale: float) -> Tensor:
+        """`exchange`, in a graph: gradients go back the same way, times `scale`."""
+        out: Tensor = _Exchanged.apply(rows, sent, received, self, scale)  # type: ignore[no-untyped-call]
+        return out
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Rows [n, H] to the ranks in order, `sent` of them to each; returns those that come, `received` from each."""
