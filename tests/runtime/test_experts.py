@@ -30,8 +30,7 @@ from pagoda.models import MIXTURE_SHAPES
 from pagoda.models.mixture import Expert
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.models.moe import build_mixture
-from pagoda.optim.adamw import Hyper, step_scalars
-from pagoda.optim.reference import adamw_step, split
+from pagoda.optim.reference import split, update
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.runtime.routed import Steadiness
 
@@ -126,8 +125,7 @@ def plain(model: nn.Module, loop: Loop) -> Outcome:
             for param, state in states.items():
                 if param.grad is not None:
                     steps[param] += 1
-                    hyper = Hyper.from_group(rule.defaults(), steps[param])
-                    adamw_step(state, param.grad, step_scalars(hyper))
+                    update(rule, state, param.grad, rule.scalars(steps[param]))
 
         def zero_grad(self) -> None:
             model.zero_grad()
