@@ -1,5 +1,6 @@
 """Experts are paged like anything else: what no token needs is neither fetched nor updated, and no bit changes."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -96,8 +97,15 @@ def resident(name: str, clip: float | None) -> Outcome:
     return run(built(name), RESIDENT, few_tokens, clip_grad_norm=clip)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", BUILDERS)
+def placements() -> list[object]:
+    """Each model in half of the placements, such that neighbours share none; the others are slow."""
+    return [
+        pytest.param(name, placement, id=f"{name}-{placement}", marks=[pytest.mark.slow] if (m + p) % 2 else [])
+        for (m, name), (p, placement) in itertools.product(enumerate(BUILDERS), enumerate(PLACEMENTS))
+    ]
+
+
+@pytest.mark.parametrize(("name", "placement"), placements())
 def test_placement_does_not_change_a_bit(name: str, placement: str, tmp_path: Path) -> None:
     clip = 0.5 if placement in (ALL_ON_SSD, ARENA) else None
     announced = None if clip else 1
