@@ -16,6 +16,11 @@ _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP four times as wide, which is
 (9 + 2 * 4) * 2; backward holds a gradient for a part of them at a time."""
 
+_MIXTURE_KEEPS, _CHOICE_KEEPS = 4.0, 2.5
+"""Tensors of hidden width that a layer of `models.moe` keeps with checkpointing, as it recomputes attention and experts,
+not routing: inputs of attention and of the norm, the router's in fp32; and of each choice 1.25 times (the capacity
+factor) what goes to experts and what comes back."""
+
 
 @dataclass(frozen=True, slots=True)
 class Activations:
@@ -66,11 +71,14 @@ def estimate_activations(
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
     again = recomputes(mode)
     inputs = itemsize * tokens * subject.hidden
-    saved = subject.layers * (inputs if again else _layer(subject.hidden, subject.ffn, tokens, itemsize))
+    kept = int((_MIXTURE_KEEPS + subject.top_k * _CHOICE_KEEPS) * inputs) if subject.top_k else inputs
+    saved = subject.layers * (kept if again else _layer(subject.hidden, subject.ffn, tokens, itemsize))
     offloads = mode in ("offload", "recompute+offload")
     tensor = itemsize * running * (subject.hidden if again else max(subject.hidden, subject.ffn))
     if chunked_loss is None:
-        chunked_loss = chunking_helps(subject.hidden, subject.ffn, subject.vocab, running, tokens, itemsize, again)
+        chunked_loss = not subject.top_k and chunking_helps(
+            subject.hidden, subject.ffn, subject.vocab, running, tokens, itemsize, again
+        )
     largest = max(param.numel for param in subject.root.walk())
     tiled_layer = (subject.params - subject.vocab * subject.hidden) // subject.layers if running < tokens else 0
     return Activations(

@@ -10,10 +10,6 @@ from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.plan.describe import exchanged_elements, forward_flops, module_spec
 from pagoda.plan.units import ModuleSpec
 
-_MIXTURE_KEEPS, _MIXTURE_KEEPS_PER_CHOICE = 4.0, 2.5
-"""Of `pagoda.models.moe`, which recomputes attention and experts, not routing: inputs of attention and of the norm, the
-router's in fp32; and of each choice 1.25 times (the capacity factor) what goes to experts and what comes back."""
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -35,8 +31,8 @@ class Subject:
     measurable: bool
     """Whether its compute can be measured: not of a paper's shape, which is not built, nor of a mixture of experts,
     whose layers take as long as routing makes them."""
-    kept_hidden: float = 1.0
-    """Tensors of hidden width that a layer keeps until backward, with gradient checkpointing."""
+    top_k: int = 0
+    """Of a mixture of experts, how many see each token."""
     exchanged: Mapping[str, int] = field(default_factory=dict)
     """Module that holds a block's experts -> elements of tokens that a rank sends to others' in one forward pass."""
 
@@ -78,7 +74,7 @@ def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int
         ffn=shape.ffn * max(1, shape.top_k),
         vocab=shape.vocab,
         measurable=False,
-        kept_hidden=_MIXTURE_KEEPS + shape.top_k * _MIXTURE_KEEPS_PER_CHOICE if shape.experts else 1.0,
+        top_k=shape.top_k,
         exchanged=exchanged_elements(shape, tokens, expert_parallel),
     )
 

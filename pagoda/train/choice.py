@@ -14,6 +14,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.subject import widths
+from pagoda.models.build import is_mixture
 from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.plan.hardware import hardware_file
@@ -24,6 +25,8 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     """Whether the loss of a run is computed in chunks: as asked, or where that lowers the peak of activations."""
     if config.chunked_loss is not None:
         return config.chunked_loss
+    if is_mixture(config.model):
+        return False  # its head is no layer of its own that could be run in chunks
     hidden, ffn, vocab = widths(model.config.get_text_config())
     tokens = config.batch_size * config.seq_len
     at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
