@@ -17,8 +17,8 @@ count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP
 (9 + 2 * 4) * 2; backward holds a gradient for a part of them at a time."""
 
 _MIXTURE_KEEPS, _CHOICE_KEEPS = 4.0, 2.5
-"""Tensors of hidden width that a layer of `models.moe` keeps with checkpointing, as it recomputes attention and experts,
-not routing: inputs of attention and of the norm, the router's in fp32; and of each choice 1.25 times (the capacity
+"""Tensors of hidden width that a layer of `models.moe` keeps with checkpointing: it recomputes attention and experts,
+not routing. Inputs of attention and of the norm, the router's in fp32; and of each choice 1.25 times (the capacity
 factor) what goes to experts and what comes back."""
 
 
