@@ -1,7 +1,8 @@
 """Expert parallelism: tokens travel to the ranks that have their experts, and results back (GShard, arXiv 2006.16668).
 
-Each rank's loss is the mean over its own tokens, and gradients are averaged over the ranks that hold a parameter. An
-expert's gradient holds what all ranks sent it, so it is divided here by their number; that of tokens is not.
+Each rank's loss is the mean over its own tokens, and all ranks' losses are averaged. An expert's gradient on one rank
+holds what all ranks that send it tokens have for it, so its mean is the sum over the ranks that have the expert, divided
+by the number of all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,17 +33,17 @@ class ExpertExchange:
         self._jointly("numbers of tokens", lambda: dist.all_to_all_single(here, mine, group=self._group))
         if torch.is_grad_enabled() and not tokens.requires_grad:
             tokens = tokens.detach().requires_grad_()  # backward of an exchange is every rank's, whatever is frozen
-        rows = self._exchanged(tokens, mine.sum(1).tolist(), here.sum(1).tolist(), float(self.ranks))
+        rows = self._exchanged(tokens, mine.sum(1).tolist(), here.sum(1).tolist())
         return rows, here.tolist()
 
     def from_experts(self, results: Tensor, sent: Sequence[int], counts: Sequence[Sequence[int]]) -> Tensor:
         """Give every rank the results for its tokens, and get those for one's own; see `TokenExchange`."""
         back = torch.tensor(sent).view(self.ranks, -1).sum(1).tolist()
-        return self._exchanged(results, [sum(row) for row in counts], back, 1 / self.ranks)
+        return self._exchanged(results, [sum(row) for row in counts], back)
 
-    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int], scale: float) -> Tensor:
-        """`exchange`, in a graph: gradients go back the same way, times `scale`."""
-        out: Tensor = _Exchanged.apply(rows, sent, received, self, scale)  # type: ignore[no-untyped-call]
+    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """`exchange`, in a graph: gradients go back the same way."""
+        out: Tensor = _Exchanged.apply(rows, sent, received, self)  # type: ignore[no-untyped-call]
         return out
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -66,16 +67,14 @@ class ExpertExchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows that changed ranks; gradients go back the same way, times `scale`."""
+    """Rows that changed ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], exchange: ExpertExchange, scale: float
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.exchange, ctx.scale = sent, received, exchange, scale
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], exchange: ExpertExchange) -> Tensor:
+        ctx.sent, ctx.received, ctx.exchange = sent, received, exchange
         return exchange.exchange(rows, sent, received)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
-        return ctx.exchange.exchange(grad, ctx.received, ctx.sent) * ctx.scale, None, None, None, None
+        return ctx.exchange.exchange(grad, ctx.received, ctx.sent), None, None, None

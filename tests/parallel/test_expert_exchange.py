@@ -68,7 +68,8 @@ def gradients_of_one_rank(model: nn.Module) -> tuple[dict[str, torch.Tensor | No
 
 
 def gradients_of_ranks(model: nn.Module, sharing: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor | None], float]:
-    """This rank's part of the batch; gradients averaged over the ranks that have a parameter, and the mean loss."""
+    """This rank's part of the batch; gradients of the ranks that have a parameter, divided by the number of all ranks,
+    and the mean loss."""
     rank = dist.get_rank()
     ids = batch()[rank * SEQUENCES : (rank + 1) * SEQUENCES]
     loss = model(input_ids=ids, labels=ids).loss
@@ -81,7 +82,7 @@ def gradients_of_ranks(model: nn.Module, sharing: dist.ProcessGroup) -> tuple[di
         if has:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             dist.all_reduce(param.grad, group=group)
-            param.grad /= group.size()
+            param.grad /= dist.get_world_size()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     return {name: param.grad for name, param in model.named_parameters()}, mean.item() / dist.get_world_size()
