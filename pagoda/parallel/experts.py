@@ -1,8 +1,8 @@
 """Expert parallelism: tokens travel to the ranks that have their experts, and results back (GShard, arXiv 2006.16668).
 
 Each rank's loss is the mean over its own tokens, and all ranks' losses are averaged. An expert's gradient on one rank
-holds what all ranks that send it tokens have for it, so its mean is the sum over the ranks that have the expert, divided
-by the number of all ranks.
+holds what all ranks that send it tokens have for it. So its mean is the sum over the ranks that have the expert, by the
+number of all ranks.
 """
 
 from collections.abc import Callable, Sequence
