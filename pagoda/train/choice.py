@@ -15,10 +15,25 @@ from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.subject import widths
 from pagoda.models.build import is_mixture
-from pagoda.plan.activations import recomputes
+from pagoda.plan.activations import ActivationMode, recomputes
 from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.plan.hardware import hardware_file
 from pagoda.train.config import TrainConfig
+
+
+def activations_of(config: TrainConfig) -> ActivationMode:
+    """What `wrap` does with activations. A mixture of experts recomputes by itself: attention, and each expert apart.
+
+    Raises ConfigError for what mixtures cannot do.
+    """
+    if not is_mixture(config.model):
+        return config.activations
+    if config.activations not in ("keep", "recompute"):
+        raise ConfigError(
+            f"--activations is {config.activations}, but those of a mixture of experts ({config.model}) are kept or "
+            "recomputed: use keep or recompute"
+        )
+    return "keep"
 
 
 def chunks_loss(config: TrainConfig, model: Any) -> bool:

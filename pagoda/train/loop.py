@@ -25,7 +25,7 @@ from pagoda.parallel.world import was_restarted
 from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.train.choice import choose_plan, chunks_loss
+from pagoda.train.choice import activations_of, choose_plan, chunks_loss
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import VOCABULARY, Batches, ByteText
 from pagoda.train.metrics import StepMetrics
@@ -111,7 +111,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         max_staleness=config.max_staleness,
         keep_checkpoints=config.kept_on_ssd if mesh.size == 1 else 0,
         batch_tiles=config.batch_tiles,
-        activations=config.activations,
+        activations=activations_of(config),
         tile_limit=config.tile_limit,
         mesh=mesh,
     )
@@ -345,7 +345,7 @@ def _built_model(config: TrainConfig) -> nn.Module:
         model = build_model(
             config.model,
             seq_len=config.seq_len,
-            gradient_checkpointing=recomputes_itself(config),
+            gradient_checkpointing=is_mixture(config.model) and config.activations == "recompute",
             routing=config.routing if is_mixture(config.model) or config.routing != RoutingConfig() else None,
         )
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
