@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagoda.api import (
         SGD,
+        Adafactor,
         Adam,
         AdamW,
         Lion,
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
         Memory,
         Mesh,
         ModelState,
+        Muon,
+        Optim,
         OptimizerState,
         Split,
         chunked_loss,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "BudgetError",
@@ -53,7 +57,9 @@ __all__ = [
     "Memory",
     "Mesh",
     "ModelState",
+    "Muon",
     "NonFiniteGradientError",
+    "Optim",
     "OptimizerState",
     "PagodaError",
     "RankError",

@@ -24,7 +24,7 @@ import pagoda
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import AdamW, Moments, Precision, Rule, StateSpec
 from pagoda.plan.activations import ActivationMode
-from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.units import ModuleSpec
@@ -315,12 +315,12 @@ def squeeze(
         grads = layout.total_pages(GRAD)
         if options.update_under_backward:
             grads = min(grads, 4 * max(layout.pages(unit, GRAD) for unit in layout.units))
-        ring = RING_SLOTS * sum(layout.block_pages(state.name) for state in layout.moments)
+        ring = layout.least_ring_slots * sum(layout.block_pages(state.name) for state in layout.moments)
         weights = layout.total_pages(WEIGHT)
         if max_staleness is not None:
             weights, grads = 2 * weights, (1 + max_staleness) * grads
-        scales = sum(layout.total_pages(state.name) for state in layout.scales)
-        host = (weights + grads + ring + scales + layout.piece_pages) * PAGE
+        scales = sum(layout.total_pages(state.name) for state in layout.small)
+        host = (weights + grads + ring + scales + layout.work_pages + layout.piece_pages) * PAGE
     elif placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD):
         host = least_host(root, states, Budgets(PAGE, device, 1 << 40), options)
     return pagoda.Memory(

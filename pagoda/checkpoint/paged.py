@@ -21,7 +21,7 @@ PAGED = "paged"
 
 @dataclass(frozen=True)
 class PagedParameter:
-    """Where a parameter lies in its unit's extents."""
+    """Where a parameter lies in its unit's extents; or its tensor of a state that lies otherwise."""
 
     name: str
     offset: int
@@ -37,20 +37,29 @@ class PagedUnit:
     parameters: tuple[PagedParameter, ...]
     extents: Mapping[str, Run]
     """State -> the tier's pages it lay in."""
+    packed: Mapping[str, tuple[PagedParameter, ...]]
+    """State whose tensors have shapes of their own -> these."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "parameters": [[p.name, p.offset, list(p.shape), p.trainable] for p in self.parameters],
             "extents": {state: [run.start, run.count] for state, run in self.extents.items()},
+            "packed": {state: [[p.name, p.offset, list(p.shape)] for p in of] for state, of in self.packed.items()},
         }
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "PagedUnit":
         parameters = tuple(PagedParameter(n, o, tuple(shape), t) for n, o, shape, t in fields["parameters"])
-        return PagedUnit(parameters, {state: Run(*run) for state, run in fields["extents"].items()})
+        packed = {
+            state: tuple(PagedParameter(name, offset, tuple(shape), True) for name, offset, shape in of)
+            for state, of in fields["packed"].items()
+        }
+        return PagedUnit(parameters, {state: Run(*run) for state, run in fields["extents"].items()}, packed)
 
     def holds(self, state: str) -> tuple[PagedParameter, ...]:
-        """The parameters that have a state: all have weights, those that train the others."""
+        """The parameters that have a state: all have weights, those that train the others, unless it says itself."""
+        if state in self.packed:
+            return self.packed[state]
         return tuple(p for p in self.parameters if state == WEIGHT or p.trainable)
 
 
@@ -81,10 +90,10 @@ class Pages:
         self.sources = {state: PagedTensors(directory, self, state, dtype) for state, dtype in dtypes.items()}
         self._known = {unit.parameters: unit for unit in self.units}
 
-    def extent(self, parameters: tuple[PagedParameter, ...], state: str) -> Run | None:
-        """The committed pages with a state of a unit that has exactly this layout, or None."""
-        unit = self._known.get(parameters)
-        return None if unit is None else unit.extents.get(state)
+    def extent(self, like: PagedUnit, state: str) -> Run | None:
+        """The committed pages with a state of a unit that has exactly the layout of `like`, or None."""
+        unit = self._known.get(like.parameters)
+        return None if unit is None or unit.holds(state) != like.holds(state) else unit.extents.get(state)
 
     def close(self) -> None:
         self.committed.close()

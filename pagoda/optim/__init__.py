@@ -1,21 +1,35 @@
 """Update rules: the math of optimizers, on the states that Pagoda moves.
 
-``rule`` is the contract. ``adamw``, ``adam``, ``sgd`` and ``lion`` are rules: settings, states, and the scalars of one
-step; ``codecs`` says how AdamW keeps its moments. ``kernels`` is the machine code, called by address from lane threads;
-``flat`` is the checked front of the same code for tensors; ``reference`` is the same math in plain torch. The last
-three are imported by name, so that reading a config does not load Numba.
+``rule`` is the contract. ``adamw``, ``adam``, ``sgd`` and ``lion`` are element-wise rules: settings, states, and the
+scalars of one step; ``codecs`` says how AdamW keeps its moments. ``adafactor`` and ``muon`` take parameters whole;
+``adapter`` runs any optimizer class of torch, which ``probe`` has looked at. ``kernels`` is the machine code, called by
+address from lane threads; ``flat`` is the checked front of the same code for tensors; ``reference`` is the same math in
+plain torch. The last three are imported by name, so that reading a config does not load Numba.
 """
 
+from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.adam import Adam
 from pagoda.optim.adamw import MOMENT_NAMES, AdamW, Scalars
+from pagoda.optim.adapter import Optim
 from pagoda.optim.codecs import Key, Moments
 from pagoda.optim.lion import Lion
-from pagoda.optim.rule import ElementwiseRule, Hyper, Precision, Rule, StateSpec, check_precision, gradient_dtype
+from pagoda.optim.muon import Muon
+from pagoda.optim.rule import (
+    ElementwiseRule,
+    Hyper,
+    Precision,
+    Rule,
+    StateSpec,
+    TensorRule,
+    check_precision,
+    gradient_dtype,
+)
 from pagoda.optim.sgd import SGD
 
 __all__ = [
     "MOMENT_NAMES",
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "ElementwiseRule",
@@ -23,10 +37,13 @@ __all__ = [
     "Key",
     "Lion",
     "Moments",
+    "Muon",
+    "Optim",
     "Precision",
     "Rule",
     "Scalars",
     "StateSpec",
+    "TensorRule",
     "check_precision",
     "gradient_dtype",
 ]

@@ -153,7 +153,7 @@ class AdamW(ElementwiseRule):
             flat = value.detach().to("cpu", torch.float32).reshape(-1)
             specs = self.states_of(name)
             for spec, codes in zip(specs, encode_moment(name, flat, self.moments), strict=True):
-                kept[spec.name] = codes.view(spec.shape(shape))
+                kept[spec.name] = codes.view(spec.shape(parameter, shape) or shape)
         return kept
 
 

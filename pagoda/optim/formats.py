@@ -15,7 +15,7 @@ import torch
 
 from pagoda.optim import fp16, kernels
 from pagoda.optim.kernels import GradientKernels, UpdateKernel
-from pagoda.optim.rule import ElementwiseRule, Precision, StateSpec, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, Precision, Rule, StateSpec, gradient_dtype
 
 CHUNK = 1 << 14
 """Elements that are widened at a time: a multiple of what is quantized together."""
@@ -65,7 +65,7 @@ def gradient_kernels(kept: torch.dtype, arriving: torch.dtype) -> GradientKernel
     return GradientKernels(*(partial(_gradient, kernel, arriving) for kernel in plain))
 
 
-def warm_up(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> None:
+def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None) -> None:
     """Compiles, or loads from Numba's cache, all that is used with these, so that no step waits for it."""
     weight = gradient_dtype(precision)
     kept = gradient or weight

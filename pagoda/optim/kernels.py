@@ -36,7 +36,7 @@ from pagoda.optim.jit import (
     round_to_bf16,
     square_bits,
 )
-from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
+from pagoda.optim.rule import ElementwiseRule, Precision, Rule, TensorRule, check_precision
 
 
 @kernel
@@ -283,16 +283,24 @@ def update_kernel(rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
     return _UPDATES[rule.kernel_name, precision]
 
 
-def warm_up(rule: ElementwiseRule, precision: Precision) -> None:
+def warm_up(rule: Rule, precision: Precision) -> None:
     """Compiles, or loads from Numba's cache, all that is used with these, so that no step waits for it."""
+    for kernel_of_gradients in gradient_kernels(precision):
+        kernel_of_gradients(0, 0, 0)
+    if precision == "bf16":
+        split(0, 0, 0, 0)
+        join(0, 0, 0, 0)
+    if isinstance(rule, ElementwiseRule):
+        _warm_up_update(rule, precision)
+    elif isinstance(rule, TensorRule):
+        for beside in rule.beside():
+            _warm_up_update(beside, "fp32")
+
+
+def _warm_up_update(rule: ElementwiseRule, precision: Precision) -> None:
     addresses = len(rule.states(precision)) + 1
     noise = () if rule.noise("", 1) is None else (0, 0, 0)
     # The types of the arguments select the compiled version, hence calls on nothing rather than signatures.
     update_kernel(rule, precision)(*[0] * addresses, 0, *noise, *rule.scalars(1))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
         codec_kernels.warm_up()
-    for kernel_of_gradients in gradient_kernels(precision):
-        kernel_of_gradients(0, 0, 0)
-    if precision == "bf16":
-        split(0, 0, 0, 0)
-        join(0, 0, 0, 0)

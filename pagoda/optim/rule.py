@@ -6,7 +6,8 @@ A rule is a frozen dataclass of settings, with the names and defaults of torch's
 - which of its settings a param group carries (`defaults`), and what it is with those of a group (`with_group`),
 - how its states look in a torch ``state_dict`` (`torch_state`, `kept_states`),
 
-and how an update is computed. An `ElementwiseRule` is a kernel on flat blocks of any cut, with the scalars of one step.
+and how an update is computed. An `ElementwiseRule` is a kernel on flat blocks of any cut, with the scalars of one step;
+a `TensorRule` is a function of a parameter's whole tensors.
 
 **Split master.** In precision "bf16" the fp32 master weight is stored as two halves. With ``bits`` its 32
 bits as an unsigned integer, modulo 2**32::
@@ -21,7 +22,7 @@ kept in precision "fp16".
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -59,24 +60,36 @@ def kept_dtype(gradients: Gradients | None) -> torch.dtype | None:
     return _DTYPES[gradients]
 
 
+Shape = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StateSpec:
-    """One flat state of a parameter: one element of ``dtype`` for every ``per`` elements of the parameter.
+    """One state of a parameter, flat where it lives.
 
-    The last element stands for what is left where ``per`` does not divide the parameter.
+    It is an element of ``dtype`` for every ``per`` elements of the parameter, the last one standing for what is left
+    where ``per`` does not divide it. Or, with ``shape_of``, it has a shape of its own, or there is none: a function of
+    the parameter's name and shape says so.
+
+    ``whole`` says of a parameter's name and shape whether its update takes the state whole. None: of no parameter, and
+    any block of elements will do.
     """
 
     name: str
     dtype: torch.dtype
     per: int = 1
+    shape_of: Callable[[str, Shape], Shape | None] | None = None
+    whole: Callable[[str, Shape], bool] | None = None
 
     def elements(self, numel: int) -> int:
         """Elements of the state for ``numel`` of the parameter; also the first one's place, if ``per`` divides it."""
         return -(-numel // self.per)
 
-    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the state of a parameter of that shape: its own, or flat where elements stand for many."""
-        return parameter if self.per == 1 else (self.elements(math.prod(parameter)),)
+    def shape(self, parameter: str, shape: Shape) -> Shape | None:
+        """Shape of the state of a parameter of that name and shape; None where it has none."""
+        if self.shape_of is not None:
+            return self.shape_of(parameter, shape)
+        return shape if self.per == 1 else (self.elements(math.prod(shape)),)
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the state for ``numel`` elements of the parameter."""
@@ -88,12 +101,6 @@ _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
     "fp16": (StateSpec("weight", torch.float16), StateSpec("weight_low", torch.int16)),
     "fp32": (StateSpec("weight", torch.float32),),
 }
-
-
-def weight_states(precision: Precision) -> tuple[StateSpec, ...]:
-    """The states that hold a parameter's fp32 master: what every rule's states begin with."""
-    check_precision(precision)
-    return _WEIGHTS[precision]
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,8 @@ class Rule(ABC):
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:
         """States of a parameter: the weights', then the rule's own. The gradient is not one."""
-        return weight_states(precision) + self.own_states()
+        check_precision(precision)
+        return _WEIGHTS[precision] + self.own_states()
 
     @abstractmethod
     def own_states(self) -> tuple[StateSpec, ...]:
@@ -136,17 +144,21 @@ class Rule(ABC):
         """Updates that the parameter of such an entry has had; 0 for an empty one."""
         return int(state.get("step", 0))
 
-    def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    def kept_states(self, state: Mapping[str, Any], parameter: str, shape: Shape) -> dict[str, torch.Tensor]:
         """What a parameter keeps, in the dtypes and shapes of its specs, of an entry of a ``state_dict``.
 
         Those that the entry lacks are zero: an empty one is a fresh parameter's.
         """
-        return {
-            spec.name: torch.zeros(spec.shape(shape), dtype=spec.dtype)
-            if state.get(spec.name) is None
-            else state[spec.name].detach().to("cpu", spec.dtype).reshape(spec.shape(shape))
-            for spec in self.own_states()
-        }
+        kept: dict[str, torch.Tensor] = {}
+        for spec in self.own_states():
+            own, value = spec.shape(parameter, shape), state.get(spec.name)
+            if own is None:
+                continue
+            if value is None:
+                kept[spec.name] = torch.zeros(own, dtype=spec.dtype)
+            else:
+                kept[spec.name] = value.detach().to("cpu", spec.dtype).reshape(own)
+        return kept
 
 
 @dataclass(frozen=True)
@@ -173,6 +185,37 @@ class ElementwiseRule(Rule):
     def noise(self, parameter: str, step: int) -> Key | None:
         """What a parameter's states are rounded with at its update number ``step``; None where nothing is random."""
         return None
+
+
+@dataclass(frozen=True)
+class TensorRule(Rule):
+    """A rule that takes parameters whole: tensors of their shapes, one parameter after another.
+
+    What it computes with is fp32, in RAM, whatever the precision of the weights.
+    """
+
+    def states(self, precision: Precision) -> tuple[StateSpec, ...]:
+        """As `Rule.states`; each says which parameters are taken whole."""
+        return tuple(replace(state, whole=self.takes_whole) for state in super().states(precision))
+
+    def takes_whole(self, parameter: str, shape: Shape) -> bool:
+        """Whether a parameter must not be cut: its `update` gets all of it, in its shape, and else flat pieces."""
+        return True
+
+    @abstractmethod
+    def update(
+        self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> None:
+        """One step of a parameter, in place.
+
+        step: number of this update of the parameter; the first is 1.
+        weight: its fp32 master; gradient: in fp32, to be overwritten at will; both in the parameter's shape.
+        states: what it has of `own_states`, each in the shape of its spec; all zero before the first update.
+        """
+
+    def beside(self) -> tuple[ElementwiseRule, ...]:
+        """Element-wise rules whose kernels it uses, on fp32."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """Layout: how many elements and pages every state of every unit takes, on one rank."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 
 from pagoda.memory.page import pages_for
-from pagoda.optim.rule import StateSpec
+from pagoda.optim.rule import Shape, StateSpec
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.shards import slice_elements
 from pagoda.plan.units import UnitSpec, align, enclosing
@@ -23,6 +26,32 @@ BLOCK_ELEMENTS = 1 << 20
 """Elements the update kernel takes at a time: its streams then stay a few MiB, and two threads share a unit."""
 _ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES = 16, 4 << 20
 """Most of one buffer between activations and SSD."""
+
+
+PACK_ELEMENTS = 64
+"""A state with shapes of its own has one parameter's after another's, each from a multiple of this many elements on."""
+SMALL = 64
+"""A state with fewer elements than one in so many of the parameters' stays in RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a parameter, or a block of one, has of a state: elements [first, first + count) of its unit's extent."""
+
+    first: int
+    count: int
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Elements [start, stop) of a unit, of one parameter, that an update takes at once."""
+
+    start: int
+    stop: int
+    slot: int
+    whole: bool
+    """Whether it is the parameter, in its shape."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +82,9 @@ class Layout:
 
     @property
     def has_device_kernels(self) -> bool:
-        """Whether a GPU has kernels for these formats: those of gradients in the weights' own dtype, bf16 or fp32."""
-        return self.gradient_dtype is self.weight.dtype and self.weight.dtype is not torch.float16
+        """Whether a GPU has kernels for these formats: those of gradients in the weights' own dtype, bf16 or fp32, by blocks."""
+        plain = self.gradient_dtype is self.weight.dtype and self.weight.dtype is not torch.float16
+        return plain and self.weight.whole is None
 
     @property
     def offloaded_itemsize(self) -> int:
@@ -68,13 +98,74 @@ class Layout:
     @property
     def moments(self) -> tuple[StateSpec, ...]:
         """States beside the weight that RAM or SSD is home to: low half of the master, first and second moment."""
-        return tuple(state for state in self.states[1:] if state.per == 1)
+        return tuple(state for state in self.states[1:] if state not in self.small)
+
+    @cached_property
+    def small(self) -> tuple[StateSpec, ...]:
+        """States with one element for many parameters: scales, factors, counts. RAM is always home to them: a streamed
+        block's share of one would be a few KiB, far below a page."""
+        most = sum(unit.trainable_numel for unit in self.units) // SMALL
+        return tuple(
+            state
+            for state in self.states
+            if state.per > 1
+            or (state.shape_of is not None and sum(self._packed[state.name][u.index][1] for u in self.units) <= most)
+        )
+
+    def span(self, unit: UnitSpec, slot: int, state: StateSpec) -> Span | None:
+        """What a parameter has of a state; None where it has none."""
+        if state.shape_of is not None:
+            return self._packed[state.name][unit.index][0][slot]
+        placed = unit.slots[slot]
+        if not placed.param.trainable and state is not self.weight:
+            return None
+        shape = state.shape(placed.param.name, placed.param.shape)
+        assert shape is not None, "only a state with shapes of its own may lack one"
+        return Span(state.elements(placed.offset), state.elements(placed.param.numel), shape)
+
+    @cached_property
+    def _packed(self) -> dict[str, list[tuple[list[Span | None], int]]]:
+        """State with shapes of its own -> for each unit the span of each slot, and the elements of all."""
+        return {s.name: [_pack(unit, s.shape_of) for unit in self.units] for s in self.states if s.shape_of is not None}
+
+    def cuts(self, unit: UnitSpec) -> list[Cut]:
+        """What updates of a rule that takes parameters whole take at once: these, and pieces of what may be cut."""
+        takes_whole = self.weight.whole
+        assert takes_whole is not None
+        cuts: list[Cut] = []
+        for slot, placed in enumerate(unit.slots):
+            if placed.param.trainable:
+                whole = takes_whole(placed.param.name, placed.param.shape)
+                step = max(1, placed.param.numel) if whole else self.block_limit
+                stop = placed.offset + placed.param.numel
+                cuts += [Cut(at, min(stop, at + step), slot, whole) for at in range(placed.offset, stop, step)]
+        return cuts
+
+    def part(self, unit: UnitSpec, cut: Cut, state: StateSpec) -> Span | None:
+        """What a cut has of a state; None where its parameter has none."""
+        span = self.span(unit, cut.slot, state)
+        if cut.whole or span is None:
+            return span
+        count = cut.stop - cut.start
+        return Span(span.first + cut.start - unit.slots[cut.slot].offset, count, (count,))
+
+    @cached_property
+    def _widest_cut(self) -> int:
+        """Elements of the largest cut; 0 for a rule that takes any block."""
+        if self.weight.whole is None:
+            return 0
+        return max((cut.stop - cut.start for unit in self.units for cut in self.cuts(unit)), default=0)
 
     @property
-    def scales(self) -> tuple[StateSpec, ...]:
-        """States with one element for many parameters. RAM is always home to them: a streamed block's share of one
-        would be a few KiB, far below a page."""
-        return tuple(state for state in self.states if state.per > 1)
+    def work_pages(self) -> int:
+        """RAM for the fp32 gradient of what an update takes at once, and for its fp32 master unless that is stored."""
+        tensors = 1 if self.weight.dtype is torch.float32 else 2
+        return tensors * pages_for(4 * self._widest_cut, self.page_bytes)
+
+    @property
+    def least_ring_slots(self) -> int:
+        """Blocks that the ring must hold: a rule that takes parameters whole needs one."""
+        return RING_SLOTS if self.weight.whole is None else 1
 
     def itemsize(self, state: str) -> int:
         """Bytes of an element."""
@@ -92,6 +183,8 @@ class Layout:
 
     def elements(self, unit: UnitSpec, state: str) -> int:
         """Elements of one extent on this rank: all, or a slice as large as every rank's."""
+        if state in self._packed:
+            return self._packed[state][unit.index][1]
         per = next((s.per for s in self.states if s.name == state), 1)
         return -(-self._covered(unit, state) // per)
 
@@ -112,10 +205,27 @@ class Layout:
         """Parameters of a unit that this rank updates at most: whole quantization blocks."""
         return slice_elements(unit.trainable_numel, self.group(unit))
 
+    def updated_bytes(self, unit: UnitSpec, state: StateSpec) -> int:
+        """Bytes of a state that the update of a unit reads, and writes, on this rank."""
+        if state.shape_of is not None:
+            return self.elements(unit, state.name) * state.dtype.itemsize
+        return state.nbytes(self.updated_elements(unit))
+
+    @cached_property
+    def bytes_per_parameter(self) -> Mapping[str, float]:
+        """State -> bytes of it for each parameter that is trained, without padding."""
+        trained = max(1, sum(slot.param.numel for unit in self.units for slot in unit.slots if slot.param.trainable))
+        return {
+            state.name: state.dtype.itemsize / state.per
+            if state.shape_of is None
+            else sum(self.elements(unit, state.name) for unit in self.units) * state.dtype.itemsize / trained
+            for state in self.states
+        }
+
     @property
     def bytes_per_update(self) -> float:
         """Bytes of RAM that the update of one parameter reads and writes: every state twice, the gradient once."""
-        return 2 * sum(s.dtype.itemsize / s.per for s in self.states) + self.itemsize(GRAD)
+        return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)
 
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
@@ -163,7 +273,10 @@ class Layout:
 
     @property
     def block_elements(self) -> int:
-        """Elements per streamed block, such that every streamed state's share of it is whole pages."""
+        """Elements per streamed block, such that every streamed state's share of it is whole pages; of a rule that
+        takes parameters whole, those of the largest."""
+        if self.weight.whole is not None:
+            return max(1, self._widest_cut)
         per_page = self.page_bytes // min(s.dtype.itemsize for s in (self.weight, *self.moments))
         quarter = (
             max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
@@ -171,7 +284,28 @@ class Layout:
         return -(-min(self.block_limit, quarter + 1) // per_page) * per_page
 
     def block_pages(self, state: str) -> int:
-        return pages_for(self.block_elements * self.itemsize(state), self.page_bytes)
+        """Pages of a block's share of a state, wherever it begins."""
+        if self.weight.whole is None:
+            return pages_for(self.block_elements * self.itemsize(state), self.page_bytes)
+        return self._window_pages[state]
+
+    @cached_property
+    def _window_pages(self) -> dict[str, int]:
+        """State -> pages of the largest window of a cut's part."""
+        pages = dict.fromkeys((state.name for state in self.states), 0)
+        for unit in self.units:
+            for cut in self.cuts(unit):
+                for state in self.states:
+                    part = self.part(unit, cut, state)
+                    if part is not None:
+                        pages[state.name] = max(pages[state.name], self.window(part, state)[1] // self.page_bytes)
+        return pages
+
+    def window(self, part: Span, state: StateSpec) -> tuple[int, int]:
+        """(offset, bytes) of the whole pages of an extent that hold a part of it."""
+        first, end = part.first * state.dtype.itemsize, (part.first + part.count) * state.dtype.itemsize
+        offset = first // self.page_bytes * self.page_bytes
+        return offset, pages_for(end - offset, self.page_bytes) * self.page_bytes
 
     @property
     def fetch_piece_pages(self) -> int:
@@ -182,7 +316,8 @@ class Layout:
     @property
     def piece_pages(self) -> int:
         """Pages that hold a piece of a checkpoint, wherever it begins in its first page."""
-        widest = min(PIECE_ELEMENTS, max(unit.numel for unit in self.units))
+        spans = (span.count for units in self._packed.values() for unit, _ in units for span in unit if span)
+        widest = min(PIECE_ELEMENTS, max(*(unit.numel for unit in self.units), *spans, 0))
         return pages_for(widest * max(s.dtype.itemsize for s in self.states), self.page_bytes) + 1
 
     @property
@@ -201,3 +336,17 @@ class Layout:
 
     def total_pages(self, state: str) -> int:
         return sum(self.pages(unit, state) for unit in self.units)
+
+
+def _pack(unit: UnitSpec, shape_of: Callable[[str, Shape], Shape | None]) -> tuple[list[Span | None], int]:
+    """The span of each slot of a unit, of a state with shapes of its own, and the elements of all."""
+    spans: list[Span | None] = []
+    end = 0
+    for placed in unit.slots:
+        shape = shape_of(placed.param.name, placed.param.shape) if placed.param.trainable else None
+        if shape is None:
+            spans.append(None)
+            continue
+        spans.append(Span(end, prod(shape), shape))
+        end += -(-prod(shape) // PACK_ELEMENTS) * PACK_ELEMENTS
+    return spans, end

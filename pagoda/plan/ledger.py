@@ -17,6 +17,7 @@ from pagoda.plan.placement import (
     SPARE,
     STAGING,
     UNDO,
+    WORK,
     Placement,
 )
 
@@ -34,6 +35,7 @@ def bytes_by_state(
         FETCH_RING,
         BOUNCE,
         CHECKPOINT,
+        WORK,
         COLLECTIVE_BUFFERS,
         ACTIVATIONS,
     )

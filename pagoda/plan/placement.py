@@ -9,7 +9,7 @@ from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
 from pagoda.plan.fit import beside_copies, first_that_fit, last_that_fit
-from pagoda.plan.layout import GRAD, GRAD_QUEUE, RING_SLOTS, WEIGHT, WEIGHT_BACK, Layout
+from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.split import USUAL_SPLIT, Split
 from pagoda.plan.units import UnitSpec
@@ -17,6 +17,7 @@ from pagoda.plan.units import UnitSpec
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
 COLLECTIVE_BUFFERS = "collective"
 CHECKPOINT = "checkpoint"
+WORK = "work"
 SPARE = "spare"
 UNDO = "undo"
 ACTIVATIONS = "activations"
@@ -49,6 +50,7 @@ class Placement:
     weights on their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
     COLLECTIVE_BUFFERS hold whole gradients that several ranks add up; CHECKPOINT holds states that a checkpoint has not
     written yet when their next update comes; SPARE pages on SSD are for what changes while checkpoints keep theirs.
+    WORK holds what the update of a rule that takes parameters whole computes with, one parameter at a time.
     UNDO keeps the old states of speculated units beside the new: as pages on SSD, as copies of weights in RAM.
     ACTIVATIONS has the buffers through which activations go to SSD; how much is offloaded, a step shows.
     """
@@ -118,7 +120,7 @@ class _Filler:
         speculate: bool,
     ) -> None:
         self.layout = layout
-        self.speculate = speculate and layout.ranks is None and not layout.scales  # scales live in RAM, without copies
+        self.speculate = speculate and layout.ranks is None and not layout.small  # these live in RAM, without copies
         self.keep_checkpoints = keep_checkpoints
         self.budgets = budgets
         self.transient = transient
@@ -212,9 +214,10 @@ class _Filler:
         """Lines of host RAM that do not depend on where the other states live."""
         lines = {
             state.name: sum(self.layout.pages(u, state.name) for u in self.layout.units if u.index not in self.resident)
-            for state in self.layout.scales
+            for state in self.layout.small
         }
         lines[CHECKPOINT] = self.layout.piece_pages
+        lines[WORK] = self.layout.work_pages
         if self.layout.max_staleness is not None:
             grads = self.layout.total_pages(GRAD)
             lines |= {GRAD: grads, GRAD_QUEUE: self.layout.max_staleness * grads}
@@ -241,12 +244,17 @@ class _Filler:
         return sum(self.layout.block_pages(s.name) for s in states)
 
     def _ring_pages(self, weights_on_ssd: bool) -> int:
-        return RING_SLOTS * self._slot_pages(weights_on_ssd)
+        return self.layout.least_ring_slots * self._slot_pages(weights_on_ssd)
 
     def _ring_slots(self, slot_pages: int, taken: int) -> int:
-        """RING_SLOTS, and as many more as RAM is left for, up to the blocks of the largest unit."""
-        most = max(-(-unit.trainable_numel // self.layout.block_elements) for unit in self.layout.units)
-        return max(RING_SLOTS, min(most, (self.host - taken) // slot_pages))
+        """The least, and as many more as RAM is left for, up to the blocks of the largest unit; where parameters are
+        taken whole one more, for the first of the next unit."""
+        least = self.layout.least_ring_slots
+        if self.layout.weight.whole is not None:
+            most = least + 1
+        else:
+            most = max(-(-unit.trainable_numel // self.layout.block_elements) for unit in self.layout.units)
+        return max(least, min(most, (self.host - taken) // slot_pages))
 
     def _device_lines(self) -> dict[str, int]:
         if self.budgets.device is None:
@@ -326,7 +334,7 @@ class _Filler:
                 put(unit, GRAD, unit.index in grads_in)
             else:  # transient buffers only: nowhere to spill to
                 homes[unit.index, GRAD] = HOST
-            homes.update({(unit.index, state.name): HOST for state in layout.scales})
+            homes.update({(unit.index, state.name): HOST for state in layout.small})
         everything = len(layout.units)
         device = dict(device)
         in_ram = [u for u in layout.units if u.trainable_numel and u.index in (weights_in & moments_in) - self.resident]
@@ -351,7 +359,7 @@ class _Filler:
             host[FETCH_RING if self.separate else LEASES] = lease_pages
         if len(moments_in) < everything or len(weights_in) < everything:
             slot_pages = self._slot_pages(len(weights_in) < everything)
-            left = self.host - sum(host.values()) - RING_SLOTS * slot_pages
+            left = self.host - sum(host.values()) - layout.least_ring_slots * slot_pages
             if self.speculate:
                 free = (self.budgets.ssd or 0) // layout.page_bytes - sum(ssd.values()) - self._spare_pages(ssd)
                 needs = {u.index: self._undo_pages(u, weights_in) for u in layout.units if u.index not in moments_in}

@@ -256,6 +256,7 @@ def make_plan(
         f"Pages of {format_bytes(layout.page_bytes)}"
         + (" (as set)." if options.page_bytes else f": the largest that waste at most {_MAX_WASTE:.0%} in padding."),
         *placement.reasons,
+        _state_bytes(layout),
         *([str(options.split)] if options.split is not None and len(placement.lines) > 1 else []),
         _when(options),
         *([_shared(ranks)] if ranks is not None else []),
@@ -327,6 +328,14 @@ def _when(options: Options) -> str:
     elif options.may_skip and options.accumulation_steps is not None:
         why = "whether a scaled gradient is not finite is known only then"
     return f"Units are updated after backward ({why}), just before the next forward needs each."
+
+
+def _state_bytes(layout: Layout) -> str:
+    """What a trained parameter takes, gradients and padding aside."""
+    kept = {name: size for name, size in layout.bytes_per_parameter.items() if size >= 0.005}
+    states = ", ".join(f"{name} {size:.2f}".rstrip("0").rstrip(".") for name, size in kept.items())
+    total = sum(layout.bytes_per_parameter.values())
+    return f"State takes {total:.2f} bytes a parameter: {states}."
 
 
 def _shared(ranks: Ranks) -> str:

@@ -143,7 +143,7 @@ class SimulatedUpdater:
         total = self._elements[unit]
         stop = min(start + self._chunk, total)
         streamed = self._streamed[unit]
-        nbytes = streamed // total * (stop - start)
+        nbytes = streamed * (stop - start) // total
         reads: list[Task] = []
         if streamed:
             ahead = self._ahead.pop(start, None)
@@ -195,8 +195,8 @@ class SimulatedUpdater:
         start = len(self._ahead) * self._chunk
         if start >= total:
             return False
-        per_element = self._streamed[unit] // total
-        self._ahead[start] = self._read(unit, (min(start + self._chunk, total) - start) * per_element)
+        elements = min(start + self._chunk, total) - start
+        self._ahead[start] = self._read(unit, elements * self._streamed[unit] // total)
         return True
 
     def _drop_ahead(self) -> None:
@@ -216,10 +216,11 @@ class SimulatedUpdater:
     def _streamed_bytes(self, unit: UnitSpec) -> int:
         """Bytes of the states of a unit that an update brings, and takes back."""
         homes, states = self._plan.placement, self._plan.layout.states
-        numel = self._plan.layout.updated_elements(unit)
         if self._on_device:
+            numel = self._plan.layout.updated_elements(unit)
             return 0 if unit.index in homes.resident else state_bytes(states, numel)
-        return sum(s.nbytes(numel) for s in states if homes.home(unit.index, s.name) == SSD)
+        updated_bytes = self._plan.layout.updated_bytes
+        return sum(updated_bytes(unit, s) for s in states if homes.home(unit.index, s.name) == SSD)
 
     def _weight_streams(self, unit: int) -> bool:
         return self._streamed[unit] > 0 and (self._on_device or self._plan.placement.home(unit, WEIGHT) == SSD)

@@ -96,7 +96,7 @@ class StepOps:
         elements = layout.updated_elements(unit)
         read = write = touched = 0
         for state in layout.states:
-            nbytes = state.nbytes(elements)
+            nbytes = layout.updated_bytes(unit, state)
             touched += 2 * nbytes
             if placement.home(unit.index, state.name) == SSD:
                 read += nbytes

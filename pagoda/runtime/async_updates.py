@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
+from pagoda.runtime.segments import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import BlockStream, Part, Segment, WeightPath, update_lane
+from pagoda.runtime.updates import BlockStream, Part, WeightPath, update_lane
 
 _TO_BACK, _IN_BACK = WeightPath(WEIGHT, WEIGHT_BACK), WeightPath(WEIGHT_BACK, WEIGHT_BACK)
 

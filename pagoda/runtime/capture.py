@@ -26,15 +26,16 @@ class Piece:
     count: int
     at: int
     """Where it lies in this rank's extent."""
-    per: int
-    """Elements of the parameter that one of the state stands for."""
+    changed: int
+    until: int
+    """It changes with elements [changed, until) of the unit."""
     copy: Run | None = None
     """Frames with the captured values, where an update has come before the writer."""
     written: bool = False
 
     def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it belongs to some of the unit's parameters [start, stop)."""
-        return self.first * self.per < stop and start < (self.first + self.count) * self.per
+        """Whether an update of the unit's elements [start, stop) may change it."""
+        return self.changed < stop and start < self.until
 
 
 class Capture:

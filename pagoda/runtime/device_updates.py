@@ -12,10 +12,11 @@ from pagoda.plan.ops import DEVICE
 from pagoda.runtime.device import Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, BlockStream, Segment, WeightPath
+from pagoda.runtime.updates import IN_PLACE, BlockStream, WeightPath
 
 
 class DeviceRing:
@@ -146,6 +147,7 @@ class DeviceBlockStream(BlockStream):
     ) -> None:
         """Update a block, whose first element is `start`, where its states and gradient lie now."""
         for _, piece in pieces:
+            assert isinstance(piece, BlockSegment)
             first, size = piece.start - start, piece.stop - piece.start
             parts = [
                 tensor[state.elements(first) :][: state.elements(size)]

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from pagoda.errors import UsageError
 from pagoda.memory.page import Run
 from pagoda.optim.formats import arriving_dtype, gradient_kernels, update_kernel, warm_up
-from pagoda.optim.rule import ElementwiseRule, Precision
+from pagoda.optim.rule import ElementwiseRule, Precision, Rule
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.shards import Shards
 from pagoda.parallel.wire import Wire
@@ -44,6 +44,7 @@ from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
+from pagoda.runtime.tensor_stream import TensorStream
 from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters
@@ -73,7 +74,7 @@ class Engine:
         plan: Plan,
         units: list[LiveUnit],
         precision: Precision,
-        rule: ElementwiseRule,
+        rule: Rule,
         directories: Mapping[Path, int | None],
         clip_grad_norm: float | None,
         poison: bool,
@@ -98,13 +99,14 @@ class Engine:
             "d2h": Lane("d2h"),
             "ssd_read": Lane("ssd_read", ssd_threads),
             "ssd_write": Lane("ssd_write", ssd_threads),
-            "update": Lane("update", torch.get_num_threads()),
+            "update": Lane("update", torch.get_num_threads() if isinstance(rule, ElementwiseRule) else 1),
             "device_update": Lane("device_update"),
         }
         self.rule = rule
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)
         if plan.layout.has_device_kernels:
+            assert isinstance(rule, ElementwiseRule)
             device.warm_up(rule, precision)
         self.gradients = Gradients(
             self.store,
@@ -128,13 +130,18 @@ class Engine:
         self.graphs = GraphMemory(self, self.store, directories, self._lanes, device, self._meter.stalled, poison)
         self.graphs.packing.register(units)
         self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
-        kernel = update_kernel(rule, precision, kept)
-        stream = BlockStream(self.store, kernel, self._lanes, lambda record: self.gradients.release(record))
+        stream: BlockStream
+        if isinstance(rule, ElementwiseRule):
+            kernel = update_kernel(rule, precision, kept)
+            stream = BlockStream(self.store, kernel, self._lanes, lambda record: self.gradients.release(record))
+        else:
+            stream = TensorStream(self.store, self._lanes, lambda record: self.gradients.release(record))
         self._streams = [stream]
         self._updater: Updaters | AsyncUpdater
         self._publisher: Publisher | None = None
         on_device = plan.placement.updated_on_device | plan.placement.resident
         if on_device:
+            assert isinstance(rule, ElementwiseRule)
             on_tensors, ring = device.update_kernel(rule, precision), DeviceRing(self.store)
             passing = DeviceBlockStream(self.store, on_tensors, self._lanes, stream.finished, device, ring)
             passing.damage = stream.damage

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pagoda.errors import UsageError
-from pagoda.optim.rule import ElementwiseRule, Hyper, Rule
+from pagoda.optim.rule import Hyper, Rule
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import Segment
 
 Group = Mapping[str, Any]
 """One of torch's `param_groups`, as it stands when a step is taken."""
@@ -27,22 +26,6 @@ def next_hypers(unit: LiveUnit, group_of: GroupOf, rule: Rule, scale: float) -> 
             rules[id(group)] = rule.with_group(group)
         hypers[slot] = Hyper(rules[id(group)], unit.steps[slot] + 1, scale)
     return hypers
-
-
-def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper]) -> list[Segment]:
-    """What an update with these hyperparameters, by slot, does; adjoining slots are one segment where possible."""
-    segments: list[Segment] = []
-    for slot, hyper in hypers.items():
-        rule, placed = hyper.rule, unit.spec.slots[slot]
-        assert isinstance(rule, ElementwiseRule)
-        scalars = rule.scalars(hyper.step, hyper.grad_scale)
-        noise = rule.noise(unit.name(slot), hyper.step)
-        start, stop = placed.offset, placed.offset + placed.param.numel
-        if segments and noise is None and (segments[-1].stop, segments[-1].scalars) == (start, scalars):
-            segments[-1] = Segment(segments[-1].start, stop, scalars)
-        else:
-            segments.append(Segment(start, stop, scalars, noise, start))
-    return segments
 
 
 def check_frozen(units: Iterable[LiveUnit]) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from pagoda.optim.rule import Rule, StateSpec
+from pagoda.optim.rule import Rule
+from pagoda.plan.layout import Span
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
@@ -22,31 +23,35 @@ class RuleStates:
 
     def read(self, unit: LiveUnit, slot: int) -> dict[str, Any]:
         """A parameter's entry in a torch `state_dict`; all are copies."""
-        kept = {spec.name: self._read(unit, slot, spec) for spec in self._rule.own_states()}
-        return self._rule.torch_state(unit.steps[slot], kept)
+        return self._rule.torch_state(unit.steps[slot], self._kept(unit, slot))
 
     def blank(self, unit: LiveUnit, slot: int) -> dict[str, Any]:
         """What `read` gives, with every tensor on meta."""
-        shape = unit.spec.slots[slot].param.shape
-        kept = {
-            spec.name: torch.empty(spec.shape(shape), dtype=spec.dtype, device="meta")
-            for spec in self._rule.own_states()
-        }
-        entry = self._rule.torch_state(unit.steps[slot], kept)
         return {
             name: torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
-            for name, value in entry.items()
+            for name, value in self._rule.torch_state(unit.steps[slot], self._kept(unit, slot, blank=True)).items()
         }
 
     def write(self, unit: LiveUnit, slot: int, state: Mapping[str, Any]) -> None:
         """Take over such an entry, of any float dtypes and on any device; an empty one is a fresh parameter's."""
-        placed = unit.spec.slots[slot]
+        param = unit.spec.slots[slot].param
         unit.steps[slot] = self._rule.steps_in(state)
-        kept = self._rule.kept_states(state, placed.param.name, placed.param.shape)
-        for spec in self._rule.own_states():
-            self._store.write(unit.index, spec.name, spec.elements(placed.offset), kept[spec.name].reshape(-1))
+        for name, value in self._rule.kept_states(state, param.name, param.shape).items():
+            span = self._spans(unit, slot)[name]
+            self._store.write(unit.index, name, span.first, value.reshape(-1))
 
-    def _read(self, unit: LiveUnit, slot: int, spec: StateSpec) -> torch.Tensor:
-        placed = unit.spec.slots[slot]
-        first, count = spec.elements(placed.offset), spec.elements(placed.param.numel)
-        return self._store.read(unit.index, spec.name, first, count).view(spec.shape(placed.param.shape))
+    def _kept(self, unit: LiveUnit, slot: int, blank: bool = False) -> dict[str, torch.Tensor]:
+        """The rule's states of a parameter, in their shapes; with `blank`, on meta but for single numbers."""
+        kept: dict[str, torch.Tensor] = {}
+        for name, span in self._spans(unit, slot).items():
+            if blank and span.shape:
+                kept[name] = torch.empty(span.shape, dtype=self._store.dtype(name), device="meta")
+            else:
+                kept[name] = self._store.read(unit.index, name, span.first, span.count).view(span.shape)
+        return kept
+
+    def _spans(self, unit: LiveUnit, slot: int) -> dict[str, Span]:
+        """Where the rule's states of a parameter lie."""
+        layout = self._store.plan.layout
+        spans = {state.name: layout.span(unit.spec, slot, state) for state in self._rule.own_states()}
+        return {name: span for name, span in spans.items() if span is not None}

@@ -18,7 +18,7 @@ from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.tensors import TensorSpec, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.rule import StateSpec, plain_setting
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import WEIGHT, Span
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE
 from pagoda.runtime.capture import Capture, Piece
@@ -104,7 +104,14 @@ class Snapshot:
         parameters = (PagedParameter(s.param.name, s.offset, s.param.shape, s.param.trainable) for s in unit.spec.slots)
         store = self._engine.store
         runs = {s.name: store.run(unit.index, store.newest_extent(unit.index, s.name)) for s in self._states}
-        return PagedUnit(tuple(parameters), {state: run for state, run in runs.items() if run is not None})
+        packed = {
+            state.name: tuple(
+                PagedParameter(unit.name(slot), span.first, span.shape, True) for slot, span in self._spans(unit, state)
+            )
+            for state in self._states
+            if state.shape_of is not None
+        }
+        return PagedUnit(tuple(parameters), {state: run for state, run in runs.items() if run is not None}, packed)
 
     def _write(
         self,
@@ -180,19 +187,18 @@ class Snapshot:
         pages, ssd, runs = checkpoint.pages, self._engine.store.ssd, self._engine.store.runs(unit.index, state)
         if pages is None or ssd is None or not runs or self._engine.together is not None:
             return False
-        its_run = pages.extent(self._paged(unit).parameters, state)
+        its_run = pages.extent(self._paged(unit), state)
         return its_run is not None and all(ssd.adopt(run, pages.committed, its_run) for run in runs)
 
     def _copy_in(self, checkpoint: Checkpoint, unit: LiveUnit, state: StateSpec) -> None:
         """Copy one state of a unit from the checkpoint, parameter by parameter."""
-        for slot in range(len(unit.params) if state.name == WEIGHT else unit.trainable):
-            placed = unit.spec.slots[slot]
-            name, of_whole = _whole(unit, slot)
-            for start, count in chunks(state.elements(placed.param.numel)):
-                first = state.elements(placed.offset) + start
+        for slot, span in self._spans(unit, state):
+            name, before = _whole(unit, slot)
+            for start, count in chunks(span.count):
+                first = span.first + start
                 if not self._engine.store.holds(unit.spec, state.name, first, first + count):
                     continue
-                values = checkpoint.read(state.name, name, state.elements(of_whole) + start, count)
+                values = checkpoint.read(state.name, name, state.elements(before) + start, count)
                 self._engine.store.write(unit.index, state.name, first, values)
 
     def _slots(self, state: str) -> Iterator[tuple[LiveUnit, int]]:
@@ -209,18 +215,20 @@ class Snapshot:
     def _specs(self, state: StateSpec, but: Mapping[int, PagedUnit] = MappingProxyType({})) -> list[TensorSpec]:
         """The tensors of one state, in the order of the model, without what `but` has of it."""
         return [
-            TensorSpec(unit.name(slot), state.dtype, state.shape(unit.spec.slots[slot].param.shape))
-            for unit, slot in self._slots(state.name)
+            TensorSpec(unit.name(slot), state.dtype, span.shape)
+            for unit in self._engine.units
             if unit.index not in but or state.name not in but[unit.index].extents
+            for slot, span in self._spans(unit, state)
         ]
 
     def _whole_specs(self, state: StateSpec) -> list[TensorSpec]:
         """The tensors of one state, of parameters as they were before they were cut into tiles."""
         shapes = {}
-        for unit, slot in self._slots(state.name):
-            spec = unit.spec.slots[slot].param
-            shapes[_whole(unit, slot)[0]] = spec.shape if spec.part is None else spec.part.shape
-        return [TensorSpec(name, state.dtype, state.shape(shape)) for name, shape in shapes.items()]
+        for unit in self._engine.units:
+            for slot, span in self._spans(unit, state):
+                part, whole = unit.spec.slots[slot].param.part, _whole(unit, slot)[0]
+                shapes[whole] = span.shape if part is None else state.shape(whole, part.shape) or part.shape
+        return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
 
     def _of_wholes(self, groups: list[NamedGroup]) -> list[NamedGroup]:
         """Param groups with the names that parameters had before they were cut into tiles."""
@@ -241,19 +249,29 @@ class Snapshot:
             for whole, parts in cut.items()
         }
 
+    def _spans(self, unit: LiveUnit, state: StateSpec) -> Iterator[tuple[int, Span]]:
+        """Each slot of a unit that has a state, and where it lies."""
+        for slot in range(len(unit.params)):
+            span = self._engine.plan.layout.span(unit.spec, slot, state)
+            if span is not None:
+                yield slot, span
+
     def _pieces(self, index: int, but: PagedUnit | None) -> Iterator[Piece]:
         """Every piece of every state of a unit that this rank writes, without what `but` has of it."""
         unit = self._engine.units[index]
         for state in self._states:
             if but is not None and state.name in but.extents:
                 continue
-            for slot in range(len(unit.params) if state.name == WEIGHT else unit.trainable):
+            for slot, span in self._spans(unit, state):
                 placed = unit.spec.slots[slot]
-                for start, count in chunks(state.elements(placed.param.numel)):
-                    first = state.elements(placed.offset) + start
+                for start, count in chunks(span.count):
+                    first = span.first + start
                     for begin, end, at in self._engine.store.written_here(unit.spec, state.name, first, first + count):
                         begins = start + begin - first
-                        yield Piece(index, state.name, unit.name(slot), begins, begin, end - begin, at, state.per)
+                        changed = placed.offset, placed.offset + placed.param.numel
+                        if state.shape_of is None:
+                            changed = begin * state.per, end * state.per
+                        yield Piece(index, state.name, unit.name(slot), begins, begin, end - begin, at, *changed)
 
     def _generators(self) -> list[dict[str, Any]]:
         """The state of every rank's random number generators, as JSON."""

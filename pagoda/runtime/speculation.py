@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.saver import Saver
+from pagoda.runtime.segments import Segment
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import Segment, Update, Updater
+from pagoda.runtime.updates import Update, Updater
 
 CALM_STEPS = 4
 """After a step that was clipped, as many in a row must not have been before the next speculation."""

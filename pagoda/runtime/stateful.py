@@ -9,7 +9,7 @@ from torch import nn
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.flat import join
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import WEIGHT, Span
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import home_of
 from pagoda.runtime.optimizer import PagedOptimizer
@@ -109,7 +109,11 @@ class OptimizerState:
         _settle(self._engine)
         states = {
             name: {"step": torch.tensor(float(unit.steps[slot]))}
-            | {moment.name: self._read(unit, slot, moment) for moment in self._moments}
+            | {
+                moment.name: self._engine.store.read(unit.index, moment.name, span.first, span.count).view(span.shape)
+                for moment in self._moments
+                if (span := self._span(name, moment)) is not None
+            }
             for name, (unit, slot) in self._slots.items()
         }
         scale = self._engine.stepper.scaler.state_dict()
@@ -122,10 +126,11 @@ class OptimizerState:
         """
         states, groups = state_dict["state"], state_dict["param_groups"]
         for moment in self._moments:
-            shapes = {
-                name: moment.shape(unit.spec.slots[slot].param.shape) for name, (unit, slot) in self._slots.items()
-            }
-            _check({name: state.get(moment.name) for name, state in states.items()}, shapes)
+            spans = {name: span for name in self._slots if (span := self._span(name, moment)) is not None}
+            found = {name: state[moment.name] for name, state in states.items() if moment.name in state}
+            _check(found, {name: span.shape for name, span in spans.items()})
+        if states.keys() != self._slots.keys():
+            raise CheckpointError("The state does not belong to this optimizer: it has other parameters.")
         live = self._groups()
         if [group["params"] for group in groups] != [group["params"] for group in live]:
             raise CheckpointError("The state does not belong to this optimizer: its groups have other parameters.")
@@ -135,9 +140,10 @@ class OptimizerState:
         for name, (unit, slot) in self._slots.items():
             unit.steps[slot] = int(states[name]["step"])
             for moment in self._moments:
-                flat = states[name][moment.name].detach().cpu().to(moment.dtype).reshape(-1)
-                first = moment.elements(unit.spec.slots[slot].offset)
-                self._engine.store.write(unit.index, moment.name, first, flat)
+                span = self._span(name, moment)
+                if span is not None:
+                    flat = states[name][moment.name].detach().cpu().to(moment.dtype).reshape(-1)
+                    self._engine.store.write(unit.index, moment.name, span.first, flat)
         for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
             mine.update({key: value for key, value in given.items() if key != "params"})
 
@@ -146,10 +152,10 @@ class OptimizerState:
         names = {id(unit.params[slot]): name for name, (unit, slot) in self._slots.items()}
         return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in self._optimizer.param_groups]
 
-    def _read(self, unit: LiveUnit, slot: int, state: StateSpec) -> torch.Tensor:
-        placed = unit.spec.slots[slot]
-        first, count = state.elements(placed.offset), state.elements(placed.param.numel)
-        return self._engine.store.read(unit.index, state.name, first, count).view(state.shape(placed.param.shape))
+    def _span(self, name: str, state: StateSpec) -> Span | None:
+        """Where a parameter's state lies."""
+        unit, slot = self._slots[name]
+        return self._engine.plan.layout.span(unit.spec, slot, state)
 
 
 def _settle(engine: Engine) -> None:

@@ -17,8 +17,9 @@ from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
-from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_used, next_hypers, segments_of
+from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_used, next_hypers
 from pagoda.runtime.packing import outside_use
+from pagoda.runtime.segments import segments_of
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit

@@ -16,7 +16,7 @@ from pagoda.optim.rule import StateSpec
 from pagoda.parallel.shards import Shards
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK
 from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO
+from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO, WORK
 from pagoda.plan.planner import Plan
 from pagoda.plan.shards import Span
 from pagoda.plan.units import UnitSpec
@@ -93,6 +93,9 @@ class Store:
         """Bytes of one slot of the ring."""
         self.newest = dict.fromkeys(range(len(plan.units)), WEIGHT)
         """unit -> which extent of its weights, front or back, is the newest."""
+        work = placement.pages(HOST, WORK)
+        self.work = self.host.alloc(work) if work else None
+        """Frames in which parameters are updated, for rules that take them whole."""
         self.spare = self.host.alloc(placement.pages(HOST, CHECKPOINT))
         """Frames for what a checkpoint has not written yet when its update comes."""
         self._bounce = threading.Lock()
@@ -127,6 +130,10 @@ class Store:
             self._device.copy_out(target, source, PAST).synchronize()
         else:  # one plain memcpy, without the GIL
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def at(self, address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Elements of host RAM from an address on, shape [numel]."""
+        return self.host.arena.tensor(address - self.host.arena.address, numel, dtype)
 
     def gradients(self, unit: int) -> list[torch.Tensor]:
         """Every gradient extent of a unit that lives in RAM: several where gradients wait for updates."""
@@ -232,6 +239,9 @@ class Store:
     def _within(self, state: str, spans: Iterable[Span], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """What of some spans of the unit lies among the elements [start, stop) of a state."""
         spec = self._spec(state)
+        if spec.shape_of is not None:  # ranks do not share it out
+            yield start, stop, start
+            return
         for span in spans:
             first, last = max(start, spec.elements(span.start)), min(stop, spec.elements(span.stop))
             if first < last:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
-from pagoda.runtime.updates import Segment, Updater
+from pagoda.runtime.segments import Segment
+from pagoda.runtime.updates import Updater
 
 
 class Updaters:

@@ -5,49 +5,24 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import pages_for
-from pagoda.optim.codecs import Key
 from pagoda.optim.kernels import UpdateKernel
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import SSD
+from pagoda.plan.units import UnitSpec
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
+from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Adjoining elements [start, stop) of a unit that are updated with the same scalars.
-
-    Where rounding is random, they are of one parameter.
-    """
-
-    start: int
-    stop: int
-    scalars: tuple[float, ...]
-    """The rule's, of one step."""
-    noise: Key | None = None
-    """What their states are rounded with."""
-    origin: int = 0
-    """Where their parameter starts, for `noise`."""
-
-    def within(self, start: int, stop: int) -> "Segment":
-        """What of it lies in [start, stop)."""
-        return replace(self, start=max(start, self.start), stop=min(stop, self.stop))
-
-    @property
-    def arguments(self) -> tuple[float, ...]:
-        """What a kernel takes beside addresses and a number of elements."""
-        return self.scalars if self.noise is None else (self.start - self.origin, *self.noise, *self.scalars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +66,8 @@ class _ReadAhead:
     unit: int
     blocks: dict[int, tuple[int, list[Handle]]] = field(default_factory=dict)
     """first element -> ring slot, reads."""
-    next_start: int = 0
+    begun: int = 0
+    """Blocks whose reads have been submitted."""
 
 
 class Updater:
@@ -304,15 +280,14 @@ class BlockStream:
                 return False
             self.drop_ahead()
             self._ahead = _ReadAhead(index)
-        unit = self._store.plan.units[index]
-        start, total = self._ahead.next_start, len(self._store.shards.updated(unit))
-        if start >= total or not self._streamed(index):
+        cuts = self._readable_ahead(self._store.plan.units[index])
+        if self._ahead.begun == len(cuts) or not self._streamed(index):
             return False
+        start, stop = cuts[self._ahead.begun]
         slot = self._free_slots.pop()
-        stop = min(start + self._block, total)
         reads = self._transfers("ssd_read", index, slot, start, stop, WEIGHT)
         self._ahead.blocks[start] = (slot, reads)
-        self._ahead.next_start = start + self._block
+        self._ahead.begun += 1
         return True
 
     def drop_ahead(self) -> list[Handle]:
@@ -381,8 +356,7 @@ class BlockStream:
         updated = self._store.shards.updated(unit.spec)
         computed: list[Handle] = []
         writes: list[Handle] = []
-        for start in range(0, len(updated), self._block):
-            stop = min(start + self._block, len(updated))
+        for start, stop in self._cuts(unit.spec):
             first, last = updated.start + start, updated.start + stop
             pieces = [
                 (part.record, s.within(first, last))
@@ -420,18 +394,10 @@ class BlockStream:
         """Submit one block: elements [start, stop) of what this rank updates of the unit."""
         index = unit.index
         store = self._store
-        first = store.shards.updated(unit.spec).start
         slot, reads = self._take_slot(index, start, stop, weights.read) if streamed else (-1, [])
-        addresses: list[int] = []
-        for state in self._states:
-            home = store.tensor(index, weights.write if state.name == WEIGHT else state.name)
-            if home is not None:
-                addresses.append(home.data_ptr() + state.nbytes(store.shards.origin(unit.spec, state.name) + start))
-            else:
-                addresses.append(store.ring_address(slot) + self._ring_offsets[state.name])
+        addresses = self._addresses(unit, slot, start, weights.write)
         itemsize = self._states[0].dtype.itemsize
         old = store.tensor(index, weights.read) if weights.read != weights.write else None
-        origin = store.shards.origin(unit.spec, GRAD)
 
         def compute() -> None:
             if old is not None:
@@ -439,11 +405,7 @@ class BlockStream:
             if undo is not None:
                 undo.save(start, stop)
             for record, piece in pieces:
-                ahead = piece.start - first - start
-                states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]
-                assert record.buffer is not None
-                at = record.buffer.data_ptr() + (origin + piece.start - first) * record.buffer.element_size()
-                self._kernel(*states, at, piece.stop - piece.start, *piece.arguments)
+                self._apply(unit, start, addresses, record, piece)
 
         touched = 2 * sum(state.nbytes(stop - start) for state in self._states)
         touched += (stop - start) * store.dtype(GRAD).itemsize
@@ -454,9 +416,40 @@ class BlockStream:
             written.extend(writes)
             Latch("ssd_write", writes).then(lambda _: self._release_slot(slot))
 
+    def _cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        """First and last element of every block of a unit's update."""
+        total = len(self._store.shards.updated(unit))
+        return [(start, min(start + self._block, total)) for start in range(0, total, self._block)]
+
+    def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        """The blocks of `_cuts` that can be read before those before them are written."""
+        return self._cuts(unit)
+
+    def _addresses(self, unit: LiveUnit, slot: int, start: int, weights: str) -> list[int]:
+        """Where each state of a block is while it is updated: at home in RAM, else in the ring."""
+        addresses: list[int] = []
+        for state in self._states:
+            home = self._store.tensor(unit.index, weights if state.name == WEIGHT else state.name)
+            if home is not None:
+                origin = self._store.shards.origin(unit.spec, state.name)
+                addresses.append(home.data_ptr() + state.nbytes(origin + start))
+            else:
+                addresses.append(self._store.ring_address(slot) + self._ring_offsets[state.name])
+        return addresses
+
+    def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
+        """Update a piece of the block from `start` on."""
+        assert isinstance(piece, BlockSegment)
+        assert record.buffer is not None
+        within, origin = self._store.shards.updated(unit.spec).start, self._store.shards.origin(unit.spec, GRAD)
+        ahead = piece.start - within - start
+        states = [a + state.nbytes(ahead) for a, state in zip(addresses, self._states, strict=True)]
+        at = record.buffer.data_ptr() + (origin + piece.start - within) * record.buffer.element_size()
+        self._kernel(*states, at, piece.stop - piece.start, *piece.arguments)
+
     def _streamed(self, unit: int) -> list[str]:
         """States of a unit whose home is SSD."""
-        return [s.name for s in self._states if self._store.tensor(unit, s.name) is None]
+        return [s.name for s in self._states if self._store.run(unit, s.name) is not None]
 
     def _transfers(
         self, lane: str, unit: int, slot: int, start: int, stop: int, weights: str, after: tuple[Handle, ...] = ()

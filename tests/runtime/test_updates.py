@@ -16,7 +16,8 @@ from pagoda.optim import AdamW, Precision, Scalars, flat
 from pagoda.plan.layout import RING_SLOTS
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle
-from pagoda.runtime.updates import BlockStream, Segment, Updater
+from pagoda.runtime.segments import BlockSegment
+from pagoda.runtime.updates import BlockStream, Updater
 
 from .parts import ALL_ON_SSD, MOMENTS_ON_SSD, PAGE, RESIDENT, Parts, Sizes, parts
 
@@ -57,11 +58,11 @@ class Updates:
         self.finished.append(record.unit.index)
         self.part.gradients.release(record)
 
-    def segments(self, index: int, step: int, slots: Sequence[int] | None = None) -> list[Segment]:
+    def segments(self, index: int, step: int, slots: Sequence[int] | None = None) -> list[BlockSegment]:
         """One segment for each trainable parameter, each with a learning rate of its own."""
         unit = self.part.units[index]
         return [
-            Segment(
+            BlockSegment(
                 unit.spec.slots[slot].offset,
                 unit.spec.slots[slot].offset + unit.spec.slots[slot].param.numel,
                 scalars(step, 1e-2 / (1 + slot)),

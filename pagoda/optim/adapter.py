@@ -1,0 +1,129 @@
+"""Any `torch.optim.Optimizer` class as a rule: its own code, run on one parameter after another."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from pagoda.errors import ConfigError, UsageError
+from pagoda.optim.probe import Probe, check_steps_without_closure, kept_in
+from pagoda.optim.rule import StateSpec, TensorRule, plain_setting
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, init=False)
+class Optim(TensorRule):
+    """An optimizer class of torch or of anyone else, with its settings: ``pagoda.Optim(torch.optim.Adagrad, lr=1e-2)``.
+
+    For each parameter, the class is made anew with the parameter's fp32 master, given the states that were kept, and
+    steps once. So the bits are those of the class run in memory on fp32 parameters. What it keeps is found out by
+    running it on tiny tensors (`probe`), and lives in pages like any state, numbers too.
+
+    Raises ConfigError for a class that needs a closure (LBFGS), whose update of one parameter depends on others or on
+    random numbers, that keeps state elsewhere than in ``state``, or that refuses ``settings``.
+    """
+
+    name: ClassVar[str] = "Optim"
+    kind: type[torch.optim.Optimizer]
+    settings: Mapping[str, Any]
+    """What the class is made with."""
+    group: Mapping[str, Any]
+    """The settings of a param group."""
+    _probe: Probe = field(compare=False, repr=False)
+
+    def __init__(self, kind: type[torch.optim.Optimizer], /, **settings: Any) -> None:
+        """`settings` are the class's own, as for its constructor."""
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ConfigError(f"pagoda.Optim wants a class of optimizers, such as torch.optim.Adagrad, not {kind!r}.")
+        label = f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
+        check_steps_without_closure(label, kind)
+        self._set(kind, settings, {}, Probe(label, lambda params: kind(params, **settings)))
+        made = None
+        for shape in ((4, 5), (4,)):
+            try:
+                made = made or kind([torch.nn.Parameter(torch.zeros(shape))], **settings)
+            except ValueError:
+                continue
+        assert made is not None, "the probe has made one"
+        plain = {key: value for key, value in made.param_groups[0].items() if key != "params" and _is_plain(value)}
+        object.__setattr__(self, "group", plain)
+
+    def with_group(self, group: Mapping[str, Any]) -> "Optim":
+        """The rule with the settings of a param group as it stands now."""
+        other = object.__new__(Optim)
+        now = {key: plain_setting(group[key], old) for key, old in self.group.items()}
+        other._set(self.kind, self.settings, now, self._probe)
+        return other
+
+    def own_states(self) -> tuple[StateSpec, ...]:
+        """What the class keeps, numbers as one element."""
+        return tuple(
+            StateSpec(name, form.dtype, shape_of=partial(self._shape_of, name))
+            for name, form in self._probe.forms.items()
+        )
+
+    def defaults(self) -> dict[str, Any]:
+        """The class's own defaults, as far as they are numbers and words."""
+        return dict(self.group)
+
+    def update(
+        self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> None:
+        """One step of the class, in place. Raises UsageError where it keeps other states than were found."""
+        param = torch.nn.Parameter(weight)
+        param.grad = gradient
+        optimizer = self.kind([param], **self.settings)
+        optimizer.param_groups[0].update(self.group)
+        if step > 1:
+            optimizer.state[param] = {name: self._value(name, kept) for name, kept in states.items()}
+        optimizer.step()
+        found = kept_in(optimizer, param)
+        if {name: _shape(value) for name, value in found.items()} != {n: tuple(s.shape) for n, s in states.items()}:
+            raise UsageError(
+                f"{self._probe.label} keeps {sorted(found)} for a parameter of shape {list(weight.shape)}, where tiny "
+                f"ones have {sorted(states)}, or in other shapes: pagoda.Optim cannot run it with these settings."
+            )
+        for name, kept in states.items():
+            value = found[name]
+            if not isinstance(value, torch.Tensor):
+                kept.fill_(value)
+            elif value.data_ptr() != kept.data_ptr():
+                kept.copy_(value.detach())
+
+    def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """As the class has it."""
+        return {name: self._value(name, value) for name, value in kept.items()}
+
+    def steps_in(self, state: Mapping[str, Any]) -> int:
+        """The class's own count, if it has one; else whether there was an update."""
+        return int(state["step"]) if "step" in state else int(bool(state))
+
+    def kept_states(self, state: Mapping[str, Any], parameter: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """Numbers become tensors of one element."""
+        tensors = {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
+        return super().kept_states(tensors, parameter, shape)
+
+    def _set(
+        self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], probe: Probe
+    ) -> None:
+        for name, value in (("kind", kind), ("settings", settings), ("group", group), ("_probe", probe)):
+            object.__setattr__(self, name, value)
+
+    def _shape_of(self, state: str, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        form = self._probe.of(parameter, shape).get(state)
+        return None if form is None else form.shape(shape)
+
+    def _value(self, name: str, kept: torch.Tensor) -> Any:
+        number = self._probe.forms[name].number
+        return kept if number is None else number(kept.item())
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

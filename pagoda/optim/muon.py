@@ -1,0 +1,128 @@
+"""Muon on whole matrices, and AdamW on all else.
+
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the scale of Liu et al.,
+"Muon is Scalable for LLM Training" (2025). A matrix is updated by torch's own function, so the bits are those of
+``torch.optim.Muon``; all else by the contract of `adamw`, which is element-wise, so large embeddings need not be in RAM
+whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, muon
+
+from pagoda.optim.adamw import AdamW
+from pagoda.optim.rule import StateSpec, TensorRule, check, is_number
+
+BUFFER = "momentum_buffer"
+ADAMW_FOR = ("*embed*", "*wte*", "*wpe*", "*shared*", "*lm_head*", "*relative_attention_bias*")
+"""Matrices that are not layers: embeddings and the output head, as the usual models name them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(TensorRule):
+    """Settings of Muon, with the names of ``torch.optim.Muon``, and of the AdamW beside it.
+
+    lr, weight_decay: of both; >= 0.
+    momentum, nesterov, ns_coefficients, eps, ns_steps: as in torch.
+    adjust_lr_fn: how the step of a matrix follows from lr. "match_rms_adamw", which is not torch's default, makes it as
+        large as AdamW's, so that one lr and one weight decay fit both; "original" is Jordan's.
+
+    betas, adamw_eps: AdamW's, for parameters that are no matrices, and for matrices whose name matches one of
+    adamw_for (shell patterns): embeddings and the output head.
+
+    State beside the fp32 master is 4 bytes a parameter of Muon's, 8 of AdamW's.
+    Raises ConfigError, naming the field, for a value outside its range.
+    """
+
+    name: ClassVar[str] = "Muon"
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = "match_rms_adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    adamw_eps: float = 1e-8
+    adamw_for: tuple[str, ...] = ADAMW_FOR
+
+    def __post_init__(self) -> None:
+        self._adamw()
+        check(self.name, "momentum", self.momentum, is_number(self.momentum) and 0 <= self.momentum < 1, "in [0, 1)")
+        check(self.name, "ns_steps", self.ns_steps, self.ns_steps in range(1, 100), "from 1 to 99")
+        check(self.name, "ns_coefficients", self.ns_coefficients, len(self.ns_coefficients) == 3, "three numbers")
+        check(self.name, "eps", self.eps, is_number(self.eps) and self.eps > 0, "a finite number > 0")
+        known = (None, "original", "match_rms_adamw")
+        check(self.name, "adjust_lr_fn", self.adjust_lr_fn, self.adjust_lr_fn in known, f"one of {known}")
+
+    def is_matrix(self, parameter: str, shape: tuple[int, ...]) -> bool:
+        """Whether Muon updates a parameter, not AdamW."""
+        return len(shape) == 2 and not any(fnmatchcase(parameter, pattern) for pattern in self.adamw_for)
+
+    def takes_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
+        """AdamW's may be cut."""
+        return self.is_matrix(parameter, shape)
+
+    def own_states(self) -> tuple[StateSpec, ...]:
+        """The momentum of matrices, and both moments of all else."""
+        return (
+            StateSpec(BUFFER, torch.float32, shape_of=self._of_matrices),
+            StateSpec("exp_avg", torch.float32, shape_of=self._of_others),
+            StateSpec("exp_avg_sq", torch.float32, shape_of=self._of_others),
+        )
+
+    def defaults(self) -> dict[str, Any]:
+        """Per-group settings for ``torch.optim.Optimizer``."""
+        names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+        return {name: getattr(self, name) for name in (*names, "betas", "adamw_eps")}
+
+    def update(
+        self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> None:
+        """One step, in place."""
+        if BUFFER not in states:
+            from pagoda.optim.flat import update  # imports Numba
+
+            rule = self._adamw()
+            update(rule, {"weight": weight, **states}, gradient, rule.scalars(step))
+            return
+        muon(
+            [weight],
+            [gradient],
+            [states[BUFFER]],
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            ns_coefficients=self.ns_coefficients,
+            eps=self.eps,
+            ns_steps=self.ns_steps,
+            adjust_lr_fn=self.adjust_lr_fn,
+            has_complex=False,
+        )
+
+    def beside(self) -> tuple[AdamW, ...]:
+        """AdamW, for what is no matrix."""
+        return (self._adamw(),)
+
+    def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """As torch's Muon and AdamW have it: Muon counts no steps."""
+        return dict(kept) if BUFFER in kept else super().torch_state(step, kept)
+
+    def steps_in(self, state: Mapping[str, Any]) -> int:
+        """Of a matrix, only whether there was an update."""
+        return int(state.get("step", BUFFER in state))
+
+    def _adamw(self) -> AdamW:
+        return AdamW(lr=self.lr, betas=self.betas, eps=self.adamw_eps, weight_decay=self.weight_decay)
+
+    def _of_matrices(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return shape if self.is_matrix(parameter, shape) else None
+
+    def _of_others(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return None if self.is_matrix(parameter, shape) else shape

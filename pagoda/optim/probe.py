@@ -1,0 +1,202 @@
+"""What a `torch.optim.Optimizer` class keeps for a parameter: found out by running it on tiny ones.
+
+Shapes are told apart by their kind: how many dimensions, which are 1, which are equal, and which is larger. A kind is
+run on two tiny shapes of it; where a dimension of a state differs between the two, it follows the parameter's, and is
+matched with the product of some of them. What a class does only for large parameters is not seen here: an update whose
+states are others than those found is refused when it happens.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain, combinations
+from math import prod
+from typing import Any
+
+import torch
+
+from pagoda.errors import ConfigError
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Kind = tuple[int, ...]
+"""For each dimension: 0 where it is 1, else its rank among the distinct others."""
+
+COMMON_SHAPES = ((4,), (4, 5), (5, 4), (4, 4), (4, 5, 6), (4, 5, 3, 3))
+"""Shapes by whose kinds states are named before any model is known."""
+_SIZES = ((3, 5, 7, 11, 13, 17), (5, 7, 11, 13, 17, 19))
+"""Of the distinct dimensions, in each of the two runs."""
+_STEPS = 3
+_TAKEN = {"weight", "weight_low", "weight_back", "grad", "grad_queue", "buffers"}
+"""Names of states that every rule has."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One state of parameters of one kind."""
+
+    dtype: torch.dtype
+    dims: tuple[int | tuple[int, ...], ...]
+    """For each dimension of the state: its size, or the parameter's dimensions whose product it is."""
+    number: type | None = None
+    """The Python type of a state that is no tensor."""
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the state of a parameter of that shape."""
+        return tuple(dim if isinstance(dim, int) else prod(parameter[index] for index in dim) for dim in self.dims)
+
+
+class Probe:
+    """Runs `make`'s optimizer on tiny parameters. Raises ConfigError for a class that cannot be run unit by unit."""
+
+    def __init__(self, label: str, make: Make) -> None:
+        self.label = label
+        self._make = make
+        self._forms: dict[Kind, Mapping[str, Form] | str] = {}
+        """kind -> its states by name, or why the class refuses it."""
+        self.forms: dict[str, Form] = {}
+        """State -> its form in the first kind that has it."""
+        for shape in COMMON_SHAPES:
+            found = self._found(kind_of(shape))
+            for name, form in found.items() if not isinstance(found, str) else ():
+                if not name.isidentifier() or name in _TAKEN:
+                    raise ConfigError(f"{label} cannot be run: Pagoda has no room for a state named {name!r}.")
+                known = self.forms.setdefault(name, form)
+                if (known.dtype, known.number) != (form.dtype, form.number):
+                    raise ConfigError(f"{label} cannot be run: its state {name!r} is not always {known.dtype}.")
+        if all(isinstance(found, str) for found in self._forms.values()):
+            raise ConfigError(f"{label} cannot be run: {self._forms[kind_of(COMMON_SHAPES[1])]}")
+
+    def of(self, parameter: str, shape: tuple[int, ...]) -> Mapping[str, Form]:
+        """The states of a parameter, by name. Raises ConfigError where the class refuses it."""
+        found = self._found(kind_of(shape))
+        if isinstance(found, str):
+            raise ConfigError(f"{self.label} cannot update {parameter!r}, of shape {list(shape)}: {found}")
+        unknown = sorted(found.keys() - self.forms.keys())
+        if unknown:
+            raise ConfigError(
+                f"{self.label} keeps {unknown} for {parameter!r}, of shape {list(shape)}, and for no other."
+            )
+        return found
+
+    def _found(self, kind: Kind) -> Mapping[str, Form] | str:
+        if kind not in self._forms:
+            self._forms[kind] = self._probed(kind)
+        return self._forms[kind]
+
+    def _probed(self, kind: Kind) -> Mapping[str, Form] | str:
+        """The states of a kind, or the class's own words for refusing it."""
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            runs = []
+            for sizes in _SIZES:
+                try:
+                    runs.append(_Run(self._make, tuple(1 if k == 0 else sizes[k - 1] for k in kind)))
+                except Exception as error:
+                    return f"it raises {type(error).__name__}: {error}"
+            runs[0].check(self.label)
+        first, second = (run.states for run in runs)
+        if first.keys() != second.keys():
+            raise ConfigError(f"{self.label} cannot be run: what it keeps depends on a parameter's size.")
+        return {name: self._form(name, first[name], second[name], [run.shape for run in runs]) for name in first}
+
+    def _form(self, name: str, one: Any, other: Any, shapes: list[tuple[int, ...]]) -> Form:
+        """The form of a state, from its values in two runs."""
+        if isinstance(one, bool | int | float):
+            return Form(torch.float64 if isinstance(one, float) else torch.int64, (), type(one))
+        if not isinstance(one, torch.Tensor) or one.layout is not torch.strided or one.dim() != other.dim():
+            kind = type(one).__name__
+            raise ConfigError(f"{self.label} cannot be run: its state {name!r} is a {kind}, not a tensor or a number.")
+        every = range(len(shapes[0]))
+        subsets = list(chain.from_iterable(combinations(every, count) for count in range(1, len(every) + 1)))
+        dims: list[int | tuple[int, ...]] = []
+        for size, grown in zip(one.shape, other.shape, strict=True):
+            products = (s for s in subsets if [prod(shape[i] for i in s) for shape in shapes] == [size, grown])
+            followed = size if size == grown else next(products, None)
+            if followed is None:
+                raise ConfigError(
+                    f"{self.label} cannot be run: its state {name!r} is {list(one.shape)} for a parameter of "
+                    f"{list(shapes[0])} and {list(other.shape)} for {list(shapes[1])}, which follows no known rule."
+                )
+            dims.append(followed)
+        return Form(one.dtype, tuple(dims))
+
+
+class _Run:
+    """A few steps of the class on one tiny parameter."""
+
+    def __init__(self, make: Make, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._make = make
+        self._param = _parameter(shape, 0)
+        optimizer = make([self._param])
+        groups = _numbers_of(optimizer)
+        before = torch.get_rng_state()
+        for step in range(_STEPS):
+            _take(optimizer, [self._param], step)
+        self._random = not torch.equal(before, torch.get_rng_state())
+        self._changed = sorted(key for key, value in _numbers_of(optimizer).items() if groups.get(key) != value)
+        self.states = kept_in(optimizer, self._param)
+
+    def check(self, label: str) -> None:
+        """Raises ConfigError unless states and gradient alone make a parameter's update, whatever else is updated."""
+        if self._random:
+            raise ConfigError(f"{label} cannot be run unit by unit: its step draws random numbers.")
+        if self._changed:
+            raise ConfigError(
+                f"{label} cannot be run unit by unit: its step changes {self._changed} in param_groups, which all "
+                "parameters share. It needs every parameter at once."
+            )
+        beside = [_parameter(self.shape, 0), _parameter(self.shape, 1)]
+        together = self._make(beside)
+        for step in range(_STEPS):
+            _take(together, beside, step)
+        if not torch.equal(beside[0], self._param):
+            raise ConfigError(f"{label} cannot be run unit by unit: a parameter's update depends on the others.")
+        param = _parameter(self.shape, 0)
+        states: dict[str, Any] = {}
+        for step in range(_STEPS):
+            resumed = self._make([param])
+            if step:
+                resumed.state[param] = states
+            _take(resumed, [param], step)
+            states = kept_in(resumed, param)
+        if not torch.equal(param, self._param):
+            raise ConfigError(
+                f"{label} cannot be run unit by unit: it keeps something outside `state`, so it cannot be resumed."
+            )
+
+
+def kind_of(shape: tuple[int, ...]) -> Kind:
+    """The kind of a parameter's shape."""
+    distinct = sorted({size for size in shape if size != 1})
+    return tuple(0 if size == 1 else 1 + distinct.index(size) for size in shape)
+
+
+def check_steps_without_closure(label: str, kind: type[torch.optim.Optimizer]) -> None:
+    """Raises ConfigError for a class whose step needs a closure, as LBFGS's does."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{label} needs a closure that evaluates the model again within a step, and all parameters at once; Pagoda "
+            "updates unit by unit. Use an optimizer whose step() takes no closure."
+        )
+
+
+def kept_in(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter) -> dict[str, Any]:
+    """What an optimizer keeps for a parameter, without what is None."""
+    return {name: value for name, value in optimizer.state.get(param, {}).items() if value is not None}
+
+
+def _parameter(shape: tuple[int, ...], seed: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def _take(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], step: int) -> None:
+    for index, param in enumerate(params):
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * index + step + 10))
+    optimizer.step()
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The numbers in the param group."""
+    group = optimizer.param_groups[0]
+    return {key: float(value) for key, value in group.items() if isinstance(value, bool | int | float)}

@@ -1,0 +1,216 @@
+"""`pagoda.Optim` finds out what a class keeps, runs its own code, and refuses what cannot be run unit by unit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lion_pytorch import Lion as TheirLion
+from torch.optim import Optimizer
+
+from pagoda.errors import ConfigError, UsageError
+from pagoda.optim import Optim
+
+CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-2}),
+    "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+    "amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    "lion": (TheirLion, {"lr": 1e-3}),
+}
+classes = pytest.mark.parametrize(("kind", "settings"), CLASSES.values(), ids=CLASSES)
+
+
+class Step(Optimizer):
+    """What the classes below share."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.seen += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.move(param, group)
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        param.add_(param.grad, alpha=-group["lr"])
+
+
+class ByTheNorm(Step):
+    """Divides by the norm of all gradients."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        norm = sum(p.grad.norm().item() for p in group["params"])
+        param.add_(param.grad, alpha=-group["lr"] / norm)
+
+
+class OnTheSide(Step):
+    """Counts its steps in an attribute."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        param.add_(param.grad, alpha=-group["lr"] / self.seen)
+
+
+class InTheGroup(Step):
+    """Counts its steps in the group."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
+
+
+class Noisy(Step):
+    """Adds noise."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        param.add_(torch.randn_like(param), alpha=group["lr"])
+
+
+class Listed(Step):
+    """Keeps a list."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        self.state[param].setdefault("history", []).append(1)
+
+
+class Counting(Step):
+    """Keeps Python numbers and a vector of rows."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state.update(count=0, scale=1.0, rows=torch.zeros(param.shape[:1], dtype=torch.float64))
+        state["count"] += 1
+        state["scale"] *= 0.5
+        state["rows"] = state["rows"] + param.grad.double().flatten(1).sum(1)
+        param.add_(param.grad, alpha=-group["lr"] * state["scale"] / state["count"])
+
+
+class LargeOnly(Step):
+    """Keeps a state for large parameters only."""
+
+    def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        if param.numel() > 1000:
+            self.state[param]["extra"] = torch.zeros(1)
+
+
+def kept_by(rule: Optim, name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    shapes = {state: state.shape(name, shape) for state in rule.own_states()}
+    return {state.name: torch.zeros(own, dtype=state.dtype) for state, own in shapes.items() if own is not None}
+
+
+def gradient(shape: tuple[int, ...], step: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
+
+
+@classes
+@pytest.mark.parametrize("shape", [(6, 8), (8, 6), (9,), (4, 3, 2, 2), (5, 1)])
+def test_bits_and_states_are_those_of_the_class_in_memory(
+    kind: type[Optimizer], settings: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    rule = Optim(kind, **settings)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    parameter = torch.nn.Parameter(weight.clone())
+    theirs = kind([parameter], **settings)
+    kept = kept_by(rule, "p", shape)
+    for step in range(1, 6):
+        parameter.grad = gradient(shape, step)
+        theirs.step()
+        rule.update(step, weight, gradient(shape, step), kept)
+    assert torch.equal(weight, parameter.detach())
+    expected = {name: value for name, value in theirs.state[parameter].items() if value is not None}
+    found = rule.torch_state(5, kept)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+        assert type(found[name]) is type(value)
+
+
+@classes
+def test_a_state_dict_goes_through_torchs_format(kind: type[Optimizer], settings: dict[str, Any]) -> None:
+    rule = Optim(kind, **settings)
+    weight, kept = torch.ones(6, 8), kept_by(rule, "p", (6, 8))
+    for step in (1, 2):
+        rule.update(step, weight, gradient((6, 8), step), kept)
+    state = rule.torch_state(2, kept)
+    back = rule.kept_states(state, "p", (6, 8))
+    assert back.keys() == kept.keys()
+    assert all(torch.equal(back[name], kept[name]) for name in kept)
+    assert bool(rule.steps_in(state)) == bool(state)
+    assert rule.steps_in({}) == 0
+
+
+def test_settings_of_a_group_reach_the_class() -> None:
+    rule = Optim(torch.optim.Adagrad, lr=1e-2)
+    assert rule.defaults()["lr"] == 1e-2
+    assert rule.defaults()["eps"] == 1e-10
+    moved = rule.with_group({**rule.defaults(), "lr": torch.tensor(0.5), "params": []})
+    assert moved.defaults()["lr"] == 0.5
+    assert moved != rule
+    assert moved == rule.with_group({**rule.defaults(), "lr": 0.5})
+    slow, fast = torch.zeros(4), torch.zeros(4)
+    rule.update(1, slow, torch.ones(4), kept_by(rule, "p", (4,)))
+    moved.update(1, fast, torch.ones(4), kept_by(rule, "p", (4,)))
+    assert torch.allclose(fast, 50 * slow)
+
+
+def test_numbers_and_vectors_are_kept_as_they_are() -> None:
+    rule = Optim(Counting)
+    kept = kept_by(rule, "p", (6, 8))
+    assert {name: (state.dtype, tuple(state.shape)) for name, state in kept.items()} == {
+        "count": (torch.int64, ()),
+        "scale": (torch.float64, ()),
+        "rows": (torch.float64, (6,)),
+    }
+    weight = torch.zeros(6, 8)
+    for step in (1, 2, 3):
+        rule.update(step, weight, gradient((6, 8), step), kept)
+    state = rule.torch_state(3, kept)
+    assert (state["count"], state["scale"]) == (3, 0.125)
+    assert type(state["count"]) is int
+    assert kept["rows"].abs().sum() > 0
+
+
+def test_a_closure_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"torch's LBFGS needs a closure"):
+        Optim(torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (ByTheNorm, "depends on the others"),
+        (OnTheSide, "outside `state`"),
+        (InTheGroup, r"changes \['k'\] in param_groups"),
+        (Noisy, "draws random numbers"),
+        (Listed, "'history' is a list"),
+        (torch.optim.SparseAdam, "SparseAdam cannot be run"),
+    ],
+)
+def test_what_cannot_be_run_unit_by_unit_is_refused(kind: type[Optimizer], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Optim(kind)
+
+
+def test_what_a_class_refuses_is_said_with_the_parameters_name() -> None:
+    rule = Optim(torch.optim.Muon, lr=1e-2)
+    (state,) = rule.own_states()
+    assert state.shape("matrix", (30, 20)) == (30, 20)
+    with pytest.raises(ConfigError, match=r"'norm.weight', of shape \[7\].*only supports 2D"):
+        state.shape("norm.weight", (7,))
+    with pytest.raises(ConfigError, match="Invalid learning rate"):
+        Optim(torch.optim.Adagrad, lr=-1.0)
+    with pytest.raises(ConfigError, match="wants a class"):
+        Optim("adagrad")  # type: ignore[arg-type]
+
+
+def test_states_that_tiny_tensors_do_not_show_are_refused_when_they_come() -> None:
+    rule = Optim(LargeOnly)
+    with pytest.raises(UsageError, match="extra"):
+        rule.update(1, torch.zeros(50, 50), torch.zeros(50, 50), {})

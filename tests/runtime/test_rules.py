@@ -1,0 +1,310 @@
+"""Every update rule: the same bits in every placement, torch's own where torch has it, resumed without a changed bit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lion_pytorch import Lion as TheirLion
+from torch import nn
+from zoo import (
+    ALL_ON_SSD,
+    ARENA,
+    ARENA_ALL_ON_SSD,
+    HOST_WEIGHTS,
+    PAGE,
+    PLACEMENTS,
+    RESIDENT,
+    Outcome,
+    Recipe,
+    assert_placed,
+    squeeze,
+    train,
+    usual_loop,
+)
+
+import pagoda
+from pagoda.optim import AdamW, Rule, reference
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, make_plan
+from pagoda.runtime.construct import describe
+
+RECIPE = Recipe("llama", clip=0.5, steps=3)
+ELEMENTWISE: dict[str, Rule] = {
+    "adam": pagoda.Adam(lr=1e-2, weight_decay=0.1),
+    "sgd": pagoda.SGD(lr=1e-1),
+    "momentum": pagoda.SGD(lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "lion": pagoda.Lion(lr=1e-3, weight_decay=0.1),
+}
+WHOLE: dict[str, Rule] = {
+    "adafactor": pagoda.Adafactor(lr=1e-2, weight_decay=0.1),
+    "adafactor-averaged": pagoda.Adafactor(lr=1e-2, beta1=0.9),
+    "muon": pagoda.Muon(lr=1e-2),
+    "adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
+    "rmsprop": pagoda.Optim(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    "nadam": pagoda.Optim(torch.optim.NAdam, lr=1e-3),
+    "torch-adafactor": pagoda.Optim(torch.optim.Adafactor, lr=1e-2),
+    "lion-pytorch": pagoda.Optim(TheirLion, lr=1e-3),
+}
+every_rule = pytest.mark.parametrize("rule", [*ELEMENTWISE.values(), *WHOLE.values()], ids=[*ELEMENTWISE, *WHOLE])
+
+
+@cache
+def resident(name: str) -> Outcome:
+    return train(replace(RECIPE, rule=(ELEMENTWISE | WHOLE)[name]), RESIDENT)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_placement_does_not_change_a_bit_of_an_elementwise_rule(name: str, placement: str, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rule=ELEMENTWISE[name])
+    outcome = train(recipe, squeeze(recipe.build(), placement, tmp_path, rule=recipe.rule))
+    assert_placed(outcome, placement)
+    outcome.assert_same_bits(resident(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("adafactor", ALL_ON_SSD),
+        ("adafactor-averaged", ARENA_ALL_ON_SSD),
+        ("muon", HOST_WEIGHTS),
+        ("muon", ALL_ON_SSD),
+        ("adagrad", ALL_ON_SSD),
+        ("adagrad", ARENA),
+        ("nadam", HOST_WEIGHTS),
+    ],
+)
+def test_placement_does_not_change_a_bit_of_a_rule_that_takes_parameters_whole(
+    name: str, placement: str, tmp_path: Path
+) -> None:
+    recipe = replace(RECIPE, rule=WHOLE[name])
+    outcome = train(recipe, squeeze(recipe.build(), placement, tmp_path, rule=recipe.rule))
+    assert outcome.plan is not None
+    assert outcome.plan.bytes["host"]["work"] > 0
+    if placement != ARENA:
+        on_ssd = [state.name for state in outcome.plan.layout.moments]
+        assert on_ssd
+        assert outcome.plan.bytes["host"].keys().isdisjoint(on_ssd)
+    outcome.assert_same_bits(resident(name))
+
+
+@pytest.mark.parametrize("name", ["momentum", "adagrad", "muon"])
+def test_updates_under_backward_layout_and_frozen_parameters_do_not_change_a_bit(name: str, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rule=(ELEMENTWISE | WHOLE)[name], clip=None, announced=True, frozen=True)
+    memory = squeeze(
+        recipe.build(), ALL_ON_SSD, tmp_path, announced=1, clipping=False, rule=recipe.rule, unit_limit="40KiB"
+    )
+    train(recipe, memory).assert_same_bits(train(replace(recipe, announced=False), RESIDENT))
+
+
+class InMemory:
+    """A torch optimizer with the methods that the loop uses."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        self.stats = type("Stats", (), {"grad_norm": None, "faults": 0, "bytes_moved": {}})()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class OurAdamW(torch.optim.Optimizer):
+    """The contract of Pagoda's AdamW, in plain torch."""
+
+    def __init__(self, params: Any, rule: AdamW) -> None:
+        super().__init__(params, rule.defaults())
+        self.rule, self.steps = rule, 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.steps += 1
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+            states = {"weight": param.data, **state}
+            reference.update(self.rule, states, param.grad, self.rule.scalars(self.steps))
+
+
+def muon_in_memory(model: nn.Module) -> InMemory:
+    rule = pagoda.Muon(lr=1e-2)
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if rule.is_matrix(name, tuple(p.shape))]
+    others = [p for name, p in named.items() if not rule.is_matrix(name, tuple(p.shape))]
+    muon = torch.optim.Muon(matrices, lr=1e-2, adjust_lr_fn="match_rms_adamw")
+    return InMemory(muon, OurAdamW(others, AdamW(lr=1e-2, weight_decay=0.1)))
+
+
+def of_class(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[nn.Module], InMemory]:
+    return lambda model: InMemory(kind(model.parameters(), **settings))
+
+
+TORCH: dict[str, Callable[[nn.Module], InMemory]] = {
+    "adafactor": of_class(torch.optim.Adafactor, lr=1e-2, weight_decay=0.1),
+    "muon": muon_in_memory,
+    "adagrad": of_class(torch.optim.Adagrad, lr=1e-2),
+    "rmsprop": of_class(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    "nadam": of_class(torch.optim.NAdam, lr=1e-3),
+    "torch-adafactor": of_class(torch.optim.Adafactor, lr=1e-2),
+    "lion-pytorch": of_class(TheirLion, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_in_fp32_a_run_has_the_bits_of_torch_in_memory(name: str, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rule=WHOLE[name], precision="fp32", clip=None)
+    memory = squeeze(recipe.build(), ALL_ON_SSD, tmp_path, precision="fp32", clipping=False, rule=recipe.rule)
+    ours = train(recipe, memory)
+    model = recipe.build()
+    theirs, optimizer = Outcome(), TORCH[name](model)
+    torch.manual_seed(2)
+    usual_loop(recipe)(model, optimizer, theirs)
+    assert ours.losses == theirs.losses
+    for key, weight in model.state_dict().items():
+        assert torch.equal(ours.weights[key], weight), key
+    if len(optimizer.optimizers) == 1:
+        state = optimizer.optimizers[0].state_dict()["state"]
+        mine = ours.optimizer["state"]
+        assert mine.keys() == state.keys()  # type: ignore[attr-defined]
+        for index, of in state.items():
+            assert mine[index].keys() == of.keys()  # type: ignore[index]
+            assert all(torch.equal(mine[index][key], value) for key, value in of.items())  # type: ignore[index]
+
+
+def matrices() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(48, 48, bias=False) for _ in range(3)))
+
+
+def take(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step))
+        loss = model(x.to(next(model.parameters()).dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_adapter_runs_torchs_muon_on_a_model_of_matrices() -> None:
+    model, optimizer = pagoda.wrap(
+        matrices(), pagoda.Optim(torch.optim.Muon, lr=1e-2), memory=RESIDENT, precision="fp32"
+    )
+    losses = take(model, optimizer, range(4))
+    optimizer.close()
+    plain = matrices()
+    assert losses == take(plain, torch.optim.Muon(plain.parameters(), lr=1e-2), range(4))
+
+
+@every_rule
+def test_a_checkpoint_resumes_every_rule_elsewhere_without_a_changed_bit(rule: Rule, tmp_path: Path) -> None:
+    def wrapped(memory: pagoda.Memory) -> tuple[nn.Module, pagoda.runtime.optimizer.PagedOptimizer]:
+        return pagoda.wrap(build(), rule, memory=memory, clip_grad_norm=1.0)
+
+    def build() -> nn.Module:
+        model = matrices()
+        model.append(nn.LayerNorm(48))
+        return model
+
+    ssd = squeeze(build(), ALL_ON_SSD, tmp_path, rule=rule, unit_limit="4KiB")
+    model, optimizer = wrapped(ssd)
+    take(model, optimizer, range(2))
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    losses = take(model, optimizer, range(2, 4))
+    weights, state = model.state_dict(), optimizer.state_dict()
+    optimizer.close()
+    model, optimizer = wrapped(RESIDENT)
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert take(model, optimizer, range(2, 4)) == losses
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
+    again = optimizer.state_dict()
+    assert again["param_groups"] == state["param_groups"]
+    assert_same_state(again, state)
+    optimizer.save_state_dict(tmp_path / "state.pt")
+    optimizer.close()
+    model, optimizer = wrapped(RESIDENT)
+    optimizer.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert_same_state(optimizer.state_dict(), state)
+    optimizer.close()
+
+
+def assert_same_state(mine: dict[str, Any], other: dict[str, Any]) -> None:
+    assert mine["state"].keys() == other["state"].keys()
+    for index, of in other["state"].items():
+        assert mine["state"][index].keys() == of.keys()
+        for name, value in of.items():
+            assert torch.equal(torch.as_tensor(mine["state"][index][name]), torch.as_tensor(value)), (index, name)
+
+
+def test_a_checkpoint_on_ssd_keeps_pages_of_parameters_that_lie_otherwise(tmp_path: Path) -> None:
+    """Muon's states on SSD have places of their own; pages of them are kept, adopted, and read by a run in RAM."""
+    recipe = replace(RECIPE, rule=WHOLE["muon"])
+    memory = squeeze(recipe.build(), ALL_ON_SSD, tmp_path, rule=recipe.rule)
+    model, optimizer = pagoda.wrap(recipe.build(), recipe.rule, memory=memory, keep_checkpoints=1)
+    usual_loop(recipe)(model, optimizer, Outcome())
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    state = optimizer.state_dict()
+    optimizer.close()
+    for resumed in (memory, RESIDENT):
+        model, optimizer = pagoda.wrap(recipe.build(), recipe.rule, memory=resumed)
+        optimizer.load_checkpoint(tmp_path / "checkpoint")
+        assert_same_state(optimizer.state_dict(), state)
+        optimizer.close()
+
+
+def test_asynchronous_updates_that_may_not_lag_have_the_bits_of_synchronous_ones() -> None:
+    def losses(rule: Rule, **wrap: Any) -> list[float]:
+        model, optimizer = pagoda.wrap(matrices(), rule, memory=RESIDENT, **wrap)
+        found = take(model, optimizer, range(4))
+        optimizer.close()
+        return found
+
+    for name in ("lion", "adagrad", "muon"):
+        rule = (ELEMENTWISE | WHOLE)[name]
+        assert losses(rule) == losses(rule, update="async", max_staleness=0), name
+
+
+def test_asynchronous_updates_of_whole_parameters_are_refused_for_weights_on_ssd(tmp_path: Path) -> None:
+    rule = WHOLE["muon"]
+    model = RECIPE.build()
+    memory = squeeze(model, ALL_ON_SSD, tmp_path, rule=rule, max_staleness=1, clipping=False)
+    with pytest.raises(pagoda.ConfigError, match="Muon needs every weight in RAM"):
+        pagoda.wrap(model, rule, memory=memory, update="async")
+
+
+def test_lion_is_speculated_on_with_the_same_bits(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rule=ELEMENTWISE["lion"], clip=1e6, announced=True)
+    memory = replace(squeeze(recipe.build(), ALL_ON_SSD, tmp_path, announced=1, rule=recipe.rule))
+    train(recipe, memory).assert_same_bits(train(replace(recipe, announced=False), RESIDENT))
+
+
+@pytest.mark.parametrize(
+    ("rule", "most"), [(pagoda.AdamW(), 12.0), (pagoda.Adafactor(), 4.3), (pagoda.SGD(momentum=0.9), 8.0)]
+)
+def test_the_plan_says_what_a_parameter_takes_and_the_ledger_holds_it(rule: Rule, most: float) -> None:
+    plan = make_plan(describe(RECIPE.build()), rule.states("bf16"), Budgets(1 << 30), Options(page_bytes=PAGE))
+    stated = plan.layout.bytes_per_parameter
+    assert sum(stated.values()) <= most
+    assert f"{sum(stated.values()):.2f} bytes a parameter" in " ".join(plan.reasons)
+    for state in plan.layout.states:
+        lines = plan.bytes["host"][state.name]
+        exact = sum(plan.layout.updated_bytes(unit, state) for unit in plan.units)
+        assert exact <= lines <= exact + PAGE * len(plan.units)
+
+
+def test_a_class_is_no_rule() -> None:
+    with pytest.raises(pagoda.ConfigError, match=r"pagoda.Optim\(torch.optim.Adagrad"):
+        pagoda.wrap(matrices(), torch.optim.Adagrad, memory=RESIDENT)  # type: ignore[arg-type]
+    with pytest.raises(pagoda.ConfigError, match="only supports 2D"):
+        pagoda.wrap(nn.Linear(4, 4), pagoda.Optim(torch.optim.Muon), memory=RESIDENT)
