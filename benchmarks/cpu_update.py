@@ -1,4 +1,4 @@
-"""How close the CPU update is to the memory roof.
+"""How close the CPU updates of element-wise rules are to the memory roof.
 
 Each kernel runs over all parameters, block by block, on plain Python threads, beside a plain kernel that
 reads and writes the same streams and computes next to nothing (its roof). Repeats are interleaved, so that a
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +28,7 @@ from rich.table import Table
 from pagoda.calibrate.cpu import SCALARS
 from pagoda.calibrate.meter import cpu_name
 from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, roof_fp32, states_of
-from pagoda.optim import AdamW, Moments, Precision, kernels
+from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, Precision, kernels
 from pagoda.optim.flat import encode_moment
 
 
@@ -41,6 +42,48 @@ def roof_store(dst: Any, src: Any, mask: Any) -> None:
 def roof_add(dst: Any, src: Any, mask: Any) -> None:
     for i in range(len(dst)):
         dst[i] ^= src[i] & mask
+
+
+@numba.njit(nogil=True)
+def roof_bf16_one(high: Any, low: Any, avg: Any, gradient: Any, mask: Any) -> None:
+    for i in range(len(gradient)):
+        x = gradient[i] & mask
+        high[i] ^= x
+        low[i] ^= x
+        avg[i] ^= np.int32(x)
+
+
+@numba.njit(nogil=True)
+def roof_bf16_none(high: Any, low: Any, gradient: Any, mask: Any) -> None:
+    for i in range(len(gradient)):
+        x = gradient[i] & mask
+        high[i] ^= x
+        low[i] ^= x
+
+
+@numba.njit(nogil=True)
+def roof_fp32_one(weight: Any, avg: Any, gradient: Any, mask: Any) -> None:
+    for i in range(len(gradient)):
+        x = gradient[i] & mask
+        weight[i] ^= x
+        avg[i] ^= x
+
+
+RULES: dict[str, ElementwiseRule] = {
+    "adam": Adam(weight_decay=0.1),
+    "sgd": SGD(weight_decay=0.1),
+    "sgd momentum": SGD(momentum=0.9, nesterov=True, weight_decay=0.1),
+    "lion": Lion(weight_decay=0.1),
+}
+ROOFS: dict[tuple[str, int], Callable[..., None]] = {
+    ("bf16", 2): roof_bf16,
+    ("bf16", 1): roof_bf16_one,
+    ("bf16", 0): roof_bf16_none,
+    ("fp32", 2): roof_fp32,
+    ("fp32", 1): roof_fp32_one,
+    ("fp32", 0): roof_add,
+}
+"""(precision, fp32 states beside the weights) -> plain kernel over the streams of a rule."""
 
 
 @dataclass
@@ -91,6 +134,8 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
         made.append(Row(f"roof {precision}", moved, sweeper.arrays(roof, all_streams), []))
         if precision == "fp32":
             made.append(Row("torch fused fp32", moved, fused_sweep(params, gradient, states), []))
+        for name, rule in RULES.items():
+            made += rule_rows(name, rule, precision, states, gradient, sweeper)
         for moments in ("bf16", "8bit"):
             made += compressed_rows(precision, moments, states, gradient, sweeper)
         pair = [filled(params, gradient.dtype, 1.0), gradient]
@@ -100,6 +145,24 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
             made.append(Row(f"{verb} gradient {precision}", streams * width, sweep, [], name))
             made.append(Row(name, streams * width, sweeper.arrays(plain, pair), []))
     return made
+
+
+def rule_rows(
+    name: str,
+    rule: ElementwiseRule,
+    precision: Precision,
+    states: list[torch.Tensor],
+    gradient: torch.Tensor,
+    sweeper: Sweeper,
+) -> list[Row]:
+    """A rule's update, and a plain kernel over its streams."""
+    kernels.warm_up(rule, precision)
+    streams = [*states[: len(rule.states(precision))], gradient]
+    own = len(rule.own_states())
+    moved = 2 * sum(stream.element_size() for stream in streams[:-1]) + gradient.element_size()
+    update = sweeper.addresses(kernels.update_kernel(rule, precision), streams, *rule.scalars(100, 0.9))
+    roof = Row(f"roof {name} {precision}", moved, sweeper.arrays(ROOFS[precision, own], streams), [])
+    return [Row(f"{name} {precision}", moved, update, [], roof.name), roof]
 
 
 def compressed_rows(
@@ -170,7 +233,7 @@ def dispatch_us() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="AdamW on the CPU against the memory roof")
+    parser = argparse.ArgumentParser(description="updates on the CPU against the memory roof")
     parser.add_argument("--params", type=int, default=64 << 20, help="parameters (about 60 bytes each)")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 8))

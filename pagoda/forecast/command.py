@@ -1,6 +1,7 @@
 """The work of `pagoda plan`: from a configuration to what is printed and written."""
 
 import json
+import shlex
 from dataclasses import asdict, replace
 
 from rich.console import Console
@@ -65,6 +66,10 @@ def _train_command(made: Forecast) -> str:
         flags.append(f"--gradients {config.gradients}")
     if config.moments != PlanConfig.moments:
         flags.append(f"--optim.moments {config.moments}")
+    if config.optimizer != PlanConfig.optimizer:
+        flags.append(f"--optimizer {config.optimizer}")
+    if config.optimizer_options:
+        flags.append(f"--optim.options {shlex.join(config.optimizer_options)}")
     if config.activations != PlanConfig.activations:
         flags.append(f"--activations {config.activations}")
     return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.subject.name}"

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pagoda.errors import ConfigError
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
 from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, require
+
+if TYPE_CHECKING:
+    from pagoda.optim import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,12 @@ class PlanConfig:
     gradients: Literal["bf16", "fp32"] | None = None
     """What gradients are accumulated in; by default the precision of the weights."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """What AdamW keeps its moments in. Updates are taken to be as fast as with fp32."""
+    """What AdamW keeps its moments in."""
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other. Updates
+    are taken to be as fast as those of AdamW with fp32 moments."""
+    optimizer_options: tuple[str, ...] = ()
+    """Settings that decide what the optimizer keeps, as NAME=VALUE: momentum=0.9 for sgd."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What is left out follows from the hardware. Of a machine that is not this one, memory.ssd may be a size alone."""
     clip_grad_norm: float | None = 1.0
@@ -85,6 +93,14 @@ class PlanConfig:
         check_batch_tiles(self.batch_tiles)
         if (self.model is None) != self.max_model:
             raise ConfigError("give either --model NAME, or --max-model to find the largest GPT that fits")
+
+    def rule(self) -> "Rule":
+        """The update rule. Raises ConfigError where there is none of that name, or it has not one of the settings."""
+        from pagoda.optim.named import parsed_options, rule_named
+
+        moments = {"moments": self.moments} if self.optimizer == "adamw" else {}
+        require(bool(moments) or self.moments == "fp32", "moments", self.moments, "is for adamw")
+        return rule_named(self.optimizer, moments | parsed_options(self.optimizer_options))
 
     @property
     def tokens(self) -> int:

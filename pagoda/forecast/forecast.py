@@ -10,7 +10,6 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.subject import Subject, find_subject
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim.adamw import AdamW
 from pagoda.optim.rule import StateSpec, kept_dtype
 from pagoda.plan.activations import recomputes
 from pagoda.plan.compute import Compute
@@ -158,7 +157,7 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
         seq_len=config.seq_len,
         expert_parallel=config.expert_parallel,
     )
-    states = AdamW(moments=config.moments).states(config.precision)
+    states = config.rule().states(config.precision)
     activations = estimate_activations(
         subject,
         config.tokens,

@@ -9,7 +9,6 @@ from pagoda.forecast.forecast import options_of
 from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.subject import find_subject
 from pagoda.models.papers import gpt_of_step
-from pagoda.optim.adamw import AdamW
 from pagoda.plan.planner import make_plan
 
 _MOST_STEPS = 1 << 14
@@ -46,7 +45,7 @@ def _check(step: int, config: PlanConfig, machine: Machine) -> None:
         count_flops=False,
         expert_parallel=config.expert_parallel,
     )
-    states = AdamW(moments=config.moments).states(config.precision)
+    states = config.rule().states(config.precision)
     itemsize = states[0].dtype.itemsize
     activations = estimate_activations(
         subject, config.tokens, itemsize, config.activations, config.chunked_loss, config.tile_tokens

@@ -28,6 +28,7 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "params": forecast.subject.params,
         "bytes": forecast.bytes if fits else {},
         "budgets": asdict(setting.budgets) if setting else {},
+        "state_bytes_per_parameter": dict(forecast.plan.layout.bytes_per_parameter) if fits else {},
         "activation_bytes": forecast.activations.total,
         "tokens_per_step": forecast.tokens_per_step,
         "step_s": timeline.step_s if timeline else None,

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from pagoda.errors import BudgetError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
@@ -218,6 +218,11 @@ def make_plan(
 
     Raises BudgetError, naming tier, shortfall and setting, when no choice fits.
     """
+    if ranks is not None and states[0].whole is not None:
+        raise ConfigError(
+            "An optimizer that takes parameters whole (Adafactor, Muon, classes of torch) cannot be shared out by "
+            f"{ranks.data_parallel} ranks: use one that is element-wise (adamw, adam, sgd, lion), or one rank."
+        )
     params = list(root.walk())
     if not params:
         raise BudgetError("The model has no floating-point parameters, so there is nothing to train in pages.")

@@ -92,6 +92,8 @@ def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, .
         speculate=config.speculate,
         keep_checkpoints=config.kept_on_ssd,
         moments=config.optim.moments,
+        optimizer=config.optimizer,
+        optimizer_options=config.optim.options,
         activations=config.activations,
         chunked_loss=config.chunked_loss,
         batch_tiles=config.batch_tiles,

@@ -22,7 +22,7 @@ from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, flag, require
 
 if TYPE_CHECKING:
-    from pagoda.optim import AdamW
+    from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
     {
@@ -45,20 +45,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its learning rate over the run."""
+    """Settings of the optimizer, and its learning rate over the run."""
 
     lr: float = 3e-4
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of the first and second moment. By default 0.9 and 0.95 for adamw, else the optimizer's own."""
+    eps: float | None = None
+    """Added to the root of the second moment. By default the optimizer's own."""
+    weight_decay: float | None = None
+    """Weight decay. By default 0.1 for adamw, else the optimizer's own."""
     decay: Literal["all", "matrices"] = "all"
     """Which parameters are decayed: all, or those of two or more dimensions, which leaves out biases and norms."""
+    options: tuple[str, ...] = ()
+    """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """What the moments are kept in: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
+    """What AdamW's moments are kept in: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
     (quantized in blocks of 256, 2). The last two change the algorithm."""
     warmup_steps: int = 0
     """Steps of linear warm-up to the peak."""
@@ -69,24 +71,28 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "must be above 0")
-        require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "must be in [0, 1)")
-        require(self.eps > 0, "optim.eps", self.eps, "must be above 0")
-        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must be 0 or more")
+        require(all(0 <= beta < 1 for beta in self.betas or ()), "optim.betas", self.betas, "must be in [0, 1)")
+        require(self.eps is None or self.eps > 0, "optim.eps", self.eps, "must be above 0")
+        decay = self.weight_decay
+        require(decay is None or decay >= 0, "optim.weight_decay", decay, "must be 0 or more")
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be 0 or more")
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
 
-    def build(self, seed: int) -> "AdamW":
-        """The library's update rule; `seed` is that of its rounding, if any."""
-        from pagoda.optim import AdamW
+    def build(self, seed: int, optimizer: str = "adamw") -> "Rule":
+        """The library's update rule; `seed` is that of its rounding, if any.
 
-        return AdamW(
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            moments=self.moments,
-            seed=seed,
-        )
+        Raises:
+            ConfigError: there is no such optimizer, or it has not one of the settings.
+        """
+        from pagoda.optim.named import parsed_options, rule_named
+
+        given = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        settings = {"lr": self.lr, **{name: value for name, value in given.items() if value is not None}}
+        if optimizer == "adamw":
+            settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "moments": self.moments, "seed": seed}
+        else:
+            require(self.moments == "fp32", "optim.moments", self.moments, "is for adamw")
+        return rule_named(optimizer, settings | parsed_options(self.options))
 
     def lr_factor(self, step: int, steps: int) -> float:
         """Share of the peak learning rate at `step` (from 0) of `steps`: a pure function, with no state."""
@@ -123,6 +129,8 @@ class TrainConfig:
     gradients: Literal["bf16", "fp32"] | None = None
     """What gradients are accumulated in; by default the precision of the weights."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """Of a built-in mixture of experts."""

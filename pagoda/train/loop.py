@@ -77,6 +77,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     checkpoint = _checkpoint_to_resume(config, run_dir, again)
     _check_trace(config, checkpoint.step if checkpoint else 0)
     memory = config.memory.build()
+    rule = config.optim.build(config.seed, config.optimizer)
     text = ByteText.open(config.data)
     batches = Batches(
         text=text,
@@ -97,10 +98,11 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     if chunks_loss(config, built):
         chunked_loss(built)
         console.print("Loss: in chunks, so that logits are never whole", highlight=False)
+    matrices_only = config.optim.decay == "matrices"
     model, optimizer = wrap(
         built,
-        config.optim.build(config.seed),
-        param_groups=no_decay_groups(built, config.optim.weight_decay) if config.optim.decay == "matrices" else None,
+        rule,
+        param_groups=no_decay_groups(built, rule.defaults().get("weight_decay", 0.0)) if matrices_only else None,
         memory=memory,
         precision=config.precision,
         gradients=config.gradients,

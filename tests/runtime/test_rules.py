@@ -1,4 +1,4 @@
-"""Every update rule: the same bits in every placement, torch's own where torch has it, resumed without a changed bit."""
+"""Every update rule: the same bits in every placement, torch's own where it has the rule, resumed as if never ended."""
 
 from collections.abc import Callable
 from dataclasses import replace

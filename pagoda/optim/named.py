@@ -1,0 +1,72 @@
+"""Rules by name, as the command line has them."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from pagoda.errors import ConfigError
+from pagoda.optim.adafactor import Adafactor
+from pagoda.optim.adam import Adam
+from pagoda.optim.adamw import AdamW
+from pagoda.optim.adapter import Optim
+from pagoda.optim.lion import Lion
+from pagoda.optim.muon import Muon
+from pagoda.optim.rule import Rule
+from pagoda.optim.sgd import SGD
+
+RULES: Mapping[str, Callable[..., Rule]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "sgd": SGD,
+    "lion": Lion,
+    "adafactor": Adafactor,
+    "muon": Muon,
+}
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def rule_named(name: str, settings: Mapping[str, Any]) -> Rule:
+    """The rule of that name: one of `RULES`, a class of ``torch.optim`` such as Adagrad, or MODULE:CLASS.
+
+    Raises ConfigError for a name that is none, and for a setting that it has not, or that is out of range.
+    """
+    if name in RULES:
+        kind = RULES[name]
+        known = inspect.signature(kind).parameters
+        unknown = sorted(settings.keys() - known.keys())
+        if unknown:
+            raise ConfigError(f"--optimizer {name} has no {', '.join(unknown)}: it has {', '.join(known)}")
+        return kind(**settings)
+    return Optim(_class_named(name), **settings)
+
+
+def parsed_options(options: Iterable[str]) -> dict[str, Any]:
+    """Settings from "NAME=VALUE": numbers, tuples, true, false, none, and any other text as it is."""
+    settings: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"the optimizer's option {option!r} is not NAME=VALUE")
+        try:
+            settings[name] = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            settings[name] = text
+    return settings
+
+
+def _class_named(name: str) -> type[torch.optim.Optimizer]:
+    module, colon, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute) if colon else getattr(torch.optim, name, None)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--optimizer {name} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"--optimizer {name} is unknown: use one of {', '.join(RULES)}, a class of torch.optim such as Adagrad, or "
+            "MODULE:CLASS of another optimizer"
+        )
+    return found
