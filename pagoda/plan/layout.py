@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def has_device_kernels(self) -> bool:
-        """Whether a GPU has kernels for these formats: of gradients in the weights' own dtype, bf16 or fp32, by blocks."""
+        """Whether a GPU has kernels for it: by blocks, with gradients in the weights' own dtype, bf16 or fp32."""
         plain = self.gradient_dtype is self.weight.dtype and self.weight.dtype is not torch.float16
         return plain and self.weight.whole is None
 

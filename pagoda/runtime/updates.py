@@ -407,8 +407,7 @@ class BlockStream:
             for record, piece in pieces:
                 self._apply(unit, start, addresses, record, piece)
 
-        touched = 2 * sum(state.nbytes(stop - start) for state in self._states)
-        touched += (stop - start) * store.dtype(GRAD).itemsize
+        touched = 2 * self._state_bytes(index, start, stop) + (stop - start) * store.dtype(GRAD).itemsize
         handle = self._lanes["update"].submit(compute, reads, touched, f"update {unit.spec.name}")
         computed.append(handle)
         if streamed:
@@ -436,6 +435,10 @@ class BlockStream:
             else:
                 addresses.append(self._store.ring_address(slot) + self._ring_offsets[state.name])
         return addresses
+
+    def _state_bytes(self, unit: int, start: int, stop: int) -> int:
+        """Bytes of all states of a block."""
+        return sum(state.nbytes(stop - start) for state in self._states)
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
         """Update a piece of the block from `start` on."""
