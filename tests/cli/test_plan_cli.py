@@ -66,6 +66,17 @@ def test_formats_are_in_the_ledger(machine: Path) -> None:
     assert abs(wide["grad"] - 2 * half["grad"]) <= 0.03 * wide["grad"]
 
 
+def test_the_optimizer_decides_what_a_parameter_takes(machine: Path) -> None:
+    asked = ("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--memory.host", "150MiB", "--json")
+    done = plan(*asked, "--optimizer", "adafactor")
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    stated = answer["state_bytes_per_parameter"]
+    assert 4 < sum(stated.values()) < 4.5
+    assert answer["bytes"]["host"]["row_var"] >= stated["row_var"] * answer["params"]
+    assert plan(*asked, "--optimizer", "LBFGS").returncode == 2
+
+
 def test_experts_are_divided_over_as_many_ranks_as_asked() -> None:
     done = plan(
         *("--model", "t5-moe-1.2t", "--hardware", "a100-40g", "--nodes", 32, "--expert-parallel", 256),

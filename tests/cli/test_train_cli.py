@@ -331,3 +331,24 @@ def test_compressed_moments_train_and_resume_to_the_same_bits(
     resumed = ["--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS), "--memory.unit-limit", "64KiB"]
     assert main(["train", *resumed]) == 0
     assert curve(work.metrics("parts")) == curve(whole)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "said"), [("sgd", ["momentum=0.9"], "momentum_buffer"), ("Adagrad", [], "sum")]
+)
+def test_other_optimizers_train_and_resume_to_the_same_bits(
+    optimizer: str, options: list[str], said: str, work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--optimizer", optimizer, *(["--optim.options", *options] if options else [])]
+
+    def trained(name: str, *more: str, **changes: object) -> list[object]:
+        assert main([*work.args(name, optim__schedule="constant", **changes), *flags, *more]) == 0
+        return curve(work.metrics(name))
+
+    whole = trained("whole")
+    assert said in capsys.readouterr().out
+    trained("parts", steps=3, checkpoint_every=3, memory__host="1GiB", memory__ssd=None)
+    assert main(["train", "--resume", "--out", str(work.root / "parts"), "--steps", str(STEPS)]) == 0
+    assert curve(work.metrics("parts")) == whole
+    assert main([*work.args("refused"), "--optimizer", "LBFGS"]) == 2
+    assert "closure" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
+from pagoda.optim import SGD, AdamW, Lion
 from pagoda.plan.activations import ActivationMode
 from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
 
@@ -55,6 +56,7 @@ def test_a_configuration_survives_json(config: TrainConfig) -> None:
         ({"optim": {"lr": math.nan}}, r"--optim\.lr"),
         ({"optim": {"betas": [0.9, 1.0]}}, r"--optim\.betas"),
         ({"optim": {"min_lr_ratio": 2}}, r"--optim\.min-lr-ratio"),
+        ({"optim": {"weight_decay": -1}}, r"--optim\.weight-decay"),
         ({"optims": {}}, "unknown settings: optims"),
         ({"memory": 3}, "MemoryConfig"),
         ({"steps": "many"}, "wrong type"),
@@ -112,3 +114,14 @@ def test_the_learning_rate_warms_up_then_follows_the_cosine_to_its_minimum() -> 
 def test_a_constant_learning_rate_stays_at_the_peak() -> None:
     optim = OptimConfig(schedule="constant", warmup_steps=2)
     assert [optim.lr_factor(step, 4) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_an_optimizer_is_built_from_what_is_given_and_its_own_defaults() -> None:
+    assert OptimConfig(lr=1e-3).build(7) == AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, seed=7)
+    given = OptimConfig(lr=1e-3, weight_decay=0.2, options=("momentum=0.9",))
+    assert given.build(7, "sgd") == SGD(lr=1e-3, weight_decay=0.2, momentum=0.9)
+    assert OptimConfig(lr=1e-3).build(7, "lion") == Lion(lr=1e-3)
+    with pytest.raises(ConfigError, match=r"--optim.moments is 8bit: it is for adamw"):
+        OptimConfig(moments="8bit").build(0, "adam")
+    with pytest.raises(ConfigError, match="sgd has no betas"):
+        OptimConfig(betas=(0.9, 0.99)).build(0, "sgd")
