@@ -13,6 +13,7 @@ from pagoda.checkpoint.directory import MANIFEST, read_manifest
 from pagoda.checkpoint.paged import PAGED, Pages
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec
 from pagoda.errors import CheckpointError
+from pagoda.plan.layout import WEIGHT
 
 TILES = "tiles"
 """In a manifest: whole parameter -> its shape and the names of its parts, in order, under which it is stored."""
@@ -98,7 +99,9 @@ class Checkpoint:
                     self._merge(state, source)
             for whole, cut in self.manifest.get(TILES, {}).items():
                 self._join(whole, tuple(cut["shape"]), cut["parts"])
-            self.states = {state: self._dtype(state) for state in self.manifest["states"]}
+            held = [state for state in self.manifest["states"] if self._sources[state] or state == WEIGHT]
+            self.states = {state: self._dtype(state) for state in held}
+            """Dtype of each state that a parameter has."""
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:

@@ -263,6 +263,17 @@ def test_a_checkpoint_on_ssd_keeps_pages_of_parameters_that_lie_otherwise(tmp_pa
         optimizer.close()
 
 
+def test_a_state_that_no_parameter_has_is_no_damage(tmp_path: Path) -> None:
+    """Adafactor's `variance` is for vectors, and the model has none."""
+    model, optimizer = pagoda.wrap(matrices(), WHOLE["adafactor"], memory=RESIDENT)
+    take(model, optimizer, range(2))
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    losses = take(model, optimizer, range(2, 4))
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert take(model, optimizer, range(2, 4)) == losses
+    optimizer.close()
+
+
 def test_asynchronous_updates_that_may_not_lag_have_the_bits_of_synchronous_ones() -> None:
     def losses(rule: Rule, **wrap: Any) -> list[float]:
         model, optimizer = pagoda.wrap(matrices(), rule, memory=RESIDENT, **wrap)
