@@ -46,7 +46,7 @@ class Adafactor(TensorRule):
     lr: most of the relative step, >= 0; without `relative_step`, the step itself.
     beta2_decay: exponent of the step in the second moment's rate, <= 0.
     eps: least second moment (None: the epsilon of fp32), and least RMS of a parameter that steps scale with.
-    d: RMS above which an update is clipped to it, > 0.
+    d: RMS above which an update is clipped to it, >= 1.
     weight_decay: decoupled weight decay coefficient, >= 0.
 
     Beside those of torch:
@@ -73,7 +73,7 @@ class Adafactor(TensorRule):
             value = getattr(self, field)
             check(self.name, field, value, is_number(value) and value >= 0, "a finite number >= 0")
         check(self.name, "beta2_decay", self.beta2_decay, is_number(self.beta2_decay) and self.beta2_decay <= 0, "<= 0")
-        check(self.name, "d", self.d, is_number(self.d) and self.d > 0, "a finite number > 0")
+        check(self.name, "d", self.d, is_number(self.d) and self.d >= 1, "a finite number >= 1")
         fits = len(self.eps) == 2 and all(e is None or (is_number(e) and e >= 0) for e in self.eps)
         check(self.name, "eps", self.eps, fits and self.eps[1] is not None, "two numbers >= 0, the first possibly None")
         in_range = self.beta1 is None or (is_number(self.beta1) and 0 <= self.beta1 < 1)

@@ -135,8 +135,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         plain = super().state_dict()
         states: dict[int, dict[str, Any]] = {}
         for index, (unit, slot) in enumerate(self._members()):
-            if unit.steps[slot]:
-                states[index] = self._states.read(unit, slot)
+            if unit.steps[slot] and (state := self._states.read(unit, slot)):
+                states[index] = state
         return {**plain, "state": states, **self._loss_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -170,8 +170,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self._engine.drain()
         for unit, slot in self._members():
-            if unit.steps[slot]:
-                yield unit.name(slot), self._states.read(unit, slot)
+            if unit.steps[slot] and (state := self._states.read(unit, slot)):
+                yield unit.name(slot), state
 
     def save_state_dict(self, path: str | Path) -> None:
         """Write `state` and `param_groups` by parameter name, as torch's `get_optimizer_state_dict` gives them, to a
@@ -181,8 +181,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         shapes = {}
         for unit, slot in self._members():
-            if unit.steps[slot]:
-                shapes[unit.name(slot)] = self._states.blank(unit, slot)
+            if unit.steps[slot] and (blank := self._states.blank(unit, slot)):
+                shapes[unit.name(slot)] = blank
         named = {"state": shapes, "param_groups": self._named_groups(), **self._loss_scale()}
         with torch_file(Path(path), named) as (content, write):
             for name, state in self.named_states():

@@ -31,7 +31,7 @@ def run(rule: Adafactor, shape: tuple[int, ...]) -> tuple[torch.Tensor, dict[str
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "settings", [{}, {"lr": 0.3, "weight_decay": 0.1, "d": 0.5, "eps": (1e-5, 1e-2), "beta2_decay": -0.5}]
+    "settings", [{}, {"lr": 0.3, "weight_decay": 0.1, "d": 1.5, "eps": (1e-5, 1e-2), "beta2_decay": -0.5}]
 )
 def test_bits_are_torchs(shape: tuple[int, ...], settings: dict[str, object]) -> None:
     parameter = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
@@ -81,7 +81,7 @@ def test_state_beside_the_master_is_next_to_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("lr", -1.0), ("beta2_decay", 0.1), ("eps", (None, None)), ("d", 0.0), ("weight_decay", -1.0), ("beta1", 1.0)],
+    [("lr", -1.0), ("beta2_decay", 0.1), ("eps", (None, None)), ("d", 0.5), ("weight_decay", -1.0), ("beta1", 1.0)],
 )
 def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"Adafactor {field}"):

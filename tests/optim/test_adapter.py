@@ -96,7 +96,7 @@ class LargeOnly(Step):
     """Keeps a state for large parameters only."""
 
     def move(self, param: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        if param.numel() > 1000:
+        if param.numel() > 1_000_000:
             self.state[param]["extra"] = torch.zeros(1)
 
 
@@ -213,4 +213,4 @@ def test_what_a_class_refuses_is_said_with_the_parameters_name() -> None:
 def test_states_that_tiny_tensors_do_not_show_are_refused_when_they_come() -> None:
     rule = Optim(LargeOnly)
     with pytest.raises(UsageError, match="extra"):
-        rule.update(1, torch.zeros(50, 50), torch.zeros(50, 50), {})
+        rule.update(1, torch.zeros(1001, 1000), torch.zeros(1001, 1000), {})
