@@ -87,7 +87,7 @@ class OptimConfig:
         from pagoda.optim.named import parsed_options, rule_named
 
         given = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        settings = {"lr": self.lr, **{name: value for name, value in given.items() if value is not None}}
+        settings: dict[str, Any] = {"lr": self.lr, **{name: v for name, v in given.items() if v is not None}}
         if optimizer == "adamw":
             settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "moments": self.moments, "seed": seed}
         else:
