@@ -103,6 +103,12 @@ _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
 }
 
 
+def weight_states(precision: Precision) -> tuple[StateSpec, ...]:
+    """The states that hold a parameter's fp32 master: what every rule's states begin with."""
+    check_precision(precision)
+    return _WEIGHTS[precision]
+
+
 @dataclass(frozen=True)
 class Rule(ABC):
     """An update rule with its settings.
@@ -115,8 +121,7 @@ class Rule(ABC):
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:
         """States of a parameter: the weights', then the rule's own. The gradient is not one."""
-        check_precision(precision)
-        return _WEIGHTS[precision] + self.own_states()
+        return weight_states(precision) + self.own_states()
 
     @abstractmethod
     def own_states(self) -> tuple[StateSpec, ...]:
