@@ -20,15 +20,13 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optim
-from pagoda.optim.rule import Gradients, Precision, Rule, TensorRule, check_precision, kept_dtype
+from pagoda.optim.rule import Gradients, Precision, Rule, check_precision, kept_dtype
 from pagoda.parallel.mesh import Mesh, open_mesh
 from pagoda.parallel.start import FromFirst, check_equal, check_for_ranks, check_plan, least_budgets
 from pagoda.parallel.wire import Wire
 from pagoda.parallel.world import World
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
-from pagoda.plan.layout import WEIGHT
-from pagoda.plan.ops import SSD
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
@@ -49,6 +47,7 @@ from pagoda.runtime.groups import (
 from pagoda.runtime.loss_scale import LossScale, LossScaler
 from pagoda.runtime.operator_tiles import Tiling
 from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.runtime.rule_checks import check_extents, check_rule
 from pagoda.runtime.stateful import ModelState, OptimizerState, trainable_state_dict
 
 __all__ = [
@@ -290,11 +289,7 @@ def wrap(
         check_for_ranks(update == "async", speculate, keep_checkpoints)
         memory, keep_checkpoints = memory.of_rank(mesh.world), 0
     check_precision(precision)
-    if not isinstance(optimizer, Rule):
-        raise ConfigError(
-            f"wrap() wants a rule such as pagoda.AdamW(lr=3e-4), not {optimizer!r}. A class of torch or of anyone else "
-            "goes in as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
-        )
+    check_rule(optimizer, tiled=tile_limit is not None)
     scaler = _scaler(precision, loss_scale)
     _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness, scaler)
     _check_activations(activations, memory, model)
@@ -326,10 +321,6 @@ def wrap(
         gradients=kept_dtype(gradients),
         may_skip=scaler.dynamic,
     )
-    if tiled_bytes is not None and isinstance(optimizer, TensorRule):
-        raise ConfigError(
-            f"{optimizer.name} takes parameters whole, but tiles cut them: leave out tile_limit, or take another rule."
-        )
     tiling = None if tiled_bytes is None else Tiling(model, tiled_bytes // states[0].dtype.itemsize)
     if tiling is not None:
         trained = {*tiling.renamed(trained)}
@@ -345,8 +336,7 @@ def wrap(
         plan = make_plan(root, states, budgets, options, mesh.ranks if wire is not None else None)
         if wire is not None:
             check_plan(wire, plan)
-        if update == "async" and isinstance(optimizer, TensorRule):
-            _check_weights_in_ram(optimizer, plan)
+        check_extents(optimizer, plan)
         if activations == "auto":
             budget = memory.activation_bytes
             room = _free_beside(plan, device.torch_device) if budget is None else budget
@@ -473,14 +463,6 @@ def plan_of(model: nn.Module) -> Plan:
     if not isinstance(engine, Engine):
         raise UsageError("This model is not wrapped: call pagoda.wrap(model, ...) first.")
     return engine.whole_plan
-
-
-def _check_weights_in_ram(rule: TensorRule, plan: Plan) -> None:
-    """On SSD, parameters share pages of the weights' two extents, and one would take the other's new values back."""
-    if plan.placement.pages(SSD, WEIGHT):
-        raise ConfigError(
-            f"update='async' with {rule.name} needs every weight in RAM: raise memory.host, or use update='sync'."
-        )
 
 
 _ENGINE = "_pagoda_engine"
