@@ -16,7 +16,7 @@ from pagoda.checkpoint.pretrained import attach_weights
 from pagoda.errors import ConfigError, StorageError, UsageError
 from pagoda.memory.commits import bytes_of_stores
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
-from pagoda.memory.sizes import parse_bytes
+from pagoda.memory.sizes import directory_and_size, parse_bytes
 from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optim
@@ -137,7 +137,7 @@ class Memory:
         """Directories of the SSD tier, with the most bytes of each, None for no limit; empty when there are none."""
         if self.ssd is None:
             return {}
-        parts = [_directory_and_size(part) for part in self.ssd.split(",")]
+        parts = [directory_and_size(part) for part in self.ssd.split(",")]
         paths = [Path(directory) for directory, _ in parts]
         sizes = [parse_bytes(size, "memory.ssd") if size else None for _, size in parts]
         if not all(directory for directory, _ in parts) or len({path.resolve() for path in paths}) < len(paths):
@@ -486,14 +486,6 @@ def _free_beside(plan: Plan, device: torch.device) -> int:
     else:
         free, pages = free_ram(), plan.peak_bytes.get("host", 0) + plan.peak_bytes.get("device", 0)
     return max(0, int((free - pages) * ACTIVATION_SHARE))
-
-
-def _directory_and_size(text: str) -> tuple[str, str]:
-    """The parts of "DIR:SIZE"; the size is empty where there is none."""
-    directory, colon, size = text.rpartition(":")
-    if not colon or os.sep in size:
-        return text, ""
-    return directory, size
 
 
 def _free_disk(directory: Path) -> int:

@@ -1,5 +1,6 @@
 """Byte counts as people write them, and as messages show them."""
 
+import os
 import re
 from fractions import Fraction
 
@@ -52,3 +53,11 @@ def format_bytes(n: int) -> str:
         if round(abs(value), 2) < 1024 or prefix == _PREFIXES[-1]:
             return f"{value:.2f} {prefix}iB"
     raise AssertionError("unreachable: the last prefix always returns")
+
+
+def directory_and_size(text: str) -> tuple[str, str]:
+    """The parts of "DIR:SIZE"; the size is empty where there is none."""
+    directory, colon, size = text.rpartition(":")
+    if not colon or os.sep in size:
+        return text, ""
+    return directory, size

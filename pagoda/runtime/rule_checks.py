@@ -21,8 +21,10 @@ def check_rule(optimizer: object, tiled: bool) -> None:
 
 
 def check_extents(rule: Rule, plan: Plan) -> None:
-    """Raises ConfigError where parameters that are taken whole would share pages of the weights' two extents on SSD: one
-    would take the other's new values back."""
+    """Raises ConfigError where parameters that are taken whole would share pages of the weights' two extents on SSD.
+
+    One would take the other's new values back.
+    """
     if plan.options.max_staleness is not None and isinstance(rule, TensorRule) and plan.placement.pages(SSD, WEIGHT):
         raise ConfigError(
             f"update='async' with {rule.name} needs every weight in RAM: raise memory.host, or use update='sync'."
