@@ -9,7 +9,7 @@ from pagoda.errors import ConfigError
 from pagoda.plan.batch_tiles import BatchTiles
 
 if TYPE_CHECKING:
-    from pagoda.api import Memory
+    from pagoda.tiers import Memory
 
 PlanMode = Literal["usual", "search"]
 """Whether a run takes the planner's first choice, or the fastest of several plans by simulation."""
@@ -40,7 +40,7 @@ class MemoryConfig:
         Raises:
             ConfigError: a size or directory that cannot be used.
         """
-        from pagoda.api import Memory
+        from pagoda.tiers import Memory
 
         return Memory(
             device=self.device,

@@ -21,6 +21,7 @@ HOUSE = (
     "settings",
     "calibrate",
     "api",
+    "tiers",
     "runtime",
     "parallel",
     "checkpoint",

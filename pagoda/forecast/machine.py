@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.api import HOST_SHARE, Memory, free_ram
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import Activations
 from pagoda.forecast.config import PlanConfig
@@ -14,6 +13,7 @@ from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import Ranks
 from pagoda.settings import MemoryConfig
+from pagoda.tiers import HOST_SHARE, Memory, free_ram
 
 AUTO = "auto"
 CONTEXT_BYTES = 1 << 30

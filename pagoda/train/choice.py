@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pagoda.api import Memory
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
@@ -18,6 +17,7 @@ from pagoda.models.build import is_mixture
 from pagoda.plan.activations import ActivationMode, recomputes
 from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.plan.hardware import hardware_file
+from pagoda.tiers import Memory
 from pagoda.train.config import TrainConfig
 
 
