@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests run on as many processes as there are cores, up to four; a file's tests on one, since they share what is slow to make.
+PARALLEL := -n $(shell nproc | awk '{print ($$1 < 4) ? $$1 : 4}') --dist loadfile
+
 .PHONY: install demo test test-all gpu lint clean
 
 install: $(STAMP)
@@ -18,10 +21,10 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(PARALLEL)
 
 test-all: install
-	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'not gpu'
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'not gpu' $(PARALLEL)
 
 # On a machine with an NVIDIA GPU: its tests, then its benchmark. SSD=DIR names a directory on a fast drive.
 GPU_RESULTS ?= benchmarks/results/gpu-$(shell hostname).json
