@@ -19,7 +19,15 @@ from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optim
 from pagoda.optim.rule import Gradients, Precision, Rule, check_precision, kept_dtype
 from pagoda.parallel.mesh import Mesh, open_mesh
-from pagoda.parallel.start import FromFirst, check_equal, check_for_ranks, check_plan, least_budgets
+from pagoda.parallel.start import (
+    FromFirst,
+    check_equal,
+    check_experts,
+    check_for_ranks,
+    check_plan,
+    least_budgets,
+    on_any_rank,
+)
 from pagoda.parallel.wire import Wire
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
@@ -162,6 +170,7 @@ def wrap(
     """
     memory = memory or Memory()
     mesh = mesh or open_mesh()
+    check_experts(model, mesh)
     wire = Wire(mesh.world) if mesh.size > 1 else None
     if wire is not None:
         check_for_ranks(update == "async", speculate, keep_checkpoints)
@@ -209,11 +218,16 @@ def wrap(
         if wire is not None:
             budgets = least_budgets(wire, budgets)
             check_equal(
-                wire, model=root, optimizer=optimizer, precision=precision, options=options, clip=clip_grad_norm
+                wire,
+                model=on_any_rank(root, root),
+                optimizer=optimizer,
+                precision=precision,
+                options=options,
+                clip=clip_grad_norm,
             )
         plan = make_plan(root, states, budgets, options, mesh.ranks if wire is not None else None)
         if wire is not None:
-            check_plan(wire, plan)
+            check_plan(wire, plan, root)
         check_extents(optimizer, plan)
         if activations == "auto":
             budget = memory.activation_bytes

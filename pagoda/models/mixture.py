@@ -74,8 +74,12 @@ class Experts(nn.ModuleDict):
     With `checkpointing`, each is recomputed in backward by itself: only its own weights are in use then.
     """
 
-    def __init__(self, experts: Iterable[tuple[int, nn.Module]], *, checkpointing: bool = False) -> None:
+    def __init__(
+        self, experts: Iterable[tuple[int, nn.Module]], *, checkpointing: bool = False, ranks: int = 1
+    ) -> None:
         super().__init__({str(number): expert for number, expert in experts})
+        self.ranks = ranks
+        """Ranks over which the experts of the block are divided, this one's part being here."""
         self.coming: Callable[[Sequence[nn.Module]], None] | None = None
         self._checkpointing = checkpointing
 
@@ -105,10 +109,10 @@ class Mixture(nn.Module):
         std = 0.02 if shape.family == "gpt" else shape.hidden**-0.5
         self.norm = norm_of(shape)
         self.router = Router(shape.hidden, shape.experts, bias=False, std=std)
-        local = shape.experts // (exchange.ranks if exchange is not None else 1)
-        first = local * (exchange.rank if exchange is not None else 0)
-        here = range(first, first + local)
-        self.experts = Experts(((number, Expert(shape)) for number in here), checkpointing=checkpointing)
+        ranks, rank = (exchange.ranks, exchange.rank) if exchange is not None else (1, 0)
+        local = shape.experts // ranks
+        here = range(rank * local, (rank + 1) * local)
+        self.experts = Experts(((number, Expert(shape)) for number in here), checkpointing=checkpointing, ranks=ranks)
         self._exchange = exchange
         self._number = shape.experts
         self._top_k = config.top_k or shape.top_k

@@ -5,14 +5,14 @@ holds what all ranks that send it tokens have for it. So its mean is the sum ove
 number of all ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Jointly = Callable[[str, Callable[[], None]], None]
+from pagoda.parallel.mesh import Jointly, Mesh
 
 
 class ExpertExchange:
@@ -25,6 +25,11 @@ class ExpertExchange:
         self.rank = group.rank()
         self._group = group
         self._jointly = jointly
+
+    @classmethod
+    def over(cls, mesh: Mesh) -> "ExpertExchange":
+        """Over the ranks of a mesh that divide experts; every rank has to ask for it at the same point."""
+        return cls(mesh.expert_group, lambda what, work: mesh.jointly(what, work))
 
     def to_experts(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
         """Give every rank its experts' tokens, and get one's own; see `TokenExchange`."""

@@ -1,16 +1,21 @@
 """The start: what ranks must have in common before a model can be theirs together."""
 
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.models.mixture import Experts
+from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.wire import Wire
 from pagoda.plan.layout import PIECE_ELEMENTS, WEIGHT
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan
+from pagoda.plan.units import ModuleSpec
 
 _NONE = -1
 
@@ -39,6 +44,32 @@ def check_equal(wire: Wire, **settings: object) -> None:
             )
 
 
+def on_any_rank(thing: object, root: ModuleSpec) -> str:
+    """How something of a model reads on every rank: with experts by their place in a rank's part, not by number."""
+    first: dict[str, int] = {}
+    for expert in root.experts():
+        row, _, number = expert.rpartition(".")
+        first.setdefault(row, int(number))
+    if not any(first.values()):
+        return repr(thing)
+    numbered = re.compile(rf"({'|'.join(map(re.escape, first))})\.(\d+)")
+    return numbered.sub(lambda found: f"{found[1]}.{int(found[2]) - first[found[1]]}", repr(thing))
+
+
+def check_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Raises ConfigError where experts are not divided over as many ranks as the mesh says."""
+    wanted = mesh.ranks.expert_parallel
+    found = {name: module.ranks for name, module in model.named_modules() if isinstance(module, Experts)}
+    if wanted > 1 and not found:
+        raise ConfigError(f"expert_parallel is {wanted}, but the model has no experts to divide.")
+    for name, ranks in found.items():
+        if ranks != wanted:
+            raise ConfigError(
+                f"The experts of {name!r} are divided over {ranks} ranks, those of the mesh over {wanted}: build the "
+                "model with an ExpertExchange of the mesh that wrap is given."
+            )
+
+
 def check_for_ranks(asynchronous: bool, speculate: bool | None, keep_checkpoints: int | None) -> None:
     """Raises ConfigError for settings of `wrap` that one rank alone can be trained with."""
     for asked, name in ((asynchronous, "update='async'"), (speculate, "speculate=True")):
@@ -50,10 +81,10 @@ def check_for_ranks(asynchronous: bool, speculate: bool | None, keep_checkpoints
         )
 
 
-def check_plan(wire: Wire, plan: Plan) -> None:
+def check_plan(wire: Wire, plan: Plan, root: ModuleSpec) -> None:
     """Raises ConfigError where ranks have different plans; BudgetError where every rank has all weights, and not in
     RAM: their updated slices could not be shared."""
-    check_equal(wire, plan=(plan.layout, plan.placement.homes, plan.trace))
+    check_equal(wire, plan=on_any_rank((plan.layout, plan.placement.homes, plan.trace), root))
     if plan.ranks is None or plan.ranks.shards_weights:
         return
     on_ssd = [unit for unit in plan.units if plan.placement.home(unit.index, WEIGHT) == SSD]
@@ -66,22 +97,28 @@ def check_plan(wire: Wire, plan: Plan) -> None:
 
 
 class FromFirst:
-    """Gives every rank the first one's values, as DDP does at its start: what was drawn at random may differ."""
+    """Gives every rank the first one's values, as DDP does at its start: what was drawn at random may differ.
+
+    The first is rank 0, and of a parameter that only some ranks have the first of those.
+    """
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, in place of an equally large one; every rank asks for the same at once."""
+    def __call__(self, tensor: torch.Tensor, having: Sequence[int] | None = None) -> torch.Tensor:
+        """The first rank's tensor, in place of an equally large one; every rank asks for one at once.
+
+        `having` are the ranks that have the same one, this one among them; by default all.
+        """
+        first, *others = having if having is not None else range(self._wire.size)
         flat = tensor.detach().contiguous().reshape(-1)
-        if self._wire.rank:
+        if self._wire.rank != first:
             flat = flat.clone()
-        others = range(1, self._wire.size)
         for piece in flat.split(PIECE_ELEMENTS):  # type: ignore[no-untyped-call]
-            if self._wire.rank == 0:
+            if self._wire.rank == first:
                 self._wire.trade([(rank, piece) for rank in others], ())
             else:
-                self._wire.trade((), [(0, piece)])
+                self._wire.trade((), [(first, piece)])
         return flat.view(tensor.shape)
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> None:

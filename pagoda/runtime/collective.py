@@ -1,6 +1,6 @@
 """The lane `collective`: what all ranks do together, one thing after another."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from pagoda.errors import NonFiniteGradientError, RankError
@@ -72,10 +72,13 @@ class Collectives:
             self.lane.close()
 
 
-def askers(call: Call, calls: Sequence[Call]) -> tuple[int, ...]:
-    """The ranks that ask for what `call` does. Raises RankError where they mean other versions of the weights."""
-    found = tuple(rank for rank, other in enumerate(calls) if other.is_with(call))
-    if any(calls[rank].version != call.version for rank in found):
+def askers(call: Call, calls: Sequence[Call], family: Collection[int]) -> tuple[int, ...]:
+    """Of the ranks that have a unit, those that ask for what `call` does.
+
+    Raises RankError where they mean other versions of the weights.
+    """
+    found = tuple(rank for rank, other in enumerate(calls) if rank in family and other.is_with(call))
+    if len({calls[rank].version for rank in found}) > 1:
         raise RankError(
             f"Ranks {', '.join(map(str, found))} ask for the weights of unit {call.about} after different numbers of "
             "updates: run the same steps, and the same evaluations, on every rank."

@@ -159,13 +159,13 @@ class Builder:
         model: nn.Module,
         store: Store,
         tiling: Tiling | None = None,
-        from_first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        from_first: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         """`tiling`: what was replaced in `model`, which is untiled now and until all is built. `from_first` gives every
-        rank the first one's values of a tensor; each keeps its slices of them."""
+        rank the first one's values of a tensor, or those of the first that has it; each keeps its slices of them."""
         self._store = store
         self._tiling = tiling
-        self._from_first = from_first or (lambda mine: mine)
+        self._from_first = from_first or (lambda mine, having=None: mine)
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._owners = owners_of(model)
@@ -200,7 +200,9 @@ class Builder:
             return nn.Parameter(unit.placeholders[slot], param.requires_grad)
         source = self._initialised(whole, unit.spec.slots[slot].param) if whole.is_meta else whole
         mine = source.detach().reshape(-1)[first : first + param.numel()]
-        self._store.write_master(unit.spec, slot, mine if whole.is_meta else self._from_first(mine.cpu()))
+        if not whole.is_meta:
+            mine = self._from_first(mine.cpu(), sorted(self._store.shards.family(unit.spec)))
+        self._store.write_master(unit.spec, slot, mine)
         if not param.is_meta:
             param.data = unit.placeholders[slot]
             return param

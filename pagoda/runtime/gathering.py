@@ -46,7 +46,7 @@ class Gathering:
         spec, me = unit.spec, self._shards.rank
 
         def work(calls: Sequence[Call]) -> None:
-            asking = askers(call, calls)
+            asking = askers(call, calls, self._shards.family(spec))
             free.synchronize()
             mine = self._messages(weights, self._shards.spans(spec, WEIGHT))
             sharers = [rank for rank in self._shards.sharers(spec) if rank != me]
@@ -69,7 +69,7 @@ class Gathering:
         assert home is not None, "ranks that have all weights have them in RAM"
 
         def work(calls: Sequence[Call]) -> None:
-            asking = askers(call, calls)
+            asking = askers(call, calls, self._shards.family(spec))
             mine = self._messages(home, [self._shards.updated(spec)])
             sharers = [rank for rank in self._shards.sharers(spec) if rank != me]
             sends = [(rank, message) for message in mine for rank in sharers if rank in asking]
@@ -88,9 +88,11 @@ class Gathering:
     def _serve(self, call: Call, calls: Sequence[Call]) -> None:
         """Send this rank's slice of a unit's weights to those who ask for it."""
         unit, me = self._units[call.about], self._shards.rank
-        asking = [rank for rank in askers(call, calls) if rank in self._shards.sharers(unit.spec) and rank != me]
+        family = askers(call, calls, self._shards.family(unit.spec))
+        asking = [rank for rank in family if rank in self._shards.sharers(unit.spec) and rank != me]
         if not asking:
             return
+        call = calls[asking[0]]
         shared = call.asks is Asks.SHARE
         deadline = time.monotonic() + _SECONDS_TO_UPDATE
         while shared and unit.version < call.version and time.monotonic() < deadline:

@@ -171,10 +171,11 @@ class Reducer:
     def _serve(self, call: Call, calls: Sequence[Call]) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""
         unit = self._units[call.about]
-        if self._shards.family(unit.spec).isdisjoint(askers(call, calls)):
+        asking = askers(call, calls, self._shards.family(unit.spec))
+        if not asking:
             self._compare(None)
             return
-        if unit.version != call.version:
+        if unit.version != calls[asking[0]].version:
             raise RankError(
                 f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {self._shards.rank} has "
                 "updated it for already. Run the same number of backward passes on every rank, or leave out "
@@ -192,9 +193,8 @@ class Reducer:
     def _reduce(self, record: UnitGradient, whole: torch.Tensor | None, call: Call, calls: Sequence[Call]) -> None:
         """On the collective lane: the mean of every asking rank's gradient, to the record. `whole` is this rank's."""
         spec = record.unit.spec
-        asking = askers(call, calls)
-        family = self._shards.family(spec)
-        flags = {rank: frozenset(calls[rank].flags) for rank in asking if rank in family}
+        asking = askers(call, calls, self._shards.family(spec))
+        flags = {rank: frozenset(calls[rank].flags) for rank in asking}
         dropped = {slot for rank in flags for slot in calls[rank].dropped}
         sums: dict[int, list[float]] = {}
         for given in _ranges(spec, flags):

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from pagoda.plan.layout import WEIGHT, Span
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE
 from pagoda.runtime.capture import Capture, Piece
+from pagoda.runtime.contents import Contents
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.groups import NamedGroup, check_groups
 from pagoda.runtime.rank_files import Files
@@ -61,12 +61,13 @@ class Snapshot:
         buffers = self._buffers()
         self._buffer_specs(buffers)
         generators = self._generators()
+        contents = Contents.of(self._engine.units, self._engine.plan.layout, groups, self._engine.together)
         content = {
             "states": [state.name for state in self._states],
-            "parameters": [unit.name(slot) for unit, slot in self._slots(WEIGHT)],
-            "steps": {_whole(unit, slot)[0]: unit.steps[slot] for unit, slot in self._trainable()},
-            TILES: self._tiles(),
-            "param_groups": [{key: _plain(value) for key, value in group.items()} for group in self._of_wholes(groups)],
+            "parameters": list(contents.stored),
+            "steps": contents.steps,
+            TILES: contents.tiles(),
+            "param_groups": [{key: _plain(value) for key, value in group.items()} for group in contents.groups(groups)],
             "loss_scale": self._engine.stepper.scaler.state_dict(),
             "rng": generators[0],
             "rank_rng": generators[1:],
@@ -81,7 +82,8 @@ class Snapshot:
             lambda unit: self._pieces(unit, kept.get(unit)),
             {unit: list(paged.extents.values()) for unit, paged in kept.items()},
         )
-        saver.start(lambda: self._write(directory, capture, kept, copies, content, replaces))
+        specs = {state.name: contents.specs(state, _kept_of(state, kept)) for state in self._states}
+        saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
 
     def _kept_on_ssd(self, replaces: Sequence[Path]) -> dict[int, PagedUnit]:
         """unit -> what of it the checkpoint keeps as pages; empty where there is no room to keep one more."""
@@ -118,6 +120,7 @@ class Snapshot:
         directory: Path,
         capture: Capture,
         kept: dict[int, PagedUnit],
+        specs: dict[str, list[TensorSpec]],
         buffers: dict[str, torch.Tensor],
         content: dict[str, Any],
         replaces: Sequence[Path],
@@ -125,7 +128,6 @@ class Snapshot:
         """On the saver's thread: fill the directory and commit it."""
         complete = False
         try:
-            specs = {state.name: self._specs(state, kept) for state in self._states}
             together = self._engine.together
             wire = together.saver_wire if together is not None else None
             files = Files(directory, {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
@@ -157,10 +159,11 @@ class Snapshot:
         damaged, the optimizer is of no use until another checkpoint is loaded.
         """
         buffers = self._buffers()
+        contents = Contents.of(self._engine.units, self._engine.plan.layout, groups, self._engine.together)
         with Checkpoint(directory, self._engine.ssd_directories) as checkpoint:
-            self._check_fits(checkpoint, groups)
+            self._check_fits(checkpoint, contents, groups)
             for state in self._states:
-                checkpoint.check(state.name, self._whole_specs(state))
+                checkpoint.check(state.name, contents.whole_specs(state))
             checkpoint.check(BUFFERS, self._buffer_specs(buffers))
             manifest = checkpoint.manifest
             with self._engine.replacing():
@@ -200,54 +203,6 @@ class Snapshot:
                     continue
                 values = checkpoint.read(state.name, name, state.elements(before) + start, count)
                 self._engine.store.write(unit.index, state.name, first, values)
-
-    def _slots(self, state: str) -> Iterator[tuple[LiveUnit, int]]:
-        """Every parameter that has a state."""
-        for unit in self._engine.units:
-            for slot in range(len(unit.params) if state == WEIGHT else unit.trainable):
-                yield unit, slot
-
-    def _trainable(self) -> Iterator[tuple[LiveUnit, int]]:
-        for unit in self._engine.units:
-            for slot in range(unit.trainable):
-                yield unit, slot
-
-    def _specs(self, state: StateSpec, but: Mapping[int, PagedUnit] = MappingProxyType({})) -> list[TensorSpec]:
-        """The tensors of one state, in the order of the model, without what `but` has of it."""
-        return [
-            TensorSpec(unit.name(slot), state.dtype, span.shape)
-            for unit in self._engine.units
-            if unit.index not in but or state.name not in but[unit.index].extents
-            for slot, span in self._spans(unit, state)
-        ]
-
-    def _whole_specs(self, state: StateSpec) -> list[TensorSpec]:
-        """The tensors of one state, of parameters as they were before they were cut into tiles."""
-        shapes = {}
-        for unit in self._engine.units:
-            for slot, span in self._spans(unit, state):
-                part, whole = unit.spec.slots[slot].param.part, _whole(unit, slot)[0]
-                shapes[whole] = span.shape if part is None else state.shape(whole, part.shape) or part.shape
-        return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
-
-    def _of_wholes(self, groups: list[NamedGroup]) -> list[NamedGroup]:
-        """Param groups with the names that parameters had before they were cut into tiles."""
-        wholes = {unit.name(slot): _whole(unit, slot)[0] for unit, slot in self._slots(WEIGHT)}
-        return [{**group, "params": list(dict.fromkeys(wholes[name] for name in group["params"]))} for group in groups]
-
-    def _tiles(self) -> dict[str, Any]:
-        """Whole parameter -> shape, and names of its parts in order."""
-        cut: dict[str, dict[int, str]] = {}
-        shapes: dict[str, list[int]] = {}
-        for unit, slot in self._slots(WEIGHT):
-            spec = unit.spec.slots[slot].param
-            if spec.part is not None:
-                cut.setdefault(spec.part.whole, {})[spec.part.start] = spec.name
-                shapes[spec.part.whole] = list(spec.part.shape)
-        return {
-            whole: {"shape": shapes[whole], "parts": [name for _, name in sorted(parts.items())]}
-            for whole, parts in cut.items()
-        }
 
     def _spans(self, unit: LiveUnit, state: StateSpec) -> Iterator[tuple[int, Span]]:
         """Each slot of a unit that has a state, and where it lies."""
@@ -307,7 +262,7 @@ class Snapshot:
                 )
         return [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
 
-    def _check_fits(self, checkpoint: Checkpoint, groups: list[NamedGroup]) -> None:
+    def _check_fits(self, checkpoint: Checkpoint, contents: Contents, groups: list[NamedGroup]) -> None:
         """Everything the manifest says can be restored into this model and optimizer."""
         directory, manifest = checkpoint.directory, checkpoint.manifest
         path = directory / MANIFEST
@@ -317,7 +272,7 @@ class Snapshot:
                 f"{directory} holds the states {manifest['states']}, this run keeps {wanted}: "
                 "wrap with the precision, optimizer and moments of the run that saved it."
             )
-        differing = checkpoint.steps.keys() ^ {_whole(*at)[0] for at in self._trainable()}
+        differing = checkpoint.steps.keys() ^ contents.steps.keys()
         if differing:
             raise CheckpointError(
                 f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
@@ -328,7 +283,7 @@ class Snapshot:
                 iter(group["params"])
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error
-        check_groups(str(path), manifest["param_groups"], self._of_wholes(groups))
+        check_groups(str(path), manifest["param_groups"], contents.groups(groups))
         try:
             self._engine.stepper.scaler.check_state(manifest.get("loss_scale", {}))
             for state in (manifest["rng"], *manifest["rank_rng"]):
@@ -341,6 +296,11 @@ def _whole(unit: LiveUnit, slot: int) -> tuple[str, int]:
     """Name of the parameter that a parameter was cut from, or its own, and its first element there."""
     spec = unit.spec.slots[slot].param
     return (spec.name, 0) if spec.part is None else (spec.part.whole, spec.part.start)
+
+
+def _kept_of(state: StateSpec, kept: Mapping[int, PagedUnit]) -> set[str]:
+    """Names of the parameters of which a state is kept as pages."""
+    return {param.name for unit in kept.values() if state.name in unit.extents for param in unit.parameters}
 
 
 def _plain(value: Any) -> Any:

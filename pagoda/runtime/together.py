@@ -166,4 +166,4 @@ class Together:
             sends = [(rank, part) for rank in others for part in parts(shards.rank)]
             self.collectives.wire.trade(sends, [(rank, part) for rank in others for part in parts(rank)])
 
-        self.collectives.jointly(f"reading {state.name} of {spec.name!r} from element {start}", work)
+        self.collectives.jointly(f"reading {state.name} of unit {spec.index} from element {start}", work)

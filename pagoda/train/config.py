@@ -1,9 +1,10 @@
 """The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
 
 What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `trace`, `plan`, `speculate`,
-`zero_stage`, `replicas` and everything under `memory` (any split over tiers gives the same bits), the number of ranks
-(the state is the same, but each step reads another batch), and `data` if its bytes are the same (a moved file).
-Everything else decides the bits of the run and stays as the run was started; `check_resumes` names what differs.
+`zero_stage`, `replicas`, `expert_parallel` and everything under `memory` (any split over tiers gives the same bits),
+the number of ranks (the state is the same, but each step reads another batch), and `data` if its bytes are the same (a
+moved file). Everything else decides the bits of the run and stays as the run was started; `check_resumes` names what
+differs.
 With the cosine schedule, other `steps` mean other learning rates from there on.
 """
 
@@ -38,6 +39,7 @@ _FREE_ON_RESUME = frozenset(
         "speculate",
         "zero_stage",
         "replicas",
+        "expert_parallel",
     }
 )
 _T = TypeVar("_T")
@@ -149,6 +151,8 @@ class TrainConfig:
     """Under torchrun, what the ranks share out: the optimizer's state (1), gradients too (2), weights too (3)."""
     replicas: int = 1
     """Under torchrun, whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
+    expert_parallel: int = 1
+    """Under torchrun, of a built-in mixture of experts: ranks over which the experts of each block are divided."""
     activations: ActivationMode = "recompute"
     """What becomes of each layer's activations between forward and backward. keep: they stay. recompute: only the
     layer's inputs stay. offload: they go to RAM, from a GPU, or to SSD, and come back. recompute+offload: the inputs
@@ -185,7 +189,15 @@ class TrainConfig:
     """Which step, counted from the first that this command runs; the third is the first in steady state."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "accumulation_steps", "trace_step", "replicas"):
+        for name in (
+            "steps",
+            "batch_size",
+            "seq_len",
+            "accumulation_steps",
+            "trace_step",
+            "replicas",
+            "expert_parallel",
+        ):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")

@@ -20,6 +20,7 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
 from pagoda.models.build import is_encoder_decoder, is_mixture, model_directory
 from pagoda.models.mixture_shapes import RoutingConfig
+from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.world import was_restarted
 from pagoda.plan.chrome_trace import write_trace
@@ -68,7 +69,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         CheckpointError: nothing to resume from, or a checkpoint of another model or text.
         NonFiniteGradientError: a gradient is NaN or infinite.
     """
-    mesh = open_mesh(config.zero_stage, config.replicas)
+    mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
     run_dir = RunDir(config.out)
     again = was_restarted()
@@ -92,7 +93,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     _show_text(console, batches)
     memory = choose_plan(config, memory, console, mesh.size)
     _seed(config.seed)
-    built = _built_model(config)
+    built = _built_model(config, mesh)
     if checkpoint is None:
         _give_weights(config, built, console)
     if chunks_loss(config, built):
@@ -342,13 +343,15 @@ def _check_trace(config: TrainConfig, done: int) -> None:
         raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that is there")
 
 
-def _built_model(config: TrainConfig) -> nn.Module:
+def _built_model(config: TrainConfig, mesh: Mesh) -> nn.Module:
+    exchange = ExpertExchange.over(mesh) if config.expert_parallel > 1 else None
     with init():
         model = build_model(
             config.model,
             seq_len=config.seq_len,
             gradient_checkpointing=is_mixture(config.model) and config.activations == "recompute",
             routing=config.routing if is_mixture(config.model) or config.routing != RoutingConfig() else None,
+            exchange=exchange,
         )
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary < VOCABULARY:

@@ -30,6 +30,8 @@ def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
     return replace(
         first,
         loss=math.fsum(metrics.loss for metrics in by_rank) / len(by_rank),
+        aux_loss=_mean([metrics.aux_loss for metrics in by_rank]),
+        dropped=_mean([metrics.dropped for metrics in by_rank]),
         step_s=slowest,
         tokens_per_s=first.tokens_per_s * first.step_s / slowest,
         stall_s={lane: max(metrics.stall_s[lane] for metrics in by_rank) for lane in first.stall_s},
@@ -38,6 +40,12 @@ def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
         prefetch_hit_rate=min(metrics.prefetch_hit_rate for metrics in by_rank),
         faults=sum(metrics.faults for metrics in by_rank),
     )
+
+
+def _mean(figures: Sequence[float | None]) -> float | None:
+    """The mean of figures that all ranks have, or none of them."""
+    known = [figure for figure in figures if figure is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
 class MetricsFiles:

@@ -1,0 +1,111 @@
+"""Experts divided over ranks: the run of one rank on the whole batch, within rounding, and the same checkpoints."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.checkpoint.reader import Checkpoint
+from pagoda.models.papers import PAPER_SHAPES, PaperShape
+from pagoda.optim import AdamW
+from pagoda.plan.describe import exchanged_elements, module_spec
+from pagoda.plan.ops import Kind
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.ranks import Ranks
+from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
+from pagoda.train.metrics import read_metrics
+from pagoda.train.run_dir import RunDir
+
+from .conftest import RankServer
+
+STEPS = 3
+KINDS = {
+    "fetch": Kind.FETCH,
+    "gather": Kind.ALL_GATHER,
+    "reduce": Kind.REDUCE_SCATTER,
+    "tokens of experts": Kind.ALL_TO_ALL,
+    "offload": Kind.OFFLOAD,
+    "update": Kind.UPDATE,
+}
+"""What lanes call their work."""
+RELATIVE = 2e-4
+"""Losses of fp32 training are this close: the same sums in another order, through three updates."""
+
+
+def config_of(model: str, out: Path) -> TrainConfig:
+    (out / "ssd").mkdir(parents=True)
+    return TrainConfig(
+        model=model,
+        steps=STEPS,
+        batch_size=4,
+        seq_len=16,
+        precision="fp32",
+        memory=MemoryConfig(host="1GiB", device="cpu:12MiB", unit_limit="1MiB"),
+        checkpoint_every=STEPS,
+        trace=out / "trace.json",
+        trace_step=2,
+        optim=OptimConfig(schedule="constant"),
+        out=out / "run",
+    )
+
+
+def trained(ranks: RankServer, count: int, config: TrainConfig) -> list[float]:
+    arguments = {"config": json.loads(json.dumps(asdict(config), default=str))}
+    out = config.out.parent
+    status = ranks.ask("train_run", count, out, arguments=arguments, timeout_s=150)
+    assert status == [0] * count, "\n".join(path.read_text() for path in out.glob("error-*.txt"))
+    return [line["loss"] for line in read_metrics(config.out / "metrics.jsonl")]
+
+
+def tensors_of(config: TrainConfig) -> dict[str, torch.Tensor]:
+    with Checkpoint(RunDir(config.out).latest().path) as checkpoint:
+        specs = checkpoint.specs("weight")
+        return {name: checkpoint.read("weight", name, 0, s.nbytes // s.dtype.itemsize) for name, s in specs.items()}
+
+
+def executed(config: TrainConfig) -> set[Kind]:
+    """The kinds of op in a step that was traced."""
+    assert config.trace is not None
+    events = json.loads(config.trace.read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X" and event.get("cat") != "compute"}
+    return {kind for start, kind in KINDS.items() if any(name.startswith(start) for name in names)}
+
+
+def planned(shape: PaperShape, ranks: Ranks) -> set[Kind]:
+    """The kinds of op in a rank's step of a paper's shape, with all state in RAM. Evicting moves nothing."""
+    root = module_spec(shape, expert_parallel=ranks.expert_parallel)
+    exchanges = exchanged_elements(shape, 512, ranks.expert_parallel)
+    plan = make_plan(root, AdamW().states("bf16"), Budgets(1 << 50, 1 << 36), Options(), ranks, exchanges)
+    return {op.kind for op in plan.ops} - {Kind.EVICT}
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "expert_parallel"),
+    [
+        ("gpt-moe-15m", 2, 2),
+        pytest.param("t5-moe-15m", 2, 2, marks=pytest.mark.slow),
+        pytest.param("gpt-moe-15m", 4, 2, marks=pytest.mark.slow),
+        pytest.param("gpt-moe-15m", 4, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_divide_experts_train_as_one_does(
+    model: str, count: int, expert_parallel: int, ranks: RankServer, tmp_path: Path
+) -> None:
+    alone = config_of(model, tmp_path / "alone")
+    divided = config_of(model, tmp_path / "divided")
+    divided = replace(divided, batch_size=4 // count, expert_parallel=expert_parallel)
+    expected, losses = trained(ranks, 1, alone), trained(ranks, count, divided)
+    assert losses == pytest.approx(expected, rel=RELATIVE)
+    mine, others = tensors_of(divided), tensors_of(alone)
+    assert mine.keys() == others.keys()  # each expert once, by its own name
+    assert sum(".experts." in name for name in mine) > 4 * 8
+    for name, weight in mine.items():
+        assert (weight - others[name]).norm() <= 1e-3 * others[name].norm() + 1e-5, name
+    assert executed(divided) == planned(PAPER_SHAPES["t5-moe-1.2t"], Ranks(256, 8, expert_parallel=256))
+    assert executed(divided) - {Kind.ALL_TO_ALL} == planned(PAPER_SHAPES["gpt3-175b"], Ranks(512, 8))
+    resumed = replace(divided, batch_size=4 // count, steps=STEPS + 1, expert_parallel=1, resume=True, trace=None)
+    goes_on = trained(ranks, 1, resumed)
+    assert len(goes_on) == STEPS + 1
