@@ -65,8 +65,8 @@ def check_experts(model: nn.Module, mesh: Mesh) -> None:
     for name, ranks in found.items():
         if ranks != wanted:
             raise ConfigError(
-                f"The experts of {name!r} are divided over {ranks} ranks, those of the mesh over {wanted}: build the "
-                "model with an ExpertExchange of the mesh that wrap is given."
+                f"The experts of {name!r} are divided in {ranks}, but expert_parallel of the mesh is {wanted}: build "
+                "the model with an ExpertExchange of the mesh that wrap is given."
             )
 
 

@@ -12,8 +12,10 @@ from torch import nn
 from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
+from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.kernels import warm_up as warm_up_kernels
+from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.world import launched
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.placement import Budgets
@@ -204,6 +206,29 @@ def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What `pagoda train` does in each rank."""
     result = run(TrainConfig.from_json(json.dumps(config)), Console(file=io.StringIO()))
     return {"steps": (result.first_step, result.last_step), "loss": result.final_loss}
+
+
+def resave_experts(out: Path, source: str, expert_parallel: int) -> None:
+    """Save a mixture that each rank drew by itself, then load a checkpoint into it and save that again."""
+    torch.manual_seed(place()[0])
+    mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
+    model = build_model("gpt-moe-15m", seq_len=16, exchange=ExpertExchange.over(mesh))
+    memory = pagoda.Memory(host="1GiB", unit_limit="1MiB")
+    _, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32", mesh=mesh)
+    optimizer.save_checkpoint(out / "drawn", wait=True)
+    optimizer.load_checkpoint(source)
+    optimizer.save_checkpoint(out / "again", wait=True)
+    optimizer.close()
+
+
+def wrap_undivided_experts(out: Path) -> str:
+    """Give wrap a mesh that divides experts, and a model with all of them."""
+    model = build_model("gpt-moe-15m", seq_len=16)
+    try:
+        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=2))
+    except pagoda.ConfigError as error:
+        return str(error)
+    return "wrapped"
 
 
 def kill_one(out: Path, victim: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ KINDS = {
 }
 """What lanes call their work."""
 RELATIVE = 2e-4
-"""Losses of fp32 training are this close: the same sums in another order, through three updates."""
+"""Figures of fp32 training are this close: the same sums in another order, through three updates."""
 
 
 def config_of(model: str, out: Path) -> TrainConfig:
@@ -51,18 +52,24 @@ def config_of(model: str, out: Path) -> TrainConfig:
     )
 
 
-def trained(ranks: RankServer, count: int, config: TrainConfig) -> list[float]:
+def trained(ranks: RankServer, count: int, config: TrainConfig) -> dict[str, list[float]]:
+    """What a run says of its steps."""
     arguments = {"config": json.loads(json.dumps(asdict(config), default=str))}
     out = config.out.parent
     status = ranks.ask("train_run", count, out, arguments=arguments, timeout_s=150)
     assert status == [0] * count, "\n".join(path.read_text() for path in out.glob("error-*.txt"))
-    return [line["loss"] for line in read_metrics(config.out / "metrics.jsonl")]
+    lines = list(read_metrics(config.out / "metrics.jsonl"))
+    return {figure: [line[figure] for line in lines] for figure in ("loss", "aux_loss", "dropped", "grad_norm")}
 
 
 def tensors_of(config: TrainConfig) -> dict[str, torch.Tensor]:
-    with Checkpoint(RunDir(config.out).latest().path) as checkpoint:
-        specs = checkpoint.specs("weight")
-        return {name: checkpoint.read("weight", name, 0, s.nbytes // s.dtype.itemsize) for name, s in specs.items()}
+    return read(RunDir(config.out).latest().path)
+
+
+def read(directory: Path, state: str = "weight") -> dict[str, torch.Tensor]:
+    with Checkpoint(directory) as checkpoint:
+        specs = checkpoint.specs(state)
+        return {name: checkpoint.read(state, name, 0, s.nbytes // s.dtype.itemsize) for name, s in specs.items()}
 
 
 def executed(config: TrainConfig) -> set[Kind]:
@@ -99,8 +106,9 @@ def test_ranks_that_divide_experts_train_as_one_does(
     alone = config_of(model, tmp_path / "alone")
     divided = config_of(model, tmp_path / "divided")
     divided = replace(divided, batch_size=4 // count, expert_parallel=expert_parallel)
-    expected, losses = trained(ranks, 1, alone), trained(ranks, count, divided)
-    assert losses == pytest.approx(expected, rel=RELATIVE)
+    expected, figures = trained(ranks, 1, alone), trained(ranks, count, divided)
+    for name, values in figures.items():
+        assert values == pytest.approx(expected[name], rel=RELATIVE), name
     mine, others = tensors_of(divided), tensors_of(alone)
     assert mine.keys() == others.keys()  # each expert once, by its own name
     assert sum(".experts." in name for name in mine) > 4 * 8
@@ -108,6 +116,27 @@ def test_ranks_that_divide_experts_train_as_one_does(
         assert (weight - others[name]).norm() <= 1e-3 * others[name].norm() + 1e-5, name
     assert executed(divided) == planned(PAPER_SHAPES["t5-moe-1.2t"], Ranks(256, 8, expert_parallel=256))
     assert executed(divided) - {Kind.ALL_TO_ALL} == planned(PAPER_SHAPES["gpt3-175b"], Ranks(512, 8))
-    resumed = replace(divided, batch_size=4 // count, steps=STEPS + 1, expert_parallel=1, resume=True, trace=None)
-    goes_on = trained(ranks, 1, resumed)
+    resumed = replace(divided, steps=STEPS + 1, expert_parallel=1, resume=True, trace=None)
+    goes_on = trained(ranks, 1, resumed)["loss"]
     assert len(goes_on) == STEPS + 1
+
+
+def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankServer, tmp_path: Path) -> None:
+    alone = replace(config_of("gpt-moe-15m", tmp_path / "alone"), steps=1, checkpoint_every=1, trace=None)
+    trained(ranks, 1, alone)
+    source = RunDir(alone.out).latest().path
+    ranks.run("resave_experts", 2, tmp_path / "divided", source=str(source), expert_parallel=2)
+    for state in ("weight", "exp_avg", "exp_avg_sq"):
+        once, again = read(source, state), read(tmp_path / "divided" / "again", state)
+        assert once.keys() == again.keys()
+        assert all(torch.equal(values, again[name]) for name, values in once.items())
+    saved, resaved = (json.loads((d / "manifest.json").read_text()) for d in (source, tmp_path / "divided" / "again"))
+    assert saved["steps"] == resaved["steps"]
+    drawn = read(tmp_path / "divided" / "drawn")  # no rank has another's experts
+    first = [values for name, values in drawn.items() if ".experts." in name and values.std() > 0]
+    assert all(not torch.equal(one, other) for one, other in combinations(first, 2))
+
+
+def test_a_model_with_all_experts_is_refused_by_a_mesh_that_divides_them(ranks: RankServer, tmp_path: Path) -> None:
+    for said in ranks.run("wrap_undivided_experts", 2, tmp_path):
+        assert "divided in 1, but expert_parallel of the mesh is 2" in said
