@@ -58,7 +58,9 @@ def t5_with_dropout() -> nn.Module:
     )
 
 
-MODELS["t5-dropout"] = t5_with_dropout
+@pytest.fixture(autouse=True)
+def _t5_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "t5-dropout", t5_with_dropout)
 
 
 def train(recipe: Recipe, memory: pagoda.Memory, activations: ActivationMode = "keep", loop: Any = None) -> Outcome:
