@@ -92,7 +92,7 @@ class Sharded:
 def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
     """In a rank: seconds of a step, and MiB of memory."""
     keep_freed_memory()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or kind == "fsdp2":
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
