@@ -21,12 +21,21 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from pagoda.optim.jit import LANES, bf16_to_fp32, bits_to_fp32, fp32_to_bits, kernel, lane_sums, part, pointer
+from pagoda.optim.jit import (
+    LANES,
+    ROW,
+    bf16_to_fp32,
+    bits_to_fp32,
+    fp32_to_bits,
+    kernel,
+    lane_sums,
+    part,
+    pointer,
+    sum_of,
+)
 
 LARGEST = 65504.0
 """The largest finite fp16 value."""
-
-_ROW = 4 * LANES
 
 
 @part
@@ -124,14 +133,6 @@ def _square_fp16(half: Any) -> Any:
     return x * x
 
 
-@part
-def _sum(lanes: Any) -> float:
-    total = 0.0
-    for j in range(LANES):
-        total += lanes[j]
-    return total
-
-
 @kernel
 def store_gradient_fp16(dst: int, src: int, n: int) -> float:
     """Copies ``n`` fp16 elements; returns their sum of squares in float64."""
@@ -140,18 +141,18 @@ def store_gradient_fp16(dst: int, src: int, n: int) -> float:
     lanes = carray(lane_sums(), LANES)
     for j in range(LANES):
         lanes[j] = 0.0
-    for row in range(n // _ROW):
+    for row in range(n // ROW):
         for j in range(LANES):
             squares = 0.0
             for k in range(4):
-                i = row * _ROW + j + k * LANES
+                i = row * ROW + j + k * LANES
                 to[i] = source[i]
                 squares += _square_fp16(source[i])
             lanes[j] += squares
-    for i in range(n // _ROW * _ROW, n):
+    for i in range(n // ROW * ROW, n):
         to[i] = source[i]
         lanes[i % LANES] += _square_fp16(source[i])
-    return _sum(lanes)
+    return sum_of(lanes)
 
 
 @kernel
@@ -162,17 +163,17 @@ def add_gradient_fp16(dst: int, src: int, n: int) -> float:
     lanes = carray(lane_sums(), LANES)
     for j in range(LANES):
         lanes[j] = 0.0
-    for row in range(n // _ROW):
+    for row in range(n // ROW):
         for j in range(LANES):
             squares = 0.0
             for k in range(4):
-                i = row * _ROW + j + k * LANES
+                i = row * ROW + j + k * LANES
                 total = fp32_to_fp16(fp16_to_fp32(to[i]) + fp16_to_fp32(source[i]))
                 to[i] = total
                 squares += _square_fp16(total)
             lanes[j] += squares
-    for i in range(n // _ROW * _ROW, n):
+    for i in range(n // ROW * ROW, n):
         total = fp32_to_fp16(fp16_to_fp32(to[i]) + fp16_to_fp32(source[i]))
         to[i] = total
         lanes[i % LANES] += _square_fp16(total)
-    return _sum(lanes)
+    return sum_of(lanes)

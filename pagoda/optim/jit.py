@@ -24,6 +24,8 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck":
 
 LANES = 32
 """Partial sums in `lane_sums`."""
+ROW = 4 * LANES
+"""Elements that are summed in one row; the four that share a lane are added first."""
 
 
 def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -101,6 +103,14 @@ def round_to_bf16(value: Any) -> Any:
 def square_bits(bits: Any) -> Any:
     x = np.float64(bits_to_fp32(bits))
     return x * x
+
+
+@part
+def sum_of(lanes: Any) -> float:
+    total = 0.0
+    for j in range(LANES):
+        total += lanes[j]
+    return total
 
 
 @part

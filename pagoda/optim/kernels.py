@@ -22,6 +22,7 @@ from numba import carray
 from pagoda.optim import codec_kernels, momentum_kernels
 from pagoda.optim.jit import (
     LANES,
+    ROW,
     adamw_element,
     bf16_to_fp32,
     bits_to_fp32,
@@ -35,6 +36,7 @@ from pagoda.optim.jit import (
     round_scalars,
     round_to_bf16,
     square_bits,
+    sum_of,
 )
 from pagoda.optim.rule import ElementwiseRule, Precision, Rule, TensorRule, check_precision
 
@@ -88,8 +90,6 @@ def adamw_fp32(weight: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int
 # lane are added first, then go to the lane. So n alone fixes the order, not the width of the CPU's vectors.
 # (64 lanes spread the stores of one row so far apart that fp32 copies lost a fifth of their rate.)
 
-_ROW = 4 * LANES
-
 
 @part
 def _square_bf16(half: Any) -> Any:
@@ -103,14 +103,6 @@ def _square_fp32(value: Any) -> Any:
     return x * x
 
 
-@part
-def _sum(lanes: Any) -> float:
-    total = 0.0
-    for j in range(LANES):
-        total += lanes[j]
-    return total
-
-
 @kernel
 def store_gradient_bf16(dst: int, src: int, n: int) -> float:
     """Copies ``n`` bf16 elements; returns their sum of squares in float64."""
@@ -119,18 +111,18 @@ def store_gradient_bf16(dst: int, src: int, n: int) -> float:
     lanes = carray(lane_sums(), LANES)
     for j in range(LANES):
         lanes[j] = 0.0
-    for row in range(n // _ROW):
+    for row in range(n // ROW):
         for j in range(LANES):
             squares = 0.0
             for k in range(4):
-                i = row * _ROW + j + k * LANES
+                i = row * ROW + j + k * LANES
                 to[i] = source[i]
                 squares += _square_bf16(source[i])
             lanes[j] += squares
-    for i in range(n // _ROW * _ROW, n):
+    for i in range(n // ROW * ROW, n):
         to[i] = source[i]
         lanes[i % LANES] += _square_bf16(source[i])
-    return _sum(lanes)
+    return sum_of(lanes)
 
 
 @kernel
@@ -141,18 +133,18 @@ def store_gradient_fp32(dst: int, src: int, n: int) -> float:
     lanes = carray(lane_sums(), LANES)
     for j in range(LANES):
         lanes[j] = 0.0
-    for row in range(n // _ROW):
+    for row in range(n // ROW):
         for j in range(LANES):
             squares = 0.0
             for k in range(4):
-                i = row * _ROW + j + k * LANES
+                i = row * ROW + j + k * LANES
                 to[i] = source[i]
                 squares += _square_fp32(source[i])
             lanes[j] += squares
-    for i in range(n // _ROW * _ROW, n):
+    for i in range(n // ROW * ROW, n):
         to[i] = source[i]
         lanes[i % LANES] += _square_fp32(source[i])
-    return _sum(lanes)
+    return sum_of(lanes)
 
 
 @part
@@ -175,22 +167,22 @@ def add_gradient_bf16(dst: int, src: int, n: int) -> float:
     lanes = carray(lane_sums(), LANES)
     for j in range(LANES):
         lanes[j] = 0.0
-    for row in range(n // _ROW):
+    for row in range(n // ROW):
         for j in range(LANES):
             squares = 0.0
             for k in range(2):
-                i = row * (_ROW // 2) + j + k * LANES
+                i = row * (ROW // 2) + j + k * LANES
                 low, high = _add_words(to[i], source[i])
                 to[i] = np.uint32(high | (low >> 16))
                 squares += square_bits(low) + square_bits(high)
             lanes[j] += squares
     last_to = carray(pointer(dst, np.uint16), n)
     last_source = carray(pointer(src, np.uint16), n)
-    for i in range(n // _ROW * _ROW, n):
+    for i in range(n // ROW * ROW, n):
         total = round_to_bf16(bf16_to_fp32(last_to[i]) + bf16_to_fp32(last_source[i]))
         last_to[i] = np.uint16(total >> 16)
         lanes[i % LANES] += square_bits(total)
-    return _sum(lanes)
+    return sum_of(lanes)
 
 
 @kernel
@@ -201,20 +193,20 @@ def add_gradient_fp32(dst: int, src: int, n: int) -> float:
     lanes = carray(lane_sums(), LANES)
     for j in range(LANES):
         lanes[j] = 0.0
-    for row in range(n // _ROW):
+    for row in range(n // ROW):
         for j in range(LANES):
             squares = 0.0
             for k in range(4):
-                i = row * _ROW + j + k * LANES
+                i = row * ROW + j + k * LANES
                 total = to[i] + source[i]
                 to[i] = total
                 squares += _square_fp32(total)
             lanes[j] += squares
-    for i in range(n // _ROW * _ROW, n):
+    for i in range(n // ROW * ROW, n):
         total = to[i] + source[i]
         to[i] = total
         lanes[i % LANES] += _square_fp32(total)
-    return _sum(lanes)
+    return sum_of(lanes)
 
 
 @kernel

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from pagoda.optim.jit import bf16_to_fp32, high_half, joined, kernel, low_half, part, pointer
+from pagoda.optim.jit import bf16_to_fp32, high_half, joined, kernel, low_half, part, pointer, round_scalars
 
 
 @part
@@ -17,13 +17,6 @@ def _adam_element(w: Any, m: Any, v: Any, gradient: Any, scalars: Any) -> Any:
     v = v * beta2 + (g * g) * one_minus_beta2
     w = w - step_size * (m / (np.sqrt(v) / bias2_sqrt + eps))
     return w, m, v
-
-
-@part
-def _nine(scalars: Any) -> Any:
-    a, b, c, d, e, g, h, i, j = scalars
-    f = np.float32
-    return f(a), f(b), f(c), f(d), f(e), f(g), f(h), f(i), f(j)
 
 
 @part
@@ -46,7 +39,7 @@ def adam_bf16(
     avg = carray(pointer(exp_avg, np.float32), n)
     avg_sq = carray(pointer(exp_avg_sq, np.float32), n)
     grad = carray(pointer(gradient, np.uint16), n)
-    rounded = _nine(scalars)
+    rounded = round_scalars(scalars)
     for i in range(n):
         w, m, v = _adam_element(joined(high[i], low[i]), avg[i], avg_sq[i], bf16_to_fp32(grad[i]), rounded)
         avg[i] = m
@@ -65,7 +58,7 @@ def adam_fp32(weight: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int,
     avg = carray(pointer(exp_avg, np.float32), n)
     avg_sq = carray(pointer(exp_avg_sq, np.float32), n)
     grad = carray(pointer(gradient, np.float32), n)
-    rounded = _nine(scalars)
+    rounded = round_scalars(scalars)
     for i in range(n):
         w, m, v = _adam_element(master[i], avg[i], avg_sq[i], grad[i], rounded)
         avg[i] = m
