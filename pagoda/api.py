@@ -194,17 +194,16 @@ def wrap(
         raise ConfigError(f"tile_limit is {tile_limit}; it must be at least {PAGE_ALIGN} bytes.")
     if device.torch_device.type == "cpu":
         check_batch_norms(model, states[0].dtype)
-    clipping = clip_grad_norm is not None
     options = Options(
-        memory.page_bytes,
-        memory.unit_bytes,
-        accumulation_steps,
-        clipping,
-        memory.split,
-        keep_checkpoints,
-        max_staleness if update == "async" else None,
-        speculate,
-        activations,
+        page_bytes=memory.page_bytes,
+        unit_limit=memory.unit_bytes,
+        accumulation_steps=accumulation_steps,
+        clipping=clip_grad_norm is not None,
+        split=memory.split,
+        keep_checkpoints=keep_checkpoints,
+        max_staleness=max_staleness if update == "async" else None,
+        speculate=speculate,
+        activations=activations,
         gradients=kept_dtype(gradients),
         may_skip=scaler.dynamic,
     )
