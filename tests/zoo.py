@@ -114,18 +114,18 @@ def qwen3() -> nn.Module:
     )
 
 
-def t5() -> nn.Module:
+def t5(layers: int = 4, dropout: float = 0.0) -> nn.Module:
     return T5ForConditionalGeneration(
         T5Config(
             vocab_size=VOCABULARY,
             d_model=64,
             d_kv=16,
             d_ff=96,
-            num_layers=4,
+            num_layers=layers,
             num_heads=4,
             decoder_start_token_id=0,
             use_cache=False,
-            dropout_rate=0.0,
+            dropout_rate=dropout,
         )
     )
 

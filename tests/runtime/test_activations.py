@@ -13,8 +13,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from zoo import (
     ALL_ON_SSD,
@@ -31,6 +29,7 @@ from zoo import (
     loss_of,
     run,
     squeeze,
+    t5,
     take_step,
     usual_loop,
 )
@@ -42,25 +41,9 @@ OFFLOADS = ("offload", "recompute+offload")
 POLICIES = ("keep", "recompute", *OFFLOADS, "auto")
 
 
-def t5_with_dropout() -> nn.Module:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=64,
-            d_kv=16,
-            d_ff=96,
-            num_layers=3,
-            num_heads=4,
-            decoder_start_token_id=0,
-            use_cache=False,
-            dropout_rate=0.1,
-        )
-    )
-
-
 @pytest.fixture(autouse=True)
 def _t5_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "t5-dropout", t5_with_dropout)
+    monkeypatch.setitem(MODELS, "t5-dropout", lambda: t5(layers=3, dropout=0.1))
 
 
 def train(recipe: Recipe, memory: pagoda.Memory, activations: ActivationMode = "keep", loop: Any = None) -> Outcome:
