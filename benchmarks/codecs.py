@@ -10,7 +10,6 @@ steps, is from the exact one's.
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from pagoda.memory.heap import keep_freed_memory
 from pagoda.models.build import build_model
 from pagoda.train.config import OptimConfig
 from pagoda.train.data import STDLIB, Batches, ByteText
+from training import train_on_text
 
 CODECS = ("fp32", "bf16", "8bit")
 WINDOW = 20
@@ -38,20 +38,9 @@ def losses_of(codec: str, arguments: argparse.Namespace, batches: Batches) -> tu
     model, optimizer = pagoda.wrap(
         model, optim.build(arguments.seed), memory=pagoda.Memory(host="2GiB"), clip_grad_norm=1.0
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.lr_factor(step, arguments.steps))
-    losses = []
-    start = time.perf_counter()
-    for step in range(arguments.steps):
-        ids, labels = batches.batch(step)
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        schedule.step()
-    optimizer.drain()
-    seconds = (time.perf_counter() - start) / arguments.steps
-    optimizer.close()
-    return losses, seconds
+    return train_on_text(
+        model, optimizer, batches, lambda step: optim.lr_factor(step, arguments.steps), arguments.steps
+    )
 
 
 def smoothed(losses: list[float]) -> list[float]:

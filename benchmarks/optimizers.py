@@ -9,7 +9,6 @@ the mean loss over its last tenth, what the plan says that a parameter takes, an
 import argparse
 import json
 import statistics
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pagoda.memory.heap import keep_freed_memory
 from pagoda.models.build import build_model
 from pagoda.train.config import OptimConfig
 from pagoda.train.data import STDLIB, Batches, ByteText
+from training import train_on_text
 
 OPTIMIZERS = {
     "adamw": OptimConfig(lr=1e-3),
@@ -54,19 +54,9 @@ def figure_of(name: str, optim: OptimConfig, arguments: argparse.Namespace, batc
     model, optimizer = pagoda.wrap(model, rule, memory=pagoda.Memory(host="2GiB"), clip_grad_norm=1.0)
     plan = pagoda.plan_of(model)
     warmup = arguments.steps // 20
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup)))
-    losses = []
-    start = time.perf_counter()
-    for step in range(arguments.steps):
-        ids, labels = batches.batch(step)
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        schedule.step()
-    optimizer.drain()
-    seconds = (time.perf_counter() - start) / arguments.steps
-    optimizer.close()
+    losses, seconds = train_on_text(
+        model, optimizer, batches, lambda step: min(1.0, (step + 1) / max(1, warmup)), arguments.steps
+    )
     homes = sum(of_tier.get(state.name, 0) for of_tier in plan.bytes.values() for state in plan.layout.states)
     return Figure(
         name,
