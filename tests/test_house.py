@@ -29,6 +29,7 @@ HOUSE = (
     "optim",
     "memory",
     "models",
+    "jit",
     "errors",
 )
 """Top to bottom. A part may import itself and what is below it."""

@@ -14,7 +14,8 @@ from pagoda.memory.page import Run, pages_for
 from pagoda.memory.pool import PagePool
 from pagoda.memory.slots import Hashes, PageTable
 from pagoda.memory.ssd import PageFile, StripedFile, portion_of
-from pagoda.memory.verify import hashes_of, read_pages
+from pagoda.memory.verify import read_pages
+from pagoda.memory.xxh3 import hashes_of
 
 _GROWTH_BYTES = 64 << 20
 """Room is taken in banks of at least so much, so that there are few of them."""

@@ -50,7 +50,8 @@ class SlotTable:
     still reads it. A page is stored to by one caller at a time, and never while it is read where it lies:
     `begin_load` and `begin_store` say None where one has to wait.
 
-    NOT thread-safe; a tier has a lock around it.
+    NOT thread-safe; a tier has a lock around it. So what every load and store calls keeps to numpy functions that keep
+    the GIL: beside busy threads, waiting for it again takes longer than the rest.
     """
 
     def __init__(self, pages: int, slots: int) -> None:
@@ -110,13 +111,13 @@ class SlotTable:
 
     def begin_load_of(self, table: PageTable) -> PageTable:
         """The same for a pinned table, which no store can change."""
-        np.add.at(self._readers, table.written, 1)
+        self._readers[table.written] += 1  # once for a slot that is in it twice, as `end_load` takes it
         return table
 
     def end_load(self, table: PageTable) -> None:
         """What `begin_load` gave is no longer read."""
         slots = table.written
-        np.subtract.at(self._readers, slots, 1)
+        self._readers[slots] -= 1
         self._release(slots[self._references[slots] == 0])
 
     def begin_store(self, first: int, count: int) -> Slots | None:
@@ -196,6 +197,8 @@ class SlotTable:
             self._free_count += more
 
     def _dereference(self, slots: Slots) -> None:
+        if not len(slots):
+            return
         np.subtract.at(self._references, slots, 1)
         self._release(slots[self._references[slots] == 0])
 
@@ -238,5 +241,7 @@ class SlotTable:
 
 def stretches(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """[start, stop) of every stretch of True."""
+    if chosen.all():
+        return [(0, len(chosen))] if len(chosen) else []
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8)))
     return [(int(start), int(stop)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]

@@ -402,18 +402,19 @@ class StripedFile:
     ) -> Iterator[tuple[PageFile, int, list[memoryview]]]:
         """(file, first page, buffers) of every stretch of pages that adjoin on a drive."""
         size = self.page_bytes
+        drives, pages = self._drive[slots].tolist(), self._page[slots].tolist()
         for index, file in enumerate(self.files):
-            mine = np.flatnonzero(self._drive[slots] == index)
-            if not len(mine):
-                continue
-            pages = self._page[slots[mine]]
-            for part in np.split(np.arange(len(mine)), np.flatnonzero(np.diff(pages) != 1) + 1):
-                first, last = int(mine[part[0]]), int(mine[part[-1]])
-                if last - first == len(part) - 1:
-                    views = [data[first * size : (last + 1) * size]]
+            mine = [i for i, drive in enumerate(drives) if drive == index]
+            while mine:
+                count = 1
+                while count < len(mine) and pages[mine[count]] == pages[mine[0]] + count:
+                    count += 1
+                part, mine = mine[:count], mine[count:]
+                if part[-1] - part[0] == count - 1:
+                    views = [data[part[0] * size : (part[-1] + 1) * size]]
                 else:
-                    views = [data[int(i) * size : (int(i) + 1) * size] for i in mine[part]]
-                yield file, int(pages[part[0]]), views
+                    views = [data[i * size : (i + 1) * size] for i in part]
+                yield file, pages[part[0]], views
 
 
 def portion_of(slots: int, limits: Sequence[int | None]) -> tuple[int, ...] | None:

@@ -18,7 +18,8 @@ from pagoda.memory.page_store import PageStore
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slots import PageTable, Slots, SlotTable
 from pagoda.memory.tier import Tier
-from pagoda.memory.verify import hashes_of, read_pages
+from pagoda.memory.verify import read_pages
+from pagoda.memory.xxh3 import hashes_of
 
 _LOOK_AGAIN_S = 0.5
 """How often a store that waits for free slots looks whether anybody is still about to free some."""

@@ -1,17 +1,11 @@
 """Pages that are what was written: a 64-bit hash of each, computed when stored and compared when loaded."""
 
 import numpy as np
-import xxhash
 
 from pagoda.errors import CorruptPageError
-from pagoda.memory.slots import UNWRITTEN, Hashes, PageTable, stretches
+from pagoda.memory.slots import UNWRITTEN, PageTable, stretches
 from pagoda.memory.ssd import StripedFile
-
-
-def hashes_of(data: memoryview, page_bytes: int) -> Hashes:
-    """xxh3_64 of each page of `data`, shape [pages]. Releases the GIL for pages of 64 KiB or more."""
-    starts = range(0, data.nbytes, page_bytes)
-    return np.array([xxhash.xxh3_64_intdigest(data[at : at + page_bytes]) for at in starts], np.uint64)
+from pagoda.memory.xxh3 import hashes_of
 
 
 def read_pages(file: StripedFile, table: PageTable, into: memoryview) -> None:

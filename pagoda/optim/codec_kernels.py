@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from pagoda.jit import kernel, part
 from pagoda.optim.codecs import BLOCK, LINES, MAX_NOISY, TENTH_STEPS, TOP_SIGNED, TOP_UNSIGNED, ZERO_SIGNED
 from pagoda.optim.jit import (
     adamw_element,
@@ -14,9 +15,7 @@ from pagoda.optim.jit import (
     fp32_to_bits,
     high_half,
     joined,
-    kernel,
     low_half,
-    part,
     pointer,
     round_scalars,
 )

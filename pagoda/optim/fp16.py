@@ -21,18 +21,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from pagoda.optim.jit import (
-    LANES,
-    ROW,
-    bf16_to_fp32,
-    bits_to_fp32,
-    fp32_to_bits,
-    kernel,
-    lane_sums,
-    part,
-    pointer,
-    sum_of,
-)
+from pagoda.jit import kernel, part
+from pagoda.optim.jit import LANES, ROW, bf16_to_fp32, bits_to_fp32, fp32_to_bits, lane_sums, pointer, sum_of
 
 LARGEST = 65504.0
 """The largest finite fp16 value."""

@@ -1,4 +1,4 @@
-"""What CPU kernels are made of: how they are compiled, intrinsics, and the parts that several of them inline.
+"""What CPU kernels are made of: intrinsics, and the parts that several of them inline.
 
 Strict means no fast-math and no contraction: each operation rounds once, in the order that `adamw` states.
 
@@ -6,39 +6,20 @@ Numba's disk cache notices changes in a kernel's own file only: whoever changes 
 kernels that inline it.
 """
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagoda.jit import part
 from pagoda.optim.codecs import BLOCK
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-# error_model="numpy": a division by zero gives inf as in torch; Python's check would keep the loop scalar.
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 
 LANES = 32
 """Partial sums in `lane_sums`."""
 ROW = 4 * LANES
 """Elements that are summed in one row; the four that share a lane are added first."""
-
-
-def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    try:
-        compiled = njit(cache=True, **OPTIONS)(function)
-    except RuntimeError:  # Numba found no writable folder for its cache: compile once per process instead
-        compiled = njit(**OPTIONS)(function)
-    return cast(Callable[_P, _R], compiled)
-
-
-def part(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    # Inlined into the kernels that use it, and cached with them.
-    return cast(Callable[_P, _R], njit(**OPTIONS)(function))
 
 
 def _pointer_intrinsic(_context: Any, address: Any, dtype: Any) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from pagoda.jit import kernel, part
 from pagoda.optim import codec_kernels, momentum_kernels
 from pagoda.optim.jit import (
     LANES,
@@ -28,10 +29,8 @@ from pagoda.optim.jit import (
     bits_to_fp32,
     high_half,
     joined,
-    kernel,
     lane_sums,
     low_half,
-    part,
     pointer,
     round_scalars,
     round_to_bf16,

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from pagoda.optim.jit import bf16_to_fp32, kernel, pointer, round_to_bf16
+from pagoda.jit import kernel
+from pagoda.optim.jit import bf16_to_fp32, pointer, round_to_bf16
 
 _BLOCK = 1 << 14
 """Elements at a time: the running sum then stays in the first-level cache."""

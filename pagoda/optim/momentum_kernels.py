@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from pagoda.optim.jit import bf16_to_fp32, high_half, joined, kernel, low_half, part, pointer, round_scalars
+from pagoda.jit import kernel, part
+from pagoda.optim.jit import bf16_to_fp32, high_half, joined, low_half, pointer, round_scalars
 
 
 @part

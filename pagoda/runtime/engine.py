@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.profiler import record_function
 
 from pagoda.errors import UsageError
 from pagoda.memory.page import Run
@@ -32,7 +31,7 @@ from pagoda.runtime.device_updates import DeviceBlockStream, DeviceRing
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
-from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane
+from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, labelled
 from pagoda.runtime.leases import Lease
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.pilot import Pilot
@@ -350,7 +349,7 @@ class Engine:
             handle.wait()
             return
         start = time.perf_counter()
-        with record_function(f"pagoda::wait_{handle.lane}"):
+        with labelled(f"pagoda::wait_{handle.lane}"):
             handle.wait()
         self._meter.stalled(handle.lane, time.perf_counter() - start)
 
@@ -360,7 +359,7 @@ class Engine:
             fetch.wait()
             return
         start = time.perf_counter()
-        with record_function(f"pagoda::wait_{fetch.lane}"):
+        with labelled(f"pagoda::wait_{fetch.lane}"):
             event = fetch.wait_until_issued()
         self.device.wait_for(event)
         self._meter.stalled(fetch.lane, time.perf_counter() - start)

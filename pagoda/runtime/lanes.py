@@ -4,9 +4,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from torch.profiler import record_function
+from torch.autograd import profiler
 
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.tape import Tape
@@ -15,75 +16,95 @@ SSD_THREADS = 2
 """Threads of `ssd_read` for each drive, and of `ssd_write`: one transfer is on it while the next is prepared."""
 
 
-class Handle:
-    """Work submitted to a lane. Waiting on it raises what the work raised."""
+_PENDING, _ISSUED, _DONE = range(3)
 
-    __slots__ = ("_callbacks", "_done", "_error", "_event", "_issued", "_lock", "lane")
+
+class Handle:
+    """Work submitted to a lane. Waiting on it raises what the work raised.
+
+    Thousands are made in a step and few are waited for, so what waiting takes is made by whoever waits.
+    """
+
+    __slots__ = ("_callbacks", "_changed", "_error", "_event", "_lock", "_state", "lane")
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
-        self._done = threading.Event()
-        self._issued = threading.Event()
+        self._lock = threading.Lock()
+        self._changed: threading.Condition | None = None
+        """Told of a new state; of `_lock`, once somebody waits."""
+        self._state = _PENDING
         self._event = PAST
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[BaseException | None], None]] = []
-        self._lock = threading.Lock()
 
     @property
     def done(self) -> bool:
-        return self._done.is_set()
+        return self._state == _DONE
 
     @property
     def succeeded(self) -> bool:
         """True once the work has ended without an error."""
-        return self._done.is_set() and self._error is None
+        return self._state == _DONE and self._error is None
 
     @property
     def issued(self) -> bool:
         """True once the work has ended or all of it is in a device's queue."""
-        return self._issued.is_set()
+        return self._state >= _ISSUED
 
     def wait(self) -> None:
         """Block until the work has ended; raises its error."""
-        self._done.wait()
+        self._wait_for(_DONE)
         if self._error is not None:
             raise self._error
 
     def wait_until_done(self) -> None:
         """Block until the work has ended, however it did."""
-        self._done.wait()
+        self._wait_for(_DONE)
 
     def wait_until_issued(self) -> Event:
         """Block until the work has ended, or all of it waits in a device's queue; raises its error.
 
         Whoever queues work of their own behind the event that is returned need not wait for the end.
         """
-        self._issued.wait()
-        if self._done.is_set():
+        self._wait_for(_ISSUED)
+        if self._state == _DONE:
             self.wait()
             return PAST
         return self._event
 
     def issue(self, event: Event) -> None:
         """All of the work is in a device's queue, before `event`. Called by whoever does it, before `finish`."""
-        self._event = event
-        self._issued.set()
+        with self._lock:
+            self._event = event
+            self._reach(_ISSUED)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the work as ended. Called by whoever does it, once."""
         with self._lock:
-            self._error = error
-            self._done.set()
-            self._issued.set()
-            self._event = PAST
+            self._error, self._event = error, PAST
+            self._reach(_DONE)
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(error)
 
+    def _reach(self, state: int) -> None:
+        self._state = state
+        if self._changed is not None:
+            self._changed.notify_all()
+
+    def _wait_for(self, state: int) -> None:
+        if self._state >= state:
+            return
+        with self._lock:
+            if self._changed is None:
+                self._changed = threading.Condition(self._lock)
+            while self._state < state:
+                self._changed.wait()
+
     def then(self, callback: Callable[[BaseException | None], None]) -> None:
         """Call `callback(error)` once the work has ended: on the thread that ends it, or now."""
         with self._lock:
-            if not self._done.is_set():
+            if self._state != _DONE:
                 self._callbacks.append(callback)
                 return
         callback(self._error)
@@ -199,7 +220,7 @@ class Lane:
             work, ticket = item
             start = time.perf_counter()
             event, error = self._do(work)
-            if isinstance(event, Event) and event is not PAST:
+            if event is not None and event is not PAST:
                 self._finish_later(work, ticket, event, start)
                 del item, work
             else:
@@ -210,7 +231,7 @@ class Lane:
 
     def _do(self, work: Work) -> tuple[Event | None, BaseException | None]:
         try:
-            with record_function(self._label):
+            with labelled(self._label):
                 return work(), None
         except BaseException as error:
             return None, error
@@ -246,6 +267,11 @@ class Lane:
         if (tape := self.tape) is not None:
             tape.add(self.name, ticket.label or self.name, start, end, ticket.nbytes)
         ticket.handle.finish(error)
+
+
+def labelled(label: str) -> AbstractContextManager[object]:
+    """What torch's profiler calls the time spent inside; nothing while it is off, as asking it gives the GIL up."""
+    return profiler.record_function(label) if profiler._is_profiler_enabled else nullcontext()
 
 
 def wait_all(handles: Iterable[Handle]) -> None:

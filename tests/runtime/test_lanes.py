@@ -140,7 +140,11 @@ def test_any_graph_of_work_ends_with_each_after_what_it_needs(data: st.DataObjec
 def test_the_threads_of_a_lane_work_at_once() -> None:
     lane = Lane("ssd_read", threads=2)
     meeting = threading.Barrier(2, timeout=SOON_S)
-    handles = [lane.submit(meeting.wait) for _ in range(2)]
+
+    def meet() -> None:
+        meeting.wait()
+
+    handles = [lane.submit(meet) for _ in range(2)]
     wait_all(handles)
     lane.close()
 
