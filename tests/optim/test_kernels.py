@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
-from pagoda.optim import AdamW, Precision, Scalars, flat, jit, kernels, reference
+from pagoda.jit import OPTIONS
+from pagoda.optim import AdamW, Precision, Scalars, flat, kernels, reference
 
 from .blocks import EDGES, copy_of, random_block, same_bits
 
@@ -143,7 +144,7 @@ def test_the_bf16_weight_is_its_own_fp32_master() -> None:
 def test_adamw_compiles_to_vectors_without_fused_operations(kernel: object, addresses: int) -> None:
     if numba.core.config.CPU_NAME == "generic":
         pytest.skip("compiled for a generic CPU")
-    fresh = numba.njit(**jit.OPTIONS)(kernel.py_func)
+    fresh = numba.njit(**OPTIONS)(kernel.py_func)
     fresh(*[0] * (addresses + 1), *[0.5] * len(Scalars._fields))
     (assembly,) = fresh.inspect_asm().values()
     assert "fmadd" not in assembly

@@ -89,7 +89,7 @@ def settle(optimizer: PagedOptimizer) -> None:
     optimizer.drain()
     for lane in optimizer._engine._lanes.values():
         meeting = threading.Barrier(len(lane._threads))
-        wait_all([lane.submit(lambda meeting=meeting: meeting.wait() and None) for _ in lane._threads])
+        wait_all([lane.submit(lambda meeting=meeting: (meeting.wait(), None)[1]) for _ in lane._threads])
 
 
 def count(spans: Iterable[Span], *verbs: str) -> Counter[tuple[str, str]]:
