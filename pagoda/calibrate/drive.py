@@ -17,12 +17,12 @@ from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd import PageFile
-from pagoda.plan.hardware import Drive
+from pagoda.plan.hardware import LARGE_TRANSFER_BYTES, Drive, Figure, SmallTransfers
 from pagoda.plan.machines import rated_endurance
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 
-_PIECE_BYTES = 4 << 20
-"""A block of moments, or a piece of weights on its way to a device."""
+_SMALL_BYTES = 128 << 10
+"""A small transfer: a block of moments where RAM or the model is small."""
 _FILL_S = 5.0
 _WARM_S = 0.1
 _ROUNDS = 3
@@ -53,8 +53,9 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
     """
     check_directory(directory, meter.effort.file_bytes)
     with ExitStack() as stack:
-        file = stack.enter_context(PageFile(directory, meter.effort.file_bytes // _PIECE_BYTES, _PIECE_BYTES))
-        buffers = Arena(2 * SSD_THREADS * _PIECE_BYTES)
+        pieces = meter.effort.file_bytes // LARGE_TRANSFER_BYTES
+        file = stack.enter_context(PageFile(directory, pieces, LARGE_TRANSFER_BYTES))
+        buffers = Arena(2 * SSD_THREADS * LARGE_TRANSFER_BYTES)
         # What a drive could compress, or not write at all, would not be the rate of weights.
         buffers.tensor(0, buffers.nbytes, torch.uint8).numpy()[:] = np.frombuffer(
             np.random.default_rng(0).bytes(buffers.nbytes), np.uint8
@@ -67,35 +68,57 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
         reading.lies_at(0, half)
         writing.lies_at(half, half)
         window_s = meter.effort.figure_s
-        read: list[float] = []
-        write: list[float] = []
-        both: list[float] = []
-        busy: list[float] = []
-        shares: list[float] = []
+        samples = {nbytes: _Samples() for nbytes in (LARGE_TRANSFER_BYTES, _SMALL_BYTES)}
         for round_ in range(_ROUNDS):
-            meter.report(f"SSD reads and writes, {round_ + 1} of {_ROUNDS}")
-            read.append(_rate(window_s, reading))
-            write.append(_rate(window_s, writing))
-            start, worked = time.perf_counter(), time.process_time()
-            both.append(_rate(window_s, reading, writing))
-            busy.append((time.process_time() - worked) / (time.perf_counter() - start) / cpu_cores())
-            shares += [_share_taken(window_s / _TURNS, turn % 2 == 0, reading, writing) for turn in range(_TURNS)]
-    note = f"{SSD_THREADS} threads each way, {format_bytes(_PIECE_BYTES)} a transfer"
-    if not file.direct:
-        note += f"; through the page cache, as {file.fallback_reason}"
+            for nbytes, sampled in samples.items():
+                meter.report(f"SSD reads and writes of {format_bytes(nbytes)}, {round_ + 1} of {_ROUNDS}")
+                reading.nbytes = writing.nbytes = nbytes
+                sampled.add(window_s, reading, writing)
+    cached = "" if file.direct else f"; through the page cache, as {file.fallback_reason}"
+    large, small = (
+        sampled.figures(meter, f"{SSD_THREADS} threads each way, {format_bytes(nbytes)} a transfer{cached}")
+        for nbytes, sampled in samples.items()
+    )
     capacity = meter.reading(shutil.disk_usage(directory).total, f"all of the file system that holds {directory}")
     return Drive(
         capacity_bytes=capacity,
-        read_bytes_per_s=meter.figure(read, note),
-        write_bytes_per_s=meter.figure(write, note),
-        both_bytes_per_s=meter.figure(both, note),
         endurance_bytes=rated_endurance(capacity.value),
-        cpu_share=meter.share(
-            shares,
-            statistics.median(busy),
-            "what matrix products lose while the SSD is read and written; its threads' own time, if that is more",
-        ),
+        small=SmallTransfers(_SMALL_BYTES, **small),
+        **large,
     )
+
+
+class _Samples:
+    """What is measured of transfers of one size."""
+
+    def __init__(self) -> None:
+        self._read: list[float] = []
+        self._write: list[float] = []
+        self._both: list[float] = []
+        self._busy: list[float] = []
+        self._shares: list[float] = []
+
+    def add(self, window_s: float, reading: "_Stream", writing: "_Stream") -> None:
+        """One more sample of each."""
+        self._read.append(_rate(window_s, reading))
+        self._write.append(_rate(window_s, writing))
+        start, worked = time.perf_counter(), time.process_time()
+        self._both.append(_rate(window_s, reading, writing))
+        self._busy.append((time.process_time() - worked) / (time.perf_counter() - start) / cpu_cores())
+        self._shares += [_share_taken(window_s / _TURNS, turn % 2 == 0, reading, writing) for turn in range(_TURNS)]
+
+    def figures(self, meter: Meter, note: str) -> dict[str, Figure]:
+        """The figures by their names in `Drive` and `SmallTransfers`."""
+        return {
+            "read_bytes_per_s": meter.figure(self._read, note),
+            "write_bytes_per_s": meter.figure(self._write, note),
+            "both_bytes_per_s": meter.figure(self._both, note),
+            "cpu_share": meter.share(
+                self._shares,
+                statistics.median(self._busy),
+                "what matrix products lose while the SSD is read and written; its threads' own time, if that is more",
+            ),
+        }
 
 
 class _Pace:
@@ -129,8 +152,11 @@ class _Stream:
     ) -> None:
         self._move = move
         self._lane = Lane(name, SSD_THREADS)
-        self._views = [buffers.view((first_buffer + i) * _PIECE_BYTES, _PIECE_BYTES) for i in range(SSD_THREADS)]
+        starts = [(first_buffer + thread) * LARGE_TRANSFER_BYTES for thread in range(SSD_THREADS)]
+        self._views = [buffers.view(start, LARGE_TRANSFER_BYTES) for start in starts]
         self._lock = threading.Lock()
+        self.nbytes = LARGE_TRANSFER_BYTES
+        """Of each transfer, which moves so much of a piece."""
         self.lies_at(0, pieces)
 
     def lies_at(self, first: int, pieces: int) -> None:
@@ -138,7 +164,7 @@ class _Stream:
         self._first, self.pieces = first, pieces
         self._next = 0
         self.moved = 0
-        """Pieces that have been read or written since."""
+        """Bytes that have been read or written since."""
 
     def start(self, pace: _Pace, number: int) -> list[Handle]:
         """Stream on every thread until `pace` ends."""
@@ -153,9 +179,9 @@ class _Stream:
             while pace.next(number):
                 with self._lock:
                     piece, self._next = self._first + self._next % self.pieces, self._next + 1
-                self._move(piece, view)
+                self._move(piece, view[: self.nbytes])
                 with self._lock:
-                    self.moved += 1
+                    self.moved += self.nbytes
         except BaseException:
             pace.stop()  # or the others would wait for this one
             raise
@@ -175,6 +201,7 @@ def _running(*streams: _Stream) -> Iterator[_Pace]:
 
 def _rate(window_s: float, *streams: _Stream) -> float:
     """Bytes per second of all streams together."""
+    least = _LEAST_PIECES * streams[0].nbytes
 
     def moved() -> int:
         return sum(stream.moved for stream in streams)
@@ -182,21 +209,20 @@ def _rate(window_s: float, *streams: _Stream) -> float:
     with _running(*streams) as pace:
         time.sleep(_WARM_S)
         start, before = time.perf_counter(), moved()
-        while (time.perf_counter() - start < window_s or moved() - before < _LEAST_PIECES) and not pace.stopped:
+        while (time.perf_counter() - start < window_s or moved() - before < least) and not pace.stopped:
             time.sleep(min(window_s, 0.01))
-        elapsed, pieces = time.perf_counter() - start, moved() - before
-    return pieces * _PIECE_BYTES / elapsed
+        return (moved() - before) / (time.perf_counter() - start)
 
 
 def _fill(writing: _Stream) -> int:
     """Write the file once, for `_FILL_S` at most; returns the pieces that were written, from its start."""
     start = time.perf_counter()
     with _running(writing) as pace:
-        while writing.moved < writing.pieces and not pace.stopped:
-            if time.perf_counter() - start > _FILL_S and writing.moved >= 2 * _LEAST_PIECES:
+        while writing.moved < writing.pieces * LARGE_TRANSFER_BYTES and not pace.stopped:
+            if time.perf_counter() - start > _FILL_S and writing.moved >= 2 * _LEAST_PIECES * LARGE_TRANSFER_BYTES:
                 break
             time.sleep(0.01)
-    return min(writing.moved, writing.pieces)
+    return min(writing.moved // LARGE_TRANSFER_BYTES, writing.pieces)
 
 
 def _share_taken(seconds: float, alone_first: bool, *streams: _Stream) -> float:

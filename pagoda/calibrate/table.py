@@ -29,6 +29,7 @@ _LABELS = {
     "capacity_bytes": "capacity",
     "read_bytes_per_s": "read",
     "write_bytes_per_s": "write",
+    "small": "in small transfers",
     "endurance_bytes": "rated writes",
     "cpu_share": "cores taken by transfers",
     "intra_node_bytes_per_s": "collectives in the node",

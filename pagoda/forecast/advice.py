@@ -11,11 +11,11 @@ from pagoda.forecast.forecast import Forecast, Setting
 from pagoda.forecast.machine import budgets_for
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.compute import Compute
-from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, Link
+from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
 from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
 
-_Part = TypeVar("_Part", Hardware, Cpu, Link, Drive)
+_Part = TypeVar("_Part", Hardware, Cpu, Link, Drive, SmallTransfers)
 _MOST_LINES = 3
 _WORTH = 0.02
 """A change that gives less is not worth a line."""
@@ -76,7 +76,10 @@ def _changes(forecast: Forecast, setting: Setting) -> Iterator[_Change]:
             f"Twice the RAM for pages ({format_bytes(host)})", replace(setting, budgets=replace(budgets, host=host))
         )
     if hardware.ssd is not None and SSD in forecast.bytes:
-        drive = _twice_as_fast(hardware.ssd, "read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")
+        rates = ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")
+        drive = _twice_as_fast(hardware.ssd, *rates)
+        if drive.small is not None:
+            drive = replace(drive, small=_twice_as_fast(drive.small, *rates))
         yield _Change("An SSD twice as fast", replace(setting, hardware=replace(hardware, ssd=drive)))
     if hardware.link is not None:
         link = _twice_as_fast(hardware.link, "h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s")

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from pagoda.errors import ConfigError
 
 FORMAT = "pagoda-hardware"
-VERSION = 2
+VERSION = 3
 """Of the JSON file; a file of another version is refused, because measuring again takes a minute."""
 
 MatmulType = Literal["bf16", "fp32"]
@@ -108,6 +108,22 @@ class Link:
     gpus: int = 1
 
 
+LARGE_TRANSFER_BYTES = 4 << 20
+"""What a drive's own figures are for: a block of moments, or a piece of weights on its way to a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallTransfers:
+    """What a drive does in transfers of another size."""
+
+    nbytes: int
+    """Of one transfer; less than LARGE_TRANSFER_BYTES."""
+    read_bytes_per_s: Figure
+    write_bytes_per_s: Figure
+    both_bytes_per_s: Figure
+    cpu_share: Figure
+
+
 @dataclass(frozen=True, slots=True)
 class Drive:
     """All SSDs of one node, striped."""
@@ -123,6 +139,41 @@ class Drive:
     cpu_share: Figure | None = None
     """Share of all cores that reading and writing at full rate take from compute; its spread is a share of all cores
     too. None where it was not measured."""
+    small: SmallTransfers | None = None
+    """None where only large transfers are known: then others are taken to be as fast."""
+
+    def in_transfers_of(self, nbytes: int) -> "Drive":
+        """What the drive does in transfers of `nbytes`.
+
+        Each takes time, of the drive and of a core, for itself and for its bytes, so both lie on the line through what
+        was measured at two sizes. One below the smaller size takes as long as that.
+        """
+        small = self.small
+        if small is None or nbytes >= LARGE_TRANSFER_BYTES:
+            return self
+
+        def at(few: float, many: float) -> float:
+            """What a transfer of `nbytes` costs, from a small and a large one. No byte is cheaper in a small one."""
+            slope = (many - few) / (LARGE_TRANSFER_BYTES - small.nbytes)
+            return max(few + slope * max(0, nbytes - small.nbytes), many * nbytes / LARGE_TRANSFER_BYTES)
+
+        def rate(few: Figure, many: Figure) -> Figure:
+            return replace(many, value=nbytes / at(small.nbytes / few.value, LARGE_TRANSFER_BYTES / many.value))
+
+        both = rate(small.both_bytes_per_s, self.both_bytes_per_s)
+        share = self.cpu_share
+        if share is not None:
+            few = small.cpu_share.value * small.nbytes / small.both_bytes_per_s.value
+            many = share.value * LARGE_TRANSFER_BYTES / self.both_bytes_per_s.value
+            share = replace(share, value=min(1.0, at(few, many) * both.value / nbytes))
+        return replace(
+            self,
+            read_bytes_per_s=rate(small.read_bytes_per_s, self.read_bytes_per_s),
+            write_bytes_per_s=rate(small.write_bytes_per_s, self.write_bytes_per_s),
+            both_bytes_per_s=both,
+            cpu_share=share,
+            small=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

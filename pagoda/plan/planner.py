@@ -12,6 +12,7 @@ from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import ActivationMode, ActivationPlan
+from pagoda.plan.hardware import LARGE_TRANSFER_BYTES
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, SSD, Kind, Op
@@ -179,6 +180,19 @@ class Plan:
         trainable = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
         largest = max((param.numel for param in trainable), default=0)
         return max(GRADIENTS_IN_FLIGHT_BYTES, largest * self.layout.offloaded_itemsize)
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes that updates read from SSD, or write to it, at a time: the mean. The largest where none do."""
+        layout = self.layout
+        nbytes = transfers = 0
+        for unit in self.units:
+            elements = layout.updated_elements(unit)
+            for state in layout.states:
+                if elements and self.placement.home(unit.index, state.name) == SSD:
+                    nbytes += state.nbytes(elements)
+                    transfers += -(-elements // layout.block_elements)
+        return nbytes // transfers if transfers else LARGE_TRANSFER_BYTES
 
     def leased_pages(self) -> dict[int, int]:
         """unit -> frames of its lease, for units whose weights are not used where they live."""

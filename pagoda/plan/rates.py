@@ -1,7 +1,9 @@
 """Rates: how fast each lane of one rank works on given hardware, alone and beside the others."""
 
+from dataclasses import replace
+
 from pagoda.errors import ConfigError
-from pagoda.plan.hardware import Figure, Hardware
+from pagoda.plan.hardware import LARGE_TRANSFER_BYTES, Figure, Hardware
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.timeline import COMPUTE
@@ -15,9 +17,15 @@ _LEAST_LEFT = 0.01
 class Rates:
     """One rank's share of a node: ranks of a node work at the same time and share its CPU, RAM, SSDs and links."""
 
-    def __init__(self, hardware: Hardware, shared_by: Ranks | None = None) -> None:
-        """Raises ConfigError when the hardware lacks a figure that its kind of machine needs, or has other ranks per
-        node."""
+    def __init__(
+        self, hardware: Hardware, shared_by: Ranks | None = None, transfer_bytes: int = LARGE_TRANSFER_BYTES
+    ) -> None:
+        """`transfer_bytes` is what the SSD reads or writes at a time.
+
+        Raises ConfigError when the hardware lacks a figure that its kind of machine needs, or has other ranks per node.
+        """
+        if hardware.ssd is not None:
+            hardware = replace(hardware, ssd=hardware.ssd.in_transfers_of(transfer_bytes))
         self._hardware = hardware
         self._shared_by = shared_by
         if shared_by is not None and shared_by.per_node != hardware.gpus_per_node:

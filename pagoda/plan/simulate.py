@@ -55,7 +55,7 @@ class Simulation:
 
     def __init__(self, plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> None:
         self._plan = plan
-        self._rates = Rates(hardware, plan.ranks)
+        self._rates = Rates(hardware, plan.ranks, plan.transfer_bytes)
         self._lanes = SimulatedLanes(self._rates)
         self._tick_s = tick_s
         self._stalling = (*LANES, COLLECTIVE) if plan.ranks is not None else LANES

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from pagoda.optim import AdamW
-from pagoda.plan.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate
+from pagoda.plan.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers
 from pagoda.plan.layout import Layout
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
@@ -77,6 +77,15 @@ def figure(value: float) -> Figure:
 
 
 @st.composite
+def small_transfers(draw: Draw, read: Figure, write: Figure) -> SmallTransfers:
+    """Small transfers are no faster than large ones."""
+    shares = [draw(st.floats(0.05, 1.0)) for _ in range(3)]
+    few = [figure(share * many.value) for share, many in zip(shares, (read, write), strict=False)]
+    both = figure(shares[2] * sum(rate.value for rate in few))
+    return SmallTransfers(draw(st.integers(4096, 1 << 20)), *few, both, figure(draw(st.floats(0.01, 1.0))))
+
+
+@st.composite
 def hardware(draw: Draw) -> Hardware:
     """A machine with an SSD, with a GPU or without, whose rates lie within a factor of a hundred of each other."""
     rate = st.floats(1e8, 1e10).map(figure)
@@ -100,6 +109,7 @@ def hardware(draw: Draw) -> Hardware:
         both_bytes_per_s=figure(share * (read.value + write.value)),
         endurance_bytes=figure(1e15),
         cpu_share=draw(st.none() | st.floats(0.01, 1.0).map(figure)),
+        small=draw(st.none() | small_transfers(read, write)),
     )
     if not draw(st.booleans()):
         return Hardware("cpu", cpu, ssd=drive)

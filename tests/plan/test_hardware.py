@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
-from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, MatmulRate, read_hardware
+from pagoda.plan.hardware import (
+    LARGE_TRANSFER_BYTES,
+    Cpu,
+    Drive,
+    Figure,
+    Hardware,
+    MatmulRate,
+    SmallTransfers,
+    read_hardware,
+)
 from pagoda.plan.machines import MACHINES, UPDATE_BYTES, find_machine
 
 from .figures import walk
@@ -28,7 +37,8 @@ maybe = st.none() | figures
 cpus = st.builds(
     Cpu, st.integers(1, 512), figures, figures, figures, st.none() | rates, st.none() | rates, maybe, maybe
 )
-drives = st.builds(Drive, figures, figures, figures, figures, figures, maybe)
+small = st.builds(SmallTransfers, st.integers(1, 1 << 22), figures, figures, figures, figures)
+drives = st.builds(Drive, figures, figures, figures, figures, figures, maybe, st.none() | small)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -175,7 +185,7 @@ def damaged(**changes: Any) -> str:
         ("", "Expecting value"),
         ("[]", "not JSON with"),
         ('{"format": "other"}', "not JSON with"),
-        (damaged(version=1), "version 1; this Pagoda reads version 2"),
+        (damaged(version=1), "version 1; this Pagoda reads version 3"),
         (damaged(hardware=3), "hardware is not an object"),
         (damaged(**{"hardware.cpu": ...}), r"hardware lacks \['cpu'\]"),
         (damaged(**{"hardware.tpu": 1}), r"unknown \['tpu'\]"),
@@ -204,3 +214,37 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for name in ("missing", "latin"):
         with pytest.raises(ConfigError, match="cannot be read"):
             read_hardware(tmp_path / name)
+
+
+@given(drives.filter(lambda drive: drive.small is not None), st.integers(1, 1 << 23))
+def test_a_drive_costs_in_transfers_of_a_size_what_lies_between_the_two_that_were_measured(
+    drive: Drive, nbytes: int
+) -> None:
+    assert drive.small is not None
+    if nbytes >= LARGE_TRANSFER_BYTES:
+        assert drive.in_transfers_of(nbytes) == drive
+        return
+    for name in ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s"):
+        few = drive.small.nbytes / getattr(drive.small, name).value
+        many = LARGE_TRANSFER_BYTES / getattr(drive, name).value
+        takes = nbytes / getattr(drive.in_transfers_of(nbytes), name).value
+        assert takes >= many * nbytes / LARGE_TRANSFER_BYTES * (1 - 1e-9)
+        assert min(few, many * nbytes / LARGE_TRANSFER_BYTES) * (1 - 1e-9) <= takes <= max(few, many) * (1 + 1e-9)
+
+
+def test_what_small_transfers_cost_is_taken_from_them() -> None:
+    few = SmallTransfers(1 << 17, *map(fig, (1e9, 2e9, 1.5e9, 0.4)))
+    drive = Drive(*map(fig, (1e12, 3e9, 6e9, 4e9, 1e15, 0.1)), few)
+    small = drive.in_transfers_of(1 << 17)
+    assert [small.read_bytes_per_s.value, small.write_bytes_per_s.value] == pytest.approx([1e9, 2e9])
+    assert small.both_bytes_per_s.value == pytest.approx(1.5e9)
+    assert small.cpu_share is not None
+    assert small.cpu_share.value == pytest.approx(0.4)
+    middle = drive.in_transfers_of(1 << 20)
+    assert 1e9 < middle.read_bytes_per_s.value < 3e9
+    assert middle.cpu_share is not None
+    assert 0.1 < middle.cpu_share.value < 0.4
+
+
+def fig(value: float) -> Figure:
+    return Figure(value, "a test")
