@@ -91,7 +91,7 @@ def _ranks_note(machine: Machine) -> tuple[str, ...]:
         return ()
     return (
         f"ranks: {ranks.data_parallel} share out the state as in ZeRO stage {ranks.stage}; bytes and budgets are one "
-        "rank's. `pagoda train` runs a single rank for now.",
+        "rank's.",
     )
 
 

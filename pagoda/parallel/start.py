@@ -2,22 +2,24 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.memory.sizes import format_bytes
 from pagoda.models.mixture import Experts
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.wire import Wire
 from pagoda.plan.layout import PIECE_ELEMENTS, WEIGHT
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import Budgets
+from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import ModuleSpec
 
 _NONE = -1
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def least_budgets(wire: Wire, mine: Budgets) -> Budgets:
@@ -33,15 +35,21 @@ def least_budgets(wire: Wire, mine: Budgets) -> Budgets:
 
 def check_equal(wire: Wire, **settings: object) -> None:
     """Raises ConfigError, on every rank, naming the ranks whose settings read otherwise than rank 0's, and which."""
-    hashes = {name: hashlib.blake2b(repr(value).encode(), digest_size=7).digest() for name, value in settings.items()}
-    by_rank = wire.announce([int.from_bytes(digest) for digest in hashes.values()])
-    for name, column in zip(hashes, zip(*by_rank, strict=True), strict=True):
+    readable = {name: _readable(value) for name, value in settings.items()}
+    hashes = [hashlib.blake2b(text.encode(), digest_size=7).digest() for text in readable.values()]
+    by_rank = wire.announce([int.from_bytes(digest) for digest in hashes])
+    for name, column in zip(readable, zip(*by_rank, strict=True), strict=True):
         others = [str(rank) for rank, value in enumerate(column) if value != column[0]]
         if others:
             raise ConfigError(
                 f"Ranks have different {name}: rank {', '.join(others)} not that of rank 0 (here: "
-                f"{settings[name]!r:.200}). Every rank must wrap the same model with the same settings."
+                f"{readable[name]:.200}). Every rank must wrap the same model with the same settings."
             )
+
+
+def _readable(value: object) -> str:
+    """How a setting reads, whichever process it is in: without the addresses of objects that have no better name."""
+    return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
 
 
 def on_any_rank(thing: object, root: ModuleSpec) -> str:
@@ -72,28 +80,82 @@ def check_experts(model: nn.Module, mesh: Mesh) -> None:
 
 def check_for_ranks(asynchronous: bool, speculate: bool | None, keep_checkpoints: int | None) -> None:
     """Raises ConfigError for settings of `wrap` that one rank alone can be trained with."""
-    for asked, name in ((asynchronous, "update='async'"), (speculate, "speculate=True")):
+    why = {
+        "update='async'": (asynchronous, "each would lag by its own amount, and gather weights of different steps"),
+        "speculate=True": (speculate, "another one may still need a unit's old weights, or add to its gradient"),
+    }
+    for name, (asked, reason) in why.items():
         if asked:
-            raise ConfigError(f"{name} is not for several ranks yet: leave it out, or train on one.")
+            raise ConfigError(f"{name} is not for several ranks, as {reason}: leave it out, or train on one.")
     if keep_checkpoints:
         raise ConfigError(
             f"keep_checkpoints is {keep_checkpoints}, but several ranks copy what is on SSD: leave it out."
         )
 
 
-def check_plan(wire: Wire, plan: Plan, root: ModuleSpec) -> None:
-    """Raises ConfigError where ranks have different plans; BudgetError where every rank has all weights, and not in
-    RAM: their updated slices could not be shared."""
-    check_equal(wire, plan=on_any_rank((plan.layout, plan.placement.homes, plan.trace), root))
+def agreed_plan(wire: Wire, make: Callable[[], Plan], root: ModuleSpec) -> Plan:
+    """The plan that `make` makes on this rank, once every rank has one, and all fit together.
+
+    Raises BudgetError, on every rank, where one has none, ConfigError where they differ.
+    """
+    plan, refusal = None, None
+    try:
+        plan = make()
+        _check_weights(plan)
+    except BudgetError as error:
+        refusal = error
+    said = wire.announce_bytes(b"" if refusal is None else str(refusal).encode())
+    if refusal is not None:
+        raise refusal
+    refused = [rank for rank, text in enumerate(said) if text]
+    if refused:
+        raise BudgetError(f"Rank {refused[0]} cannot hold its share: {said[refused[0]].decode()}")
+    assert plan is not None
+    check_equal(wire, plan=on_any_rank(in_common(plan), root))
+    return plan
+
+
+def _check_weights(plan: Plan) -> None:
+    """Raises BudgetError where every rank has all weights, and not in RAM.
+
+    Keeping them on SSD is not worth building: each rank would read all weights from its drive and write all of them
+    after each update, where stage 3 reads and writes 1/N of that and the rest comes over the network.
+    """
     if plan.ranks is None or plan.ranks.shards_weights:
         return
     on_ssd = [unit for unit in plan.units if plan.placement.home(unit.index, WEIGHT) == SSD]
     if on_ssd:
+        whole = plan.layout.total_pages(WEIGHT) * plan.page_bytes
         raise BudgetError(
-            f"In ZeRO stage {plan.ranks.stage} every rank keeps all weights in RAM: those of {len(on_ssd)} units do "
-            "not fit memory.host. Raise it, or use stage 3, which divides them.",
+            f"In ZeRO stage {plan.ranks.stage} every rank keeps all weights in RAM, {format_bytes(whole)} beside "
+            f"buffers: those of {len(on_ssd)} of {len(plan.units)} units do not fit memory.host. Raise it, or use "
+            "stage 3, in which each rank keeps a slice of them, on SSD if need be.",
             tier=HOST,
         )
+
+
+def in_common(plan: Plan) -> dict[str, object]:
+    """What of a plan must be the same on all ranks, in plain values, which read alike in every process.
+
+    Where ranks hold other numbers of elements, each has its own homes for them.
+    """
+    layout, trace = plan.layout, plan.trace
+    common: dict[str, object] = {
+        "units": layout.units,
+        "experts": sorted(layout.expert_units),
+        "page_bytes": layout.page_bytes,
+        "states": [(state.name, str(state.dtype), state.per) for state in layout.states],
+        "gradient": str(layout.gradient_dtype),
+        "ranks": layout.ranks,
+        "leases": plan.placement.pages(plan.lease_tier or HOST, LEASES),
+        "trace": [(access.unit, access.phase.name) for access in trace.accesses],
+    }
+    if layout.slices.differ:
+        places = {unit.index: range(layout.group(unit)) for unit in plan.units}
+        common["slices"] = [[layout.slices.trained(unit, at) for at in places[unit.index]] for unit in plan.units]
+    else:
+        common["homes"] = sorted(plan.placement.homes.items())
+    return common
 
 
 class FromFirst:

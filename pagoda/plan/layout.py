@@ -1,16 +1,17 @@
 """Layout: how many elements and pages every state of every unit takes, on one rank."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import torch
 
 from pagoda.memory.page import pages_for
-from pagoda.optim.rule import Shape, StateSpec
+from pagoda.optim.rule import StateSpec
+from pagoda.plan.packed import Packed, Span
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.shards import slice_elements
+from pagoda.plan.slices import Slices
 from pagoda.plan.units import UnitSpec, align, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
@@ -28,19 +29,8 @@ _ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES = 16, 4 << 20
 """Most of one buffer between activations and SSD."""
 
 
-PACK_ELEMENTS = 64
-"""A state with shapes of its own has one parameter's after another's, each from a multiple of this many elements on."""
 SMALL = 64
 """A state with fewer elements than one in so many of the parameters' stays in RAM."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a parameter, or a block of one, has of a state: elements [first, first + count) of its unit's extent."""
-
-    first: int
-    count: int
-    shape: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +56,8 @@ class Layout:
     """Most elements of a streamed block."""
     ranks: Ranks | None = None
     """None where one rank has everything."""
+    rank: int = 0
+    """The one whose extents these are; 0 for all where all have as many elements."""
     expert_units: frozenset[int] = frozenset()
     """Units of experts: a step uses some of them, and only some of the ranks share each."""
     max_staleness: int | None = None
@@ -108,14 +100,13 @@ class Layout:
         return tuple(
             state
             for state in self.states
-            if state.per > 1
-            or (state.shape_of is not None and sum(self._packed[state.name][u.index][1] for u in self.units) <= most)
+            if state.per > 1 or (state.shape_of is not None and self._packed[state.name].total <= most)
         )
 
     def span(self, unit: UnitSpec, slot: int, state: StateSpec) -> Span | None:
         """What a parameter has of a state; None where it has none."""
         if state.shape_of is not None:
-            return self._packed[state.name][unit.index][0][slot]
+            return self._packed[state.name].span(unit, slot)
         placed = unit.slots[slot]
         if not placed.param.trainable and state is not self.weight:
             return None
@@ -124,37 +115,62 @@ class Layout:
         return Span(state.elements(placed.offset), state.elements(placed.param.numel), shape)
 
     @cached_property
-    def _packed(self) -> dict[str, list[tuple[list[Span | None], int]]]:
-        """State with shapes of its own -> for each unit the span of each slot, and the elements of all."""
-        return {s.name: [_pack(unit, s.shape_of) for unit in self.units] for s in self.states if s.shape_of is not None}
+    def _packed(self) -> dict[str, Packed]:
+        """The states with shapes of their own."""
+        return {state.name: Packed(self.units, state.shape_of) for state in self.states if state.shape_of is not None}
+
+    @cached_property
+    def slices(self) -> Slices:
+        """What each rank holds."""
+        return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, self.is_sliced)
 
     def cuts(self, unit: UnitSpec) -> list[Cut]:
-        """What updates of a rule that takes parameters whole take at once: these, and pieces of what may be cut."""
+        """What of this rank's slice updates of a rule that takes parameters whole take at once: these, and pieces of
+        what may be cut."""
         takes_whole = self.weight.whole
         assert takes_whole is not None
         cuts: list[Cut] = []
+        mine = self.slices.trained(unit, self.slices.place(unit, self.rank))
         for slot, placed in enumerate(unit.slots):
-            if placed.param.trainable:
+            part = mine.within(placed.offset, placed.offset + placed.param.numel)
+            if placed.param.trainable and part is not None:
                 whole = takes_whole(placed.param.name, placed.param.shape)
-                step = max(1, placed.param.numel) if whole else self.block_limit
-                stop = placed.offset + placed.param.numel
-                cuts += [Cut(at, min(stop, at + step), slot, whole) for at in range(placed.offset, stop, step)]
+                step = len(part) if whole else self.block_limit
+                starts = range(part.start, part.stop, step)
+                cuts += [Cut(at, min(part.stop, at + step), slot, whole) for at in starts]
         return cuts
 
     def part(self, unit: UnitSpec, cut: Cut, state: StateSpec) -> Span | None:
-        """What a cut has of a state; None where its parameter has none."""
+        """Where what a cut has of a state lies in this rank's extent; None where its parameter has none."""
         span = self.span(unit, cut.slot, state)
-        if cut.whole or span is None:
-            return span
+        if span is None:
+            return None
+        first = span.first - self._begins[unit.index, state.name]
+        if cut.whole:
+            return replace(span, first=first)
         count = cut.stop - cut.start
-        return Span(span.first + cut.start - unit.slots[cut.slot].offset, count, (count,))
+        return Span(first + cut.start - unit.slots[cut.slot].offset, count, (count,))
+
+    @cached_property
+    def _begins(self) -> dict[tuple[int, str], int]:
+        """(unit, state) -> element of the state with which this rank's extent of it begins."""
+        begins: dict[tuple[int, str], int] = {}
+        for unit in self.units:
+            mine = self.slices.trained(unit, self.slices.place(unit, self.rank))
+            for state in self.states:
+                found = self.slices.of_state(unit, state.name, (mine,)) if self.slices.is_cut(unit, state.name) else ()
+                begins[unit.index, state.name] = found[0].start if found else 0
+        return begins
 
     @cached_property
     def _widest_cut(self) -> int:
-        """Elements of the largest cut; 0 for a rule that takes any block."""
-        if self.weight.whole is None:
+        """Elements of the largest cut of any rank; 0 for a rule that takes any block."""
+        takes_whole = self.weight.whole
+        if takes_whole is None:
             return 0
-        return max((cut.stop - cut.start for unit in self.units for cut in self.cuts(unit)), default=0)
+        trained = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
+        sizes = (p.numel if takes_whole(p.name, p.shape) else min(p.numel, self.block_limit) for p in trained)
+        return max(sizes, default=0)
 
     @property
     def work_pages(self) -> int:
@@ -176,15 +192,15 @@ class Layout:
 
     def group(self, unit: UnitSpec) -> int:
         """Ranks that share the state of a unit."""
-        if self.ranks is None:
-            return 1
-        apart = self.ranks.expert_parallel if unit.index in self.expert_units else self.ranks.replicas
-        return self.ranks.data_parallel // apart
+        return self.slices.group(unit)
 
     def elements(self, unit: UnitSpec, state: str) -> int:
-        """Elements of one extent on this rank: all, or a slice as large as every rank's."""
+        """Elements of one extent on this rank: all, or a slice."""
         if state in self._packed:
-            return self._packed[state][unit.index][1]
+            if not self.slices.is_cut(unit, state):
+                return self._packed[state].elements(unit)
+            mine = self.slices.trained(unit, self.slices.place(unit, self.rank))
+            return sum(map(len, self.slices.of_state(unit, state, (mine,))))
         per = next((s.per for s in self.states if s.name == state), 1)
         return -(-self._covered(unit, state) // per)
 
@@ -199,11 +215,11 @@ class Layout:
         frozen = unit.numel - unit.trainable_numel if state in (WEIGHT, WEIGHT_BACK) else 0
         if not self.is_sliced(state):
             return unit.trainable_numel + frozen
-        return slice_elements(unit.trainable_numel, self.group(unit)) + slice_elements(frozen, self.group(unit))
+        return self.updated_elements(unit) + slice_elements(frozen, self.group(unit))
 
     def updated_elements(self, unit: UnitSpec) -> int:
         """Parameters of a unit that this rank updates at most: whole quantization blocks."""
-        return slice_elements(unit.trainable_numel, self.group(unit))
+        return self.slices.room(unit, self.slices.place(unit, self.rank))
 
     def updated_bytes(self, unit: UnitSpec, state: StateSpec) -> int:
         """Bytes of a state that the update of a unit reads, and writes, on this rank."""
@@ -218,7 +234,7 @@ class Layout:
         return {
             state.name: state.dtype.itemsize / state.per
             if state.shape_of is None
-            else sum(self.elements(unit, state.name) for unit in self.units) * state.dtype.itemsize / trained
+            else self._packed[state.name].total * state.dtype.itemsize / trained
             for state in self.states
         }
 
@@ -247,7 +263,8 @@ class Layout:
     def reduced_elements(self) -> int:
         """Elements of a slice that are reduced at a time: what arrives from all ranks together is a block at most."""
         assert self.ranks is not None
-        widest = max(self.updated_elements(unit) for unit in self.units)
+        places = {unit.index: self.group(unit) if self.slices.differ else 1 for unit in self.units}
+        widest = max(self.slices.room(unit, place) for unit in self.units for place in range(places[unit.index]))
         return min(widest, align(max(1, BLOCK_ELEMENTS // self.ranks.data_parallel)))
 
     @property
@@ -316,7 +333,7 @@ class Layout:
     @property
     def piece_pages(self) -> int:
         """Pages that hold a piece of a checkpoint, wherever it begins in its first page."""
-        spans = (span.count for units in self._packed.values() for unit, _ in units for span in unit if span)
+        spans = (span.count for packed in self._packed.values() for span in packed.spans())
         widest = min(PIECE_ELEMENTS, max(*(unit.numel for unit in self.units), *spans, 0))
         return pages_for(widest * max(s.dtype.itemsize for s in self.states), self.page_bytes) + 1
 
@@ -336,17 +353,3 @@ class Layout:
 
     def total_pages(self, state: str) -> int:
         return sum(self.pages(unit, state) for unit in self.units)
-
-
-def _pack(unit: UnitSpec, shape_of: Callable[[str, Shape], Shape | None]) -> tuple[list[Span | None], int]:
-    """The span of each slot of a unit, of a state with shapes of its own, and the elements of all."""
-    spans: list[Span | None] = []
-    end = 0
-    for placed in unit.slots:
-        shape = shape_of(placed.param.name, placed.param.shape) if placed.param.trainable else None
-        if shape is None:
-            spans.append(None)
-            continue
-        spans.append(Span(end, prod(shape), shape))
-        end += -(-prod(shape) // PACK_ELEMENTS) * PACK_ELEMENTS
-    return spans, end

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from pagoda.errors import BudgetError, ConfigError
+from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
@@ -223,20 +223,17 @@ def make_plan(
     options: Options,
     ranks: Ranks | None = None,
     exchanges: Mapping[str, int] | None = None,
+    rank: int | None = None,
 ) -> Plan:
     """Choose units, page size and placement, and the ops of an assumed step.
 
     With `ranks`, the plan and its budgets are those of one of them. If they divide experts, `root` has only the experts
     of one rank, and `exchanges` the bytes of tokens that it sends to other ranks' experts in one forward, by the
-    module whose children are the experts.
+    module whose children are the experts. Where ranks hold other numbers of elements (`Slices`), it is the plan of
+    `rank`, or of the one that holds most; units and pages are those that are good for the latter, so alike everywhere.
 
     Raises BudgetError, naming tier, shortfall and setting, when no choice fits.
     """
-    if ranks is not None and states[0].whole is not None:
-        raise ConfigError(
-            "An optimizer that takes parameters whole (Adafactor, Muon, classes of torch) cannot be shared out by "
-            f"{ranks.data_parallel} ranks: use one that is element-wise (adamw, adam, sgd, lion), or one rank."
-        )
     params = list(root.walk())
     if not params:
         raise BudgetError("The model has no floating-point parameters, so there is nothing to train in pages.")
@@ -259,7 +256,8 @@ def make_plan(
             gradient=options.gradients,
         )
         try:
-            layout, placement = _fit(_paged(draft, options.page_bytes), budgets, options)
+            paged = _paged(replace(draft, rank=draft.slices.fullest_rank), options.page_bytes)
+            layout, placement = _fit(paged, budgets, options)
             break
         except BudgetError as refusal:
             refusals.append(refusal)
@@ -267,6 +265,8 @@ def make_plan(
         if options.unit_limit is not None or smaller is None:
             raise _with_advice(_least(refusals), units, itemsize, budgets)
         limit = smaller
+    if rank is not None and layout.slices.differ:
+        layout, placement = _fit(replace(paged, rank=rank), budgets, options)
     largest = format_bytes(max(unit.numel for unit in units) * itemsize)
     reasons = (
         f"{len(units)} units, the largest of {largest}: modules of at most {format_bytes(limit)} of weights "

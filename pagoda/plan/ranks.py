@@ -55,6 +55,10 @@ class Ranks:
         """Whether a rank keeps only its slice of a gradient."""
         return self.stage >= 2 and self.data_parallel > 1
 
+    def sharers(self, expert: bool) -> int:
+        """Ranks that share one copy of a unit's state; `expert` for a unit of experts."""
+        return self.data_parallel // (self.expert_parallel if expert else self.replicas)
+
     def members_per_node(self, group: int) -> int:
         """How many of `group` ranks that share an extent are on one node: ranks that share experts are
         `expert_parallel` apart."""

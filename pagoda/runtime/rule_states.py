@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from pagoda.optim.rule import Rule
-from pagoda.plan.layout import Span
+from pagoda.plan.packed import Span
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 

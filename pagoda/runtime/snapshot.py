@@ -17,8 +17,8 @@ from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.tensors import TensorSpec, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.rule import StateSpec, plain_setting
-from pagoda.plan.layout import Span
 from pagoda.plan.ops import SSD
+from pagoda.plan.packed import Span
 from pagoda.plan.placement import SPARE
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.contents import Contents

@@ -224,7 +224,7 @@ class Store:
 
     def written_here(self, unit: UnitSpec, state: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """What of a state's elements [start, stop) this rank alone writes into a checkpoint; see `_held`."""
-        yield from self._within(state, self.shards.responsible(unit, state), start, stop)
+        yield from _within(self.shards.responsible(unit, state), start, stop)
 
     def holds_master(self, unit: UnitSpec, slot: int, first: int, count: int) -> bool:
         """Whether some of a parameter's master weights [first, first + count) are on this rank."""
@@ -234,18 +234,7 @@ class Store:
 
     def _held(self, unit: UnitSpec, state: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(first, end, where the first lies in the extent) of what is on this rank of a state's [start, stop)."""
-        yield from self._within(state, self.shards.spans(unit, state), start, stop)
-
-    def _within(self, state: str, spans: Iterable[Span], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """What of some spans of the unit lies among the elements [start, stop) of a state."""
-        spec = self._spec(state)
-        if spec.shape_of is not None:  # ranks do not share it out
-            yield start, stop, start
-            return
-        for span in spans:
-            first, last = max(start, spec.elements(span.start)), min(stop, spec.elements(span.stop))
-            if first < last:
-                yield first, last, spec.elements(span.at) + first - spec.elements(span.start)
+        yield from _within(self.shards.held(unit, state), start, stop)
 
     def _spec(self, state: str) -> StateSpec:
         states = self.plan.layout.states
@@ -339,3 +328,11 @@ def _open_device_tier(plan: Plan, device: Device, poison: bool) -> MemoryTier | 
     tier = MemoryTier(DEVICE, device.arena(plan.peak_bytes[DEVICE]), plan.page_bytes, poison=poison)
     device.fence().synchronize()  # else it might be poisoned after the first copies have come
     return tier
+
+
+def _within(spans: Iterable[Span], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(first, end, where the first lies in the extent) of what of some spans of a state lies in [start, stop)."""
+    for span in spans:
+        part = span.within(start, stop)
+        if part is not None:
+            yield part.start, part.stop, part.at

@@ -7,7 +7,8 @@ import torch
 
 from pagoda.optim.formats import halves
 from pagoda.optim.rule import TensorRule
-from pagoda.plan.layout import WEIGHT, Span
+from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.packed import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
@@ -31,8 +32,12 @@ class TensorStream(BlockStream):
 
         super().__init__(store, none, lanes, finished)
         self._layout = store.plan.layout
-        self._cuts_of = [{cut.start: cut for cut in self._layout.cuts(unit)} for unit in store.plan.units]
-        """unit -> first element of a cut -> cut."""
+        begins = [store.shards.updated(unit).start for unit in store.plan.units]
+        self._cuts_of = [
+            {cut.start - begin: cut for cut in self._layout.cuts(unit)}
+            for unit, begin in zip(store.plan.units, begins, strict=True)
+        ]
+        """unit -> first element of a cut, from the first that this rank updates on -> cut."""
         self._tails: dict[tuple[int, str], tuple[int, Handle]] = {}
         """(unit, state on SSD) -> where the pages written last end, and what ends when they are there."""
         assert store.work is not None, "the plan of a rule that takes parameters whole has a work area"
@@ -41,7 +46,7 @@ class TensorStream(BlockStream):
         self._gradient, self._master = gradient, master[0] if master else None
 
     def _cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        return [(cut.start, cut.stop) for cut in self._cuts_of[unit.index].values()]
+        return [(start, start + cut.stop - cut.start) for start, cut in self._cuts_of[unit.index].items()]
 
     def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """The first: others may share its pages."""
@@ -90,7 +95,8 @@ class TensorStream(BlockStream):
         cut = self._cuts_of[unit.index][start]
         count = cut.stop - cut.start
         shape = unit.spec.slots[cut.slot].param.shape if cut.whole else (count,)
-        gradient = self._gradient[:count].copy_(record.buffer[cut.start : cut.stop])
+        at = start + self._store.shards.origin(unit.spec, GRAD)
+        gradient = self._gradient[:count].copy_(record.buffer[at : at + count])
         if piece.hyper.grad_scale != 1.0:
             gradient.mul_(piece.hyper.grad_scale)
         weight, low = tensors.pop(WEIGHT), tensors.pop(LOW, None)

@@ -24,20 +24,33 @@ def assert_same_state(first: dict[str, Any], second: dict[str, Any]) -> None:
     ("writers", "written"),
     [
         (2, {"stage": 3, "kind": "ssd"}),
+        (2, {"stage": 3, "rule": "muon"}),
+        pytest.param(4, {"stage": 1, "rule": "adafactor"}, marks=pytest.mark.slow),
+        pytest.param(2, {"stage": 2, "rule": "adagrad", "kind": "moments-ssd"}, marks=pytest.mark.slow),
         pytest.param(2, {"stage": 1}, marks=pytest.mark.slow),
         pytest.param(4, {"stage": 2}, marks=pytest.mark.slow),
         pytest.param(1, {}, marks=pytest.mark.slow),
     ],
-    ids=["two ranks on ssd", "two ranks, stage 1", "four ranks, stage 2", "one rank"],
+    ids=[
+        "two ranks on ssd",
+        "two ranks, muon",
+        "four ranks, stage 1, adafactor",
+        "two ranks, stage 2, a class of torch",
+        "two ranks, stage 1",
+        "four ranks, stage 2",
+        "one rank",
+    ],
 )
 def test_a_checkpoint_resumes_on_other_ranks_with_the_same_bits(
     writers: int, written: dict[str, Any], ranks: RankServer, tmp_path: Path
 ) -> None:
     directory = str(tmp_path / "step-2")
-    shared = {"recipe": RECIPE, "directory": directory, "saved_after": AFTER}
+    recipe = {**RECIPE, **{key: written[key] for key in ("rule",) if key in written}}
+    written = {key: value for key, value in written.items() if key != "rule"}
+    shared = {"recipe": recipe, "directory": directory, "saved_after": AFTER}
     saved = ranks.run("save_and_go_on", writers, tmp_path / "save", **shared, **written)
     resumed: dict[int, dict[str, Any]] = {1: {"kind": "ssd"}, 2: {"stage": 3, "kind": "arena"}, 4: {"stage": 3}}
-    if written.get("kind") == "ssd":  # the case that every run of the tests has
+    if written.get("kind") == "ssd" or recipe.get("rule") == "muon":  # the cases that every run of the tests has
         del resumed[4]
     for readers, placement in resumed.items():
         if readers == 4 and writers == 4:
