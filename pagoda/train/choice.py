@@ -1,24 +1,29 @@
 """The plan of a run: the planner's first choice, or the fastest that a search by simulation finds."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, PagodaError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.subject import widths
 from pagoda.models.build import is_mixture
+from pagoda.parallel.mesh import Mesh
 from pagoda.plan.activations import ActivationMode, recomputes
 from pagoda.plan.batch_tiles import tile_tokens
-from pagoda.plan.hardware import hardware_file
+from pagoda.plan.hardware import hardware_file, read_hardware
 from pagoda.tiers import Memory
 from pagoda.train.config import TrainConfig
+
+Found = TypeVar("Found")
 
 
 def activations_of(config: TrainConfig) -> ActivationMode:
@@ -49,23 +54,23 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, recomputes(config.activations))
 
 
-def choose_plan(config: TrainConfig, memory: Memory, console: Console, ranks: int = 1) -> Memory:
+def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mesh) -> Memory:
     """`memory` with the choices that a search makes for the planner, if there is to be one; prints them and why.
+
+    Of several ranks the first one searches, if that was asked for, and all take what it finds.
 
     Raises:
         BudgetError: the search finds that nothing fits.
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
-    if ranks > 1 and config.plan == "search":
-        raise ConfigError("--plan search is for one rank: leave it out under torchrun")
-    alone = ranks == 1 and config.tile_limit is None
+    alone = mesh.size == 1 and config.tile_limit is None
     searchable = alone and config.update == "sync" and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
         return memory
     started = time.perf_counter()
     try:
-        searched, reasons = _searched(config, memory)
+        choices, reasons = _on_first(mesh, lambda: _searched(config, memory, mesh))
     except ConfigError as error:
         if config.plan == "search":
             raise
@@ -74,14 +79,50 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, ranks: in
     took = time.perf_counter() - started
     lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
-    return searched
+    return replace(memory, **choices)
 
 
-def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, ...]]:
-    """The memory with the choices of the plan that `pagoda plan` forecasts, and why they were made."""
+def _on_first(mesh: Mesh, search: Callable[[], Found]) -> Found:
+    """What the first rank finds, on every rank; its refusal too."""
+    if mesh.size == 1:
+        return search()
+    found: list[Any] = [None]
+    if mesh.rank == 0:
+        try:
+            found[0] = search()
+        except PagodaError as error:
+            found[0] = error
+    mesh.jointly("the choice of a plan", lambda: dist.broadcast_object_list(found))
+    if isinstance(found[0], PagodaError):
+        raise found[0]
+    chosen: Found = found[0]
+    return chosen
+
+
+def _check_measured_for(mesh: Mesh) -> None:
+    """Raises ConfigError where it is not known how fast ranks like these talk to each other."""
+    world, again = mesh.world, "calibrate with as many processes: `torchrun ... -m pagoda calibrate`"
+    if mesh.ranks.replicas > 1:
+        raise ConfigError("--plan search knows no replicas: leave one of --plan and --replicas out")
+    if not hardware_file().exists():
+        return  # which is said otherwise
+    hardware = read_hardware(hardware_file())
+    if world.local_size > 1 and hardware.intra_node_bytes_per_s is None:
+        raise ConfigError(f"--plan search needs the speed of collectives among the processes of a node: {again}")
+    if world.nodes > 1 and hardware.inter_node_bytes_per_s is None:
+        raise ConfigError(f"--plan search needs the speed of collectives among nodes: {again}")
+
+
+def _searched(config: TrainConfig, memory: Memory, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields of `Memory` that the plan has which `pagoda plan` forecasts, and why."""
+    if mesh.size > 1:
+        _check_measured_for(mesh)
     asked = PlanConfig(
         model=config.model,
-        gpus_per_node=1,
+        nodes=mesh.world.nodes,
+        gpus_per_node=mesh.world.local_size,
+        zero_stage=config.zero_stage,
+        expert_parallel=config.expert_parallel,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         accumulation_steps=config.accumulation_steps,
@@ -90,7 +131,7 @@ def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, .
         memory=config.memory,
         clip_grad_norm=config.clip_grad_norm,
         speculate=config.speculate,
-        keep_checkpoints=config.kept_on_ssd,
+        keep_checkpoints=config.kept_on_ssd if mesh.size == 1 else 0,
         moments=config.optim.moments,
         optimizer=config.optimizer,
         optimizer_options=config.optim.options,
@@ -103,14 +144,13 @@ def _searched(config: TrainConfig, memory: Memory) -> tuple[Memory, tuple[str, .
         assert made.refusal is not None
         raise made.refusal
     chosen = made.choice.best
-    searched = replace(
-        memory,
-        host=made.plan.budgets.host,
-        page_size=chosen.options.page_bytes,
-        unit_limit=chosen.options.unit_limit,
-        split=chosen.options.split,
-    )
-    return searched, made.choice.simulated
+    choices = {
+        "host": made.plan.budgets.host,
+        "page_size": chosen.options.page_bytes,
+        "unit_limit": chosen.options.unit_limit,
+        "split": chosen.options.split,
+    }
+    return choices, made.choice.simulated
 
 
 def _here(asked: PlanConfig, memory: Memory) -> Machine:

@@ -181,7 +181,7 @@ class TrainConfig:
     plan: PlanMode | None = None
     """usual: the planner's first choice. search: the fastest of several plans, by simulation on this machine as
     `pagoda calibrate` measured it; any plan gives the same bits. By default search where the machine has been
-    measured, else usual."""
+    measured, else usual, and usual on several ranks."""
     trace: Path | None = None
     """Write what compute and every lane did in one step as JSON for Perfetto or chrome://tracing, in the form of
     `pagoda plan --trace`."""

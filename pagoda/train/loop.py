@@ -91,7 +91,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         ranks=mesh.size,
     )
     _show_text(console, batches)
-    memory = choose_plan(config, memory, console, mesh.size)
+    memory = choose_plan(config, memory, console, mesh)
     _seed(config.seed)
     built = _built_model(config, mesh)
     if checkpoint is None:

@@ -1,85 +1,25 @@
 """`pagoda train` on several ranks: the batch of one rank with as many sequences, one set of metrics, restarts."""
 
-import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from pagoda.checkpoint.reader import BUFFERS, Checkpoint
-from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
+from pagoda.plan.hardware import write_hardware
+from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, ByteText
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
+from tests.forecast.machines import SMALL, figure
 
-from .conftest import ROOT, RankServer
-
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
-}
-STEPS = 6
+from .conftest import RankServer
+from .tiny_runs import STEPS, assert_same, started, tiny_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "ssd").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
-    (tmp_path / "text").write_text("a text that is long enough for some sequences. " * 20)
-    return TrainConfig(
-        model=str(tmp_path / "model"),
-        data=str(tmp_path / "text"),
-        steps=STEPS,
-        batch_size=2,
-        seq_len=16,
-        precision="fp32",
-        memory=MemoryConfig(host="64MiB", unit_limit="16KiB", page_size="4KiB"),
-        checkpoint_every=2,
-        optim=OptimConfig(schedule="constant"),
-        out=tmp_path / "run",
-    )
-
-
-def started(ranks: RankServer, count: int, out: Path, config: TrainConfig, **settings: Any) -> list[int | None]:
-    out.mkdir(parents=True, exist_ok=True)
-    settings["arguments"] = {"config": json.loads(json.dumps(asdict(config), default=str))}
-    status = ranks.ask("train_run", count, out, **settings)
-    assert None not in status, "a rank hangs"
-    return status
-
-
-def states_of(config: TrainConfig) -> dict[tuple[str, str], torch.Tensor]:
-    """Everything that the last checkpoint of a run holds."""
-    last = RunDir(config.out).latest()
-    assert last.step == config.steps
-    with Checkpoint(last.path) as checkpoint:
-        return {
-            (state, name): checkpoint.read(state, name, 0, spec.nbytes // spec.dtype.itemsize)
-            for state in (*checkpoint.states, BUFFERS)
-            for name, spec in checkpoint.specs(state).items()
-        }
-
-
-def assert_same(first: TrainConfig, second: TrainConfig) -> None:
-    mine, others = states_of(first), states_of(second)
-    assert mine.keys() == others.keys()
-    for key, values in mine.items():
-        assert torch.equal(values, others[key]), key
+    return tiny_config(tmp_path)
 
 
 def test_ranks_read_the_batch_that_one_rank_would(tmp_path: Path) -> None:
@@ -133,56 +73,21 @@ def test_a_run_that_was_killed_and_restarted_ends_with_the_same_bits(
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ram", "ssd"])
-def test_runs_whose_ranks_are_killed_at_random_end_with_the_bits_of_one_that_was_not(
-    kind: str, ranks: RankServer, config: TrainConfig, tmp_path: Path
-) -> None:
-    generator = random.Random(kind)
-    if kind == "ssd":
-        memory = replace(config.memory, host="700KiB", ssd=f"{tmp_path / 'ssd'}:64MiB")
-        config = replace(config, memory=memory)
-    config = replace(config, steps=12, checkpoint_every=1)
-    whole = replace(config, out=tmp_path / "whole")
-    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
-    killed = runs = 0
-    while killed < 25:
-        runs += 1
-        config = replace(config, out=tmp_path / f"run-{runs}")
-        for attempt in range(100):
-            victim, after = generator.randrange(2), generator.uniform(0.1, 3.0)
-            status = started(
-                ranks,
-                2,
-                tmp_path / "out",
-                config,
-                kill_after={str(victim): after},
-                environment={"TORCHELASTIC_RESTART_COUNT": str(attempt)},
-            )
-            if status == [0, 0]:
-                break
-            assert -signal.SIGKILL in status
-            killed += 1
-        assert_same(whole, config)
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_was_killed(config: TrainConfig, tmp_path: Path, ranks: RankServer) -> None:
-    whole = replace(config, out=tmp_path / "whole", steps=40, checkpoint_every=5)
-    config = replace(config, steps=40, checkpoint_every=5)
-    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    command += ["-m", "pagoda", "train", "--model", config.model, "--data", config.data, "--steps", "40"]
-    command += ["--batch-size", "2", "--seq-len", "16", "--precision", "fp32", "--checkpoint-every", "5"]
-    command += ["--memory.host", "64MiB", "--memory.unit-limit", "16KiB", "--memory.page-size", "4KiB"]
-    command += ["--optim.schedule", "constant"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*command, "--out", str(config.out)], env=environment, cwd=ROOT) as torchrun:
-        deadline = time.monotonic() + 120
-        while not RunDir(config.out).all_checkpoints() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        workers = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-        os.kill(int(workers[-1]), signal.SIGKILL)
-        assert torchrun.wait(120) == 0
-    assert_same(whole, config)
-    assert [line["step"] for line in read_metrics(RunDir(config.out).metrics)] == list(range(1, 41))
+def test_ranks_take_the_plan_that_the_first_finds(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
+    memory = replace(config.memory, host="800KiB", ssd=f"{tmp_path / 'ssd'}:64MiB", unit_limit=None)
+    usual = replace(config, memory=memory, out=tmp_path / "usual")
+    searching = replace(usual, plan="search", out=tmp_path / "search")
+    cache = tmp_path / "cache" / "pagoda"
+    environment = {"XDG_CACHE_HOME": str(cache.parent)}
+    write_hardware(SMALL, cache / "hardware.json")
+    assert started(ranks, 2, tmp_path / "refused", searching, environment=environment) == [1, 1]
+    for rank in range(2):
+        assert "-m pagoda calibrate" in (tmp_path / "refused" / f"error-{rank}.txt").read_text()
+    write_hardware(replace(SMALL, gpus_per_node=2, intra_node_bytes_per_s=figure(1e9)), cache / "hardware.json")
+    assert started(ranks, 2, tmp_path / "a", usual) == [0, 0]
+    assert started(ranks, 2, tmp_path / "b", searching, environment=environment) == [0, 0]
+    assert_same(usual, searching)
+    for searched, out in ((False, "a"), (True, "b")):
+        first, second = (torch.load(tmp_path / out / f"rank-{rank}.pt") for rank in range(2))
+        assert ("chosen by a search" in first["shown"]) == searched
+        assert first["options"] == second["options"]
