@@ -1,16 +1,19 @@
-"""Two ranks under Pagoda, beside plain DDP and FSDP2 with CPU offload, in the same run.
+"""Ranks under Pagoda, beside plain DDP and FSDP2 with CPU offload: seconds of a step and memory of a rank.
 
-Each of three kinds trains the same model on the same batches in fresh processes, in turn, for several rounds: one rank,
-then two with as many sequences each (weak scaling). Figures, of the slowest or largest rank: seconds of a step (median
-over rounds of their medians) and the most resident memory.
+Weak scaling: each of three kinds trains the same model on the same batches in fresh processes, in turn, for several
+rounds: one rank, then two with as many sequences each. Memory: Pagoda on one, two and four ranks, by its ledger and as
+resident memory that training adds. The model is one whose state outweighs its activations. Figures are of the slowest
+or largest rank: seconds of a step (median over rounds of their medians), most resident memory, and what is left of it
+when a step has ended.
 
-    python benchmarks/ranks.py --out benchmarks/results/ranks.json
+    python benchmarks/ranks.py --out benchmarks/results/ranks.json --docs docs/ranks.md
+
+`--part memory` or `--part speed` does one of them and keeps the other's figures; `--part docs` only writes the tables.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -30,6 +33,11 @@ from pagoda.memory.heap import keep_freed_memory
 from training import LR, Paged, Workload
 
 KINDS = ("pagoda", "ddp", "fsdp2")
+NAMES = {"pagoda": "Pagoda, stage 3", "ddp": "DDP", "fsdp2": "FSDP2, CPU offload"}
+RANKS_OF_MEMORY = (1, 2, 4)
+STATE = ("weight", "weight_low", "exp_avg", "exp_avg_sq")
+"""Lines of the ledger that are 12 bytes a parameter on one rank."""
+BEGIN, END = "<!-- figures: benchmarks/ranks.py writes them -->", "<!-- end of figures -->"
 
 
 class DistributedPlain:
@@ -75,8 +83,9 @@ class Sharded:
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy(pin_memory=False),
         }
-        for layer in self.model.model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, **policy)
+        blocks = next(module for module in self.model.modules() if isinstance(module, nn.ModuleList))
+        for block in blocks:
+            fully_shard(block, **policy)
         fully_shard(self.model, **policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
         self.clip = workload.clip
@@ -89,13 +98,23 @@ class Sharded:
         self.optimizer.zero_grad()
 
 
+def resident(field: str) -> int:
+    """Bytes of this process that are resident (VmRSS), or most that were (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
 def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
-    """In a rank: seconds of a step, and MiB of memory."""
+    """In a rank: seconds of a step, and bytes of memory."""
     keep_freed_memory()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or kind == "fsdp2":
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    workload.build()  # imports, and whatever else building a model leaves, are nobody's
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = resident("VmRSS")
     if kind == "pagoda":
         trained: Any = Paged(workload, pagoda.Memory(host="2GiB"))
     else:
@@ -113,10 +132,18 @@ def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
         if dist.is_initialized():
             dist.barrier()
         seconds.append(time.perf_counter() - start)
+    figures = {
+        "step_s": statistics.median(seconds[2:]),
+        "peak_bytes": resident("VmHWM") - before,
+        "kept_bytes": resident("VmRSS") - before,
+        "parameters": sum(p.numel() for p in trained.model.parameters()),
+    }
     if kind == "pagoda":
+        plan = pagoda.plan_of(trained.model)
+        lines = plan.bytes["host"]
+        figures |= {"ledger_bytes": plan.peak_bytes["host"], "state_bytes": sum(lines[state] for state in STATE)}
         trained.close()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"step_s": statistics.median(seconds[2:]), "mib": peak / 1024, "mib_of_training": (peak - before) / 1024}
+    return figures
 
 
 def run(kind: str, ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
@@ -132,14 +159,69 @@ def run(kind: str, ranks: int, arguments: argparse.Namespace) -> dict[str, float
     return {key: max(figures[key] for figures in by_rank) for key in by_rank[0]}
 
 
+def speed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Weak scaling of all kinds."""
+    rounds: dict[str, list[dict[str, float]]] = {}
+    for _ in range(arguments.rounds):
+        for kind in KINDS:
+            for ranks in (1, 2):
+                rounds.setdefault(f"{kind} x{ranks}", []).append(run(kind, ranks, arguments))
+    figures = {name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in rounds.items()}
+    return {"figures": figures, "rounds": rounds}
+
+
+def memory(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Pagoda's memory on several numbers of ranks."""
+    return {f"x{ranks}": run("pagoda", ranks, arguments) for ranks in RANKS_OF_MEMORY}
+
+
+def tables(result: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    settings = result["settings"]
+    parameters = next(iter(result["memory"].values()))["parameters"]
+    lines = [
+        f"{result['machine']}, one core a rank ({os.cpu_count()} cores), {settings['model']} "
+        f"({parameters / 1e6:.1f} M parameters), "
+        f"{settings['batch_size']} x {settings['seq_len']} tokens a rank and step.",
+        "",
+        "| | step, 1 rank | step, 2 ranks | memory of a rank, 1 | memory of a rank, 2 |",
+        "|---|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        one, two = (result["speed"]["figures"][f"{kind} x{ranks}"] for ranks in (1, 2))
+        lines.append(
+            f"| {NAMES[kind]} | {one['step_s']:.2f} s | {two['step_s']:.2f} s | {one['peak_bytes'] / 2**20:,.0f} MiB "
+            f"| {two['peak_bytes'] / 2**20:,.0f} MiB |"
+        )
+    lines += [
+        "",
+        "| ranks | 12 bytes a parameter / N | state in the ledger | all of the ledger | resident after a step | peak |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, figures in result["memory"].items():
+        ranks = int(name.removeprefix("x"))
+        cells = [12 * parameters / ranks, *(figures[f"{key}_bytes"] for key in ("state", "ledger", "kept", "peak"))]
+        lines.append("| " + " | ".join([str(ranks), *(f"{cell / 2**20:,.0f} MiB" for cell in cells)]) + " |")
+    return "\n".join(lines)
+
+
+def write_docs(path: Path, result: dict[str, Any]) -> None:
+    """Put the tables between their marks."""
+    before, _, rest = path.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n{tables(result)}\n{END}{after}")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama-15m")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt-16x512")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of a rank")
+    parser.add_argument("--part", choices=("all", "speed", "memory", "docs"), default="all")
+    parser.add_argument("--docs", type=Path, help="where to write the tables")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank-of", choices=KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -148,25 +230,21 @@ def main() -> None:
         figures = train(arguments.rank_of, workload, arguments.steps)
         (arguments.out / f"{os.environ['RANK']}.json").write_text(json.dumps(figures))
         return
-    console = Console()
-    rounds: dict[str, list[dict[str, float]]] = {}
-    for _ in range(arguments.rounds):
-        for kind in KINDS:
-            for ranks in (1, 2):
-                rounds.setdefault(f"{kind} x{ranks}", []).append(run(kind, ranks, arguments))
-    result = {
-        "machine": cpu_name(),
-        "settings": {k: v for k, v in vars(arguments).items() if k not in ("out", "rank_of")},
-        "figures": {
-            name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in rounds.items()
-        },
-        "rounds": rounds,
-    }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name, figures in result["figures"].items():
-        console.print(
-            f"{name:>10}: {figures['step_s']:.3f} s a step, {figures['mib_of_training']:,.0f} MiB of training"
-        )
+    result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    if arguments.part != "docs":
+        result["machine"] = cpu_name()
+        shared = ("model", "batch_size", "seq_len", "steps", "rounds", "threads")
+        settings = {key: getattr(arguments, key) for key in shared}
+        if result.get("settings") != settings:  # figures of another shape go
+            result = {"machine": result["machine"], "settings": settings}
+        for part, measure in (("speed", speed), ("memory", memory)):
+            if arguments.part in ("all", part):
+                result[part] = measure(arguments)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if {"speed", "memory"} <= result.keys():
+        Console().print(tables(result), soft_wrap=True, highlight=False, markup=False)
+        if arguments.docs is not None:
+            write_docs(arguments.docs, result)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -21,10 +22,10 @@ from pagoda.optim.rule import Gradients, Precision, Rule, check_precision, kept_
 from pagoda.parallel.mesh import Mesh, open_mesh
 from pagoda.parallel.start import (
     FromFirst,
+    agreed_plan,
     check_equal,
     check_experts,
     check_for_ranks,
-    check_plan,
     least_budgets,
     on_any_rank,
 )
@@ -38,6 +39,7 @@ from pagoda.runtime.blocks import refuse_own_checkpointing
 from pagoda.runtime.construct import Builder, check_batch_norms, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.full_state import full_state_dict
 from pagoda.runtime.gathered import gathered, is_paged, mark_homes
 from pagoda.runtime.groups import (
     ParamGroups,
@@ -69,6 +71,7 @@ __all__ = [
     "OptimizerState",
     "Split",
     "chunked_loss",
+    "full_state_dict",
     "gathered",
     "init",
     "load",
@@ -224,9 +227,11 @@ def wrap(
                 options=options,
                 clip=clip_grad_norm,
             )
-        plan = make_plan(root, states, budgets, options, mesh.ranks if wire is not None else None)
-        if wire is not None:
-            check_plan(wire, plan, root)
+        if wire is None:
+            plan = make_plan(root, states, budgets, options)
+        else:
+            make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
+            plan = agreed_plan(wire, make, root)
         check_extents(optimizer, plan)
         if activations == "auto":
             budget = memory.activation_bytes

@@ -9,7 +9,9 @@ from torch import nn
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.flat import join
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.layout import WEIGHT, Span
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.packed import Span
+from pagoda.runtime.contents import Contents
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import home_of
 from pagoda.runtime.optimizer import PagedOptimizer
@@ -26,7 +28,8 @@ class ModelState:
 
     Weights are the fp32 master, exact, so plain PyTorch can load them too; a tied parameter is there once, under its
     first name. All of them are in RAM at once while saving or loading, 4 bytes a parameter (and 8 for the optimizer's
-    state): `optimizer.save_checkpoint` is for what does not fit.
+    state): `optimizer.save_checkpoint` is for what does not fit. Where ranks divide experts, each has its own, by their
+    names in the whole model, and `dcp.save` joins them: any number of ranks can load what it wrote.
 
     Raises UsageError for a model that is not wrapped.
     """
@@ -45,11 +48,11 @@ class ModelState:
         for engine in {id(engine): engine for engine, _, _ in self._homes.values()}.values():
             _settle(engine)
         masters = {name: _master(*home) for name, home in self._homes.items()}
-        return masters | {name: buffer.detach().clone() for name, buffer in self._buffers()}
+        return masters | {name: buffer.detach().clone() for name, buffer in unpaged(self._model)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Raises CheckpointError, with nothing changed, where names or shapes differ."""
-        buffers = dict(self._buffers())
+        buffers = dict(unpaged(self._model))
         shapes = {name: unit.spec.slots[slot].param.shape for name, (_, unit, slot) in self._homes.items()}
         _check(state_dict, shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()})
         for name, (engine, unit, slot) in self._homes.items():
@@ -59,15 +62,16 @@ class ModelState:
         for name, buffer in buffers.items():
             buffer.detach().copy_(state_dict[name])
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Persistent buffers, and parameters that Pagoda leaves alone."""
-        for prefix, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}".lstrip("."), buffer
-        for name, param in self._model.named_parameters():
-            if name not in self._homes:
-                yield name, param.data
+
+def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent buffers, and parameters that Pagoda leaves alone, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+    for name, param in model.named_parameters():
+        if home_of(param) is None:
+            yield name, param.data
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -132,7 +136,7 @@ class OptimizerState:
         if states.keys() != self._slots.keys():
             raise CheckpointError("The state does not belong to this optimizer: it has other parameters.")
         live = self._groups()
-        if [group["params"] for group in groups] != [group["params"] for group in live]:
+        if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in live]:
             raise CheckpointError("The state does not belong to this optimizer: its groups have other parameters.")
         self._optimizer.zero_grad()
         self._engine.settle()
@@ -148,9 +152,15 @@ class OptimizerState:
             mine.update({key: value for key, value in given.items() if key != "params"})
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The `param_groups`, with the names of their parameters."""
+        """The `param_groups`, with the names of their parameters, also of those that other ranks have."""
         names = {id(unit.params[slot]): name for name, (unit, slot) in self._slots.items()}
-        return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in self._optimizer.param_groups]
+        groups = [
+            {**group, "params": [names[id(p)] for p in group["params"]]} for group in self._optimizer.param_groups
+        ]
+        together = self._engine.together
+        if together is None or together.parts == 1:
+            return groups
+        return Contents.of(self._engine.units, self._engine.plan.layout, groups, together).groups(groups)
 
     def _span(self, name: str, state: StateSpec) -> Span | None:
         """Where a parameter's state lies."""

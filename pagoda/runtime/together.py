@@ -1,7 +1,7 @@
 """Together: all that a model's ranks do with one another, as the engine asks for it."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,35 @@ class Together:
     @property
     def rank(self) -> int:
         return self.collectives.mesh.rank
+
+    @property
+    def ranks(self) -> int:
+        return self.collectives.mesh.size
+
+    @property
+    def parts(self) -> int:
+        """Parts of the experts of a block, on different ranks."""
+        return self.collectives.mesh.ranks.expert_parallel
+
+    def of_every_part(self, what: str, mine: torch.Tensor, receivers: Collection[int]) -> list[torch.Tensor]:
+        """What each part of the experts has of something alike in shape, which `what` names; nothing where this rank
+        is none of the `receivers`. The first rank of each part sends."""
+        parts, part_of_mine = self.parts, self.collectives.mesh.expert_index
+        found: list[torch.Tensor] = []
+        if self.rank in receivers:
+            found = [mine if part == part_of_mine else torch.empty_like(mine) for part in range(parts)]
+
+        def messages(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+            return torch.split(tensor.view(-1), _MESSAGE_ELEMENTS)
+
+        def work(_: object) -> None:
+            others = [rank for rank in receivers if rank % parts != part_of_mine and self.rank < parts]
+            sends = [(rank, message) for rank in others for message in messages(mine)]
+            coming = [(part, tensor) for part, tensor in enumerate(found) if part != part_of_mine]
+            self.collectives.wire.trade(sends, [(part, message) for part, each in coming for message in messages(each)])
+
+        self.collectives.jointly(what, work)
+        return found
 
     def announce(self, what: str, data: bytes) -> list[bytes]:
         """Every rank's bytes, which each of them gives at the same point of its program."""
@@ -154,11 +183,10 @@ class Together:
 
         def parts(rank: int) -> list[torch.Tensor]:
             found: list[torch.Tensor] = []
-            for span in shards.spans(spec, state.name, rank):
-                first = max(start, state.elements(span.start)) - start
-                last = min(start + out.numel(), state.elements(span.stop)) - start
-                if first < last:
-                    found.extend(torch.split(out[first:last], _MESSAGE_ELEMENTS))
+            for span in shards.held(spec, state.name, rank):
+                part = span.within(start, start + out.numel())
+                if part is not None:
+                    found.extend(torch.split(out[part.start - start : part.stop - start], _MESSAGE_ELEMENTS))
             return found
 
         def work(_: object) -> None:

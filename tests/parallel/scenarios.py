@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from torch import nn
 from zoo import Outcome, Recipe, batch, loss_of, take_step
@@ -14,7 +15,7 @@ from zoo import Outcome, Recipe, batch, loss_of, take_step
 import pagoda
 from pagoda.models import build_model
 from pagoda.optim import means
-from pagoda.optim.kernels import warm_up as warm_up_kernels
+from pagoda.optim.formats import warm_up as warm_up_kernels
 from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.world import launched
 from pagoda.plan.layout import GRAD, WEIGHT
@@ -24,12 +25,29 @@ from pagoda.runtime.construct import describe
 from pagoda.train import TrainConfig, run
 
 PAGE = 4096
+RULES: dict[str, Any] = {
+    "muon": lambda: pagoda.Muon(lr=1e-2),
+    "adafactor": lambda: pagoda.Adafactor(lr=1e-2, beta1=0.9),
+    "adagrad": lambda: pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
+}
+"""Rules that take parameters whole, by the name that a recipe has."""
+
+
+def recipe_of(said: dict[str, Any]) -> Recipe:
+    """A recipe, whose rule is said by name."""
+    rule = RULES[said["rule"]]() if "rule" in said else None
+    return Recipe(**{**said, "rule": rule})
+
+
+def rule_of(recipe: Recipe) -> pagoda.optim.Rule:
+    return recipe.rule or pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=recipe.moments)
 
 
 def warm_up() -> None:
     """Compile everything before forks."""
     for precision in ("bf16", "fp32"):
         warm_up_kernels(pagoda.AdamW(), precision)
+        warm_up_kernels(pagoda.Muon(), precision)
     means.warm_up(torch.bfloat16)
     means.warm_up(torch.float32)
 
@@ -42,7 +60,7 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> 
         return pagoda.Memory(host="64MiB", **sizes)
     model = recipe.build()
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    root, states = describe(model, trained), pagoda.AdamW(moments=recipe.moments).states(recipe.precision)
+    root, states = describe(model, trained), rule_of(recipe).states(recipe.precision)
     announced = recipe.accumulation if recipe.announced else None
     options = Options(PAGE, 64 << 10, announced, recipe.clip is not None, keep_checkpoints=0)
     ranks = mesh.ranks if mesh.size > 1 else None
@@ -60,6 +78,8 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> 
         host = refused.needed_bytes or 0
     if kind == "moments-ssd":
         host += (layout.total_pages(WEIGHT) + layout.total_pages(GRAD)) * PAGE
+    if recipe.rule is not None:
+        host += 8 * PAGE  # ranks hold other numbers of pages, by some
     return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", **sizes)
 
 
@@ -70,7 +90,7 @@ def wrapped(
     mesh = pagoda.open_mesh(stage=stage, replicas=replicas)
     return pagoda.wrap(
         recipe.build(),
-        pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=recipe.moments),
+        rule_of(recipe),
         memory=memory_of(kind, out, recipe, mesh),
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
@@ -129,7 +149,7 @@ def train(
     **departures: Any,
 ) -> dict[str, Any]:
     """Train a model and give back everything that it leaves behind; each step has a micro-batch a rank by default."""
-    made = Recipe(**recipe)
+    made = recipe_of(recipe)
     model, optimizer = wrapped(made, kind, out, stage, replicas)
     outcome = Outcome()
     take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), **departures)
@@ -157,7 +177,7 @@ def save_and_go_on(
     out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
 ) -> dict[str, Any]:
     """Train, save a checkpoint on the way, and give back the state at that point and the losses after it."""
-    made = Recipe(**recipe)
+    made = recipe_of(recipe)
     model, optimizer = wrapped(made, kind, out, stage)
     outcome = Outcome()
     take_steps(made, model, optimizer, outcome, place()[1], range(saved_after))
@@ -174,7 +194,7 @@ def resume(
     out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
 ) -> dict[str, Any]:
     """Load a checkpoint, give back the state it holds, and go on; every rank takes the same share as before."""
-    made = Recipe(**recipe)
+    made = recipe_of(recipe)
     model, optimizer = wrapped(made, kind, out, stage)
     extra = optimizer.load_checkpoint(directory)
     state = state_of(model, optimizer)
@@ -204,8 +224,10 @@ def gather_some(out: Path) -> dict[str, Any]:
 
 def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What `pagoda train` does in each rank."""
-    result = run(TrainConfig.from_json(json.dumps(config)), Console(file=io.StringIO()))
-    return {"steps": (result.first_step, result.last_step), "loss": result.final_loss}
+    shown = io.StringIO()
+    result = run(TrainConfig.from_json(json.dumps(config)), Console(file=shown))
+    steps, options = (result.first_step, result.last_step), result.plan.options
+    return {"steps": steps, "loss": result.final_loss, "shown": shown.getvalue(), "options": repr(options)}
 
 
 def resave_experts(out: Path, source: str, expert_parallel: int) -> None:
@@ -219,6 +241,53 @@ def resave_experts(out: Path, source: str, expert_parallel: int) -> None:
     optimizer.load_checkpoint(source)
     optimizer.save_checkpoint(out / "again", wait=True)
     optimizer.close()
+
+
+def mixture(expert_parallel: int, seed: int) -> tuple[nn.Module, Any]:
+    """A mixture whose every rank draws weights of its own, after a step."""
+    torch.manual_seed(seed + place()[0])
+    mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
+    exchange = ExpertExchange.over(mesh) if expert_parallel > 1 else None
+    model = build_model("gpt-moe-15m", seq_len=16, exchange=exchange)
+    memory = pagoda.Memory(host="1GiB", unit_limit="1MiB")
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh)
+    ids = torch.randint(256, (2, 16))
+    loss_of(model(input_ids=ids, labels=ids)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def pass_on_full_states(out: Path, expert_parallel: int) -> dict[str, Any]:
+    """Give a mixture's weights to another one as a full state dict, then all of its state as torch's checkpoint."""
+    model, optimizer = mixture(expert_parallel, seed=0)
+    own, full = model.state_dict(), pagoda.full_state_dict(model)
+    everywhere = pagoda.full_state_dict(model, all_ranks=True)
+    state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+    dcp.save(state, checkpoint_id=out / "dcp")
+    saved = {key: value.state_dict() for key, value in state.items()}
+    optimizer.close()
+    other, optimizer = mixture(expert_parallel, seed=5)
+    other.load_state_dict(everywhere, strict=False)
+    loaded = other.state_dict()
+    optimizer.close()
+    other, optimizer = mixture(expert_parallel, seed=9)
+    state = {"model": pagoda.ModelState(other), "optim": pagoda.OptimizerState(optimizer)}
+    dcp.load(state, checkpoint_id=out / "dcp")
+    restored = {key: value.state_dict() for key, value in state.items()}
+    optimizer.close()
+    result = {"own": own, "full": full, "loaded": loaded, "saved": saved, "restored": restored}
+    return {**result, "everywhere": sorted(everywhere)}
+
+
+def load_full_states(out: Path, source: str) -> dict[str, Any]:
+    """Load torch's checkpoint of a mixture whose experts were divided."""
+    model, optimizer = mixture(1, seed=3)
+    state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+    dcp.load(state, checkpoint_id=source)
+    restored = {key: value.state_dict() for key, value in state.items()}
+    result = {"full": model.state_dict(), "restored": restored}
+    optimizer.close()
+    return result
 
 
 def wrap_undivided_experts(out: Path) -> str:

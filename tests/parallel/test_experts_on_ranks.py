@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,37 @@ def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankSe
     drawn = read(tmp_path / "divided" / "drawn")  # no rank has another's experts
     first = [values for name, values in drawn.items() if ".experts." in name and values.std() > 0]
     assert all(not torch.equal(one, other) for one, other in combinations(first, 2))
+
+
+def test_full_states_of_divided_experts_hold_all_of_them(ranks: RankServer, tmp_path: Path) -> None:
+    first, second = ranks.run("pass_on_full_states", 2, tmp_path / "divided", expert_parallel=2)
+    (alone,) = ranks.run("load_full_states", 1, tmp_path / "alone", source=str(tmp_path / "divided" / "dcp"))
+    full = first["full"]
+    assert second["full"] == {}
+    assert full.keys() == alone["full"].keys()
+    assert first["everywhere"] == second["everywhere"] == sorted(full)
+    assert first["own"].keys() & second["own"].keys() < full.keys() == first["own"].keys() | second["own"].keys()
+    for result in (first, second):
+        for name, weight in result["own"].items():
+            assert torch.equal(weight, full[name]), name
+            assert torch.equal(weight, result["loaded"][name]), name
+        for part in ("model", "optim"):
+            assert_same(result["saved"][part], result["restored"][part])
+    for name, weight in alone["full"].items():
+        assert torch.equal(weight, full[name]), name
+    moments = {**first["saved"]["optim"]["state"], **second["saved"]["optim"]["state"]}
+    assert_same(moments, alone["restored"]["optim"]["state"])
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
 
 
 def test_a_model_with_all_experts_is_refused_by_a_mesh_that_divides_them(ranks: RankServer, tmp_path: Path) -> None:
