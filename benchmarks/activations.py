@@ -2,9 +2,10 @@
 
     python benchmarks/activations.py [peak estimate] [--ssd DIR] [--out FILE]
 
-`peak`: for every policy at three shapes, the most that graphs kept against what follows from the sizes that a step
-with everything kept has shown. `estimate`: what `pagoda plan` says before a run, against the peak resident memory of a
-process less its pages. benchmarks/sequence.py has the longest sequences.
+`peak`: for every policy and place at three shapes, the most that graphs kept against what follows from the sizes that
+a step with everything kept has shown; with "auto", of the policies that it chose. `estimate`: what `pagoda plan` says
+before a run, against the peak resident memory of a process less its pages. benchmarks/sequence.py has the longest
+sequences.
 """
 
 import ctypes
@@ -28,7 +29,9 @@ from training import Paged, Workload
 
 MIB = 1 << 20
 WARM_UP = Workload("llama-15m", 1, 32)
-POLICIES: tuple[ActivationMode, ...] = ("keep", "recompute", "offload", "recompute+offload")
+POLICIES: tuple[ActivationMode, ...] = ("keep", "recompute", "offload", "recompute+offload", "auto")
+PLACES = ("host", "ssd")
+"""Where offloaded activations go: from a CPU arena that stands in for a device, or from RAM."""
 SHAPES = (Workload("llama-15m", 1, 256), Workload("llama-15m", 4, 256), Workload("gpt2", 1, 256))
 ESTIMATED: tuple[tuple[Workload, ActivationMode], ...] = (
     (Workload("llama-15m", 8, 512), "recompute"),
@@ -56,32 +59,43 @@ def steps(case: Workload, memory: pagoda.Memory, activations: ActivationMode, co
 
 
 def peak(settings: Settings) -> list[dict[str, object]]:
-    """MiB that graphs kept, by where, against the plan made from the sizes of a step that kept everything."""
+    """MiB that graphs kept, by where, against the plan, in the last of three steps."""
     rows: list[dict[str, object]] = []
     for case in SHAPES:
-        sizes = None
+        kept, sizes = {}, None
         for activations in POLICIES:
-            memory = pagoda.Memory(host="3GiB", ssd=f"{settings.ssd}:8GiB")
-            paged = steps(case, memory, activations, 2)
-            planned, measured = pagoda.plan_of(paged.model).activations, paged.optimizer.stats.activation_bytes
-            paged.close()
-            assert planned is not None
-            sizes = sizes or planned.sizes
-            assert sizes is not None
-            expected = peak_of(sizes, [Policy(activations)] * len(sizes.blocks))
-            row = {
-                "model": case.model,
-                "tokens": case.tokens,
-                "activations": activations,
-                "kept_mib": measured.kept / MIB,
-                "ssd_mib": measured.ssd / MIB,
-                "planned_kept_mib": expected.kept / MIB,
-                "planned_ssd_mib": expected.ssd / MIB,
-                "measured_of_planned": measured.total / expected.total,
-            }
-            print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
-            rows.append(row)
+            for place in PLACES if "offload" in activations or activations == "auto" else PLACES[1:]:
+                most = (kept["keep"] + kept["recompute"]) // 2 if activations == "auto" else None
+                paged = steps(case, memory_for(place, settings.ssd, most), activations, 3)
+                planned, measured = pagoda.plan_of(paged.model).activations, paged.optimizer.stats.activation_bytes
+                paged.close()
+                assert planned is not None
+                kept[activations] = measured.kept
+                sizes = sizes or planned.sizes
+                assert sizes is not None
+                policies = planned.policies if activations == "auto" else [Policy(activations)] * len(sizes.blocks)
+                expected = peak_of(sizes, policies, 1 << 40 if place == "host" else 0)
+                rows.append(
+                    {
+                        "model": case.model,
+                        "tokens": case.tokens,
+                        "activations": f"{activations} ({planned})" if activations == "auto" else activations,
+                        "place": place,
+                        **{f"{tier}_mib": getattr(measured, tier) / MIB for tier in ("kept", *PLACES)},
+                        **{f"planned_{tier}_mib": getattr(expected, tier) / MIB for tier in ("kept", *PLACES)},
+                        "measured_of_planned": measured.total / expected.total,
+                        "kept_of_planned": measured.kept / expected.kept,
+                    }
+                )
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
     return rows
+
+
+def memory_for(place: str, ssd: Path, activations: int | None) -> pagoda.Memory:
+    """Room for everything, and where to offload to."""
+    if place == "host":
+        return pagoda.Memory(device="cpu:512MiB", host="3GiB", activations=activations)
+    return pagoda.Memory(host="3GiB", ssd=f"{ssd}:8GiB", activations=activations)
 
 
 def estimate(settings: Settings) -> list[dict[str, object]]:

@@ -16,22 +16,16 @@ import json
 import os
 import platform
 import statistics
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import tyro
 
 import pagoda
 from pagoda.memory.heap import keep_freed_memory
-from pagoda.memory.page import Run as Pages
-from pagoda.memory.ssd_tier import SSDTier
 from pagoda.models import build_model
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.placement import Budgets
@@ -39,6 +33,7 @@ from pagoda.plan.planner import Options, make_plan
 from pagoda.runtime.construct import describe
 from pagoda.train.config import OptimConfig
 from pagoda.train.data import Batches, ByteText
+from slow_ssd import slow_ssd
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
@@ -81,28 +76,6 @@ class Run:
     @property
     def final_loss(self) -> float:
         return statistics.fmean(self.losses[-FINAL_STEPS:])
-
-
-@contextmanager
-def slow_ssd(bytes_per_s: float) -> Iterator[None]:
-    """Inside, reads and writes of the SSD tier take at least as long as at this rate in each direction."""
-    free_at = {"load": 0.0, "store": 0.0}
-    lock = threading.Lock()
-
-    def slowed(name: str) -> Any:
-        transfer = getattr(SSDTier, name)
-
-        def slow(self: SSDTier, run: Pages, offset_bytes: int, view: memoryview) -> None:
-            with lock:
-                begin = max(time.perf_counter(), free_at[name])
-                end = free_at[name] = begin + view.nbytes / bytes_per_s
-            transfer(self, run, offset_bytes, view)
-            time.sleep(max(0.0, end - time.perf_counter()))
-
-        return slow
-
-    with mock.patch.multiple(SSDTier, load=slowed("load"), store=slowed("store")):
-        yield
 
 
 def budget(settings: Settings, max_staleness: int | None) -> tuple[pagoda.Memory, int]:

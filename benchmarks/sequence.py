@@ -1,9 +1,14 @@
 """The longest sequence that trains under one memory limit: plain PyTorch with checkpointing, and with a chunked loss.
 
-Each attempt is a process of its own that trains two steps of one sequence; the limit is on its anonymous memory
-beyond what it had before its first forward, which is where activations are. Throughput is compared where both fit.
+Each attempt is a process of its own that trains one step of one sequence; the limit is on its anonymous memory beyond
+what it had before its first long forward, which is where activations are. Plain PyTorch's longest is found to one part
+in eight; then Pagoda is tried at eight times the length that was too much for it, and on from there.
 
     python benchmarks/sequence.py [--limit 768MiB] [--vocab 65536] [--out FILE]
+    python benchmarks/sequence.py --compare throughput [--length 1024] [--rounds 12] [--out FILE]
+
+Throughput is compared where both fit, with as many steps of each in turn, in every round in another order; the ratio is
+the median over rounds of plain PyTorch's seconds over Pagoda's.
 """
 
 import json
@@ -12,6 +17,7 @@ import platform
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -22,15 +28,19 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
+from pagoda.memory.heap import keep_freed_memory
 from pagoda.memory.sizes import parse_bytes
 
 NAMES = {"plain": False, "pagoda": True}
-SHORTEST, LONGEST = 256, 1 << 16
-MOST_SECONDS = 60
+SHORTEST, LONGEST = 256, 1 << 14
+MOST_SECONDS = 90
 """Of one attempt."""
+Sizes = tuple[int, int, int]
+"""Vocabulary, hidden size, layers."""
 
 
-def build(vocab: int, hidden: int, layers: int, length: int) -> nn.Module:
+def build(sizes: Sizes, length: int) -> nn.Module:
+    vocab, hidden, layers = sizes
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -47,74 +57,130 @@ def build(vocab: int, hidden: int, layers: int, length: int) -> nn.Module:
     return model.train()
 
 
-def data_bytes() -> int:
-    """Anonymous memory of this process, as the limit counts it."""
-    fields = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in fields if line.startswith("VmData")).split()[1]) * 1024
-
-
-def attempt(pipe: Any, paged: bool, sizes: tuple[int, int, int], length: int, limit: int | None, steps: int) -> None:
-    """Send the seconds of each step, or None where memory was not enough."""
+def trainer(paged: bool, sizes: Sizes, length: int) -> Callable[[torch.Tensor], None]:
+    """What trains one step on tokens [1, S]; its state, gradients and libraries' own buffers are there."""
     torch.set_num_threads(2)
-    model = build(*sizes, length)
+    model = build(sizes, length)
+    optimizer: torch.optim.Optimizer
     if paged:
         model = pagoda.chunked_loss(model)
         model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="2GiB"), precision="bf16")
     else:
         model = model.bfloat16()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        for param in model.parameters():  # its state and gradients, before the limit
+        for param in model.parameters():
             param.grad = torch.zeros_like(param)
         optimizer.step()
-    ids = torch.randint(256, (1, length))
-    small = ids[:, :32]
-    for tokens in (small, small):  # libraries' own buffers, and all threads
-        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    def step(ids: torch.Tensor) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    if limit is not None:
-        allowed = data_bytes() + limit
-        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    seconds = []
+
+    for _ in range(2):
+        step(tokens_of(32))
+    return step
+
+
+def tokens_of(length: int) -> torch.Tensor:
+    return torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def data_bytes() -> int:
+    """Anonymous memory of this process, as the limit counts it."""
+    fields = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in fields if line.startswith("VmData")).split()[1]) * 1024
+
+
+def attempt(pipe: Any, paged: bool, sizes: Sizes, length: int, limit: int) -> None:
+    """Send the seconds of a step, or None where memory was not enough."""
+    step = trainer(paged, sizes, length)
+    allowed = data_bytes() + limit
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    start = time.perf_counter()
     try:
-        for _ in range(steps):
-            start = time.perf_counter()
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seconds.append(time.perf_counter() - start)
+        step(tokens_of(length))
     except (RuntimeError, MemoryError):
         pipe.send(None)
         return
-    pipe.send(seconds)
+    pipe.send(time.perf_counter() - start)
 
 
-def run(*arguments: Any) -> list[float] | None:
-    """`attempt` in a process of its own; None, too, where that was killed or hangs for want of memory."""
+def trains(paged: bool, sizes: Sizes, length: int, limit: int) -> bool:
+    """Whether a step of `length` tokens fits, in a process of its own; not, too, where that is killed or hangs."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe(duplex=False)
-    process = context.Process(target=attempt, args=(its, *arguments))
+    process = context.Process(target=attempt, args=(its, paged, sizes, length, limit))
     process.start()
     its.close()
-    seconds: list[float] | None = None
+    seconds: float | None = None
     with suppress(EOFError):
         if mine.poll(MOST_SECONDS):
             seconds = mine.recv()
     process.kill()
     process.join()
-    print(arguments, "does not train" if seconds is None else f"trains, {seconds}", flush=True)
-    return seconds
+    said = "does not train" if seconds is None else f"trains, a step in {seconds:.1f} s"
+    print("pagoda" if paged else "plain", length, said, flush=True)
+    return seconds is not None
 
 
-def longest(paged: bool, sizes: tuple[int, int, int], limit: int, start: int) -> int:
-    """The longest sequence that trains, of those that are a power of two times `start`; 0 if that one does not."""
+def longest_plain(sizes: Sizes, limit: int) -> tuple[int, int]:
+    """The longest length that trains, and one at most an eighth longer that does not."""
+    fits, fails = 0, SHORTEST
+    while trains(False, sizes, fails, limit):
+        fits, fails = fails, 2 * fails
+    step = max(64, fits // 8)
+    while fails - fits > step:
+        middle = fits + (fails - fits) // 2 // 64 * 64
+        fits, fails = (middle, fails) if trains(False, sizes, middle, limit) else (fits, middle)
+    return fits, fails
+
+
+def longest_paged(sizes: Sizes, limit: int, start: int) -> int:
+    """The longest length that trains, of those that are a power of two times `start`; 0 if that one does not."""
     length = 0
-    while 2 * length <= LONGEST:
-        tried = 2 * length or start
-        if run(paged, sizes, tried, limit, 1) is None:
-            break
+    while (tried := 2 * length or start) <= max(LONGEST, start) and trains(True, sizes, tried, limit):
         length = tried
     return length
+
+
+def work(pipe: Any, paged: bool, sizes: Sizes, length: int) -> None:
+    """Train as many steps as the other end asks for, and send their seconds, until it asks for none."""
+    keep_freed_memory()
+    step, ids = trainer(paged, sizes, length), tokens_of(length)
+    step(ids)
+    pipe.send(None)
+    while count := pipe.recv():
+        start = time.perf_counter()
+        for _ in range(count):
+            step(ids)
+        pipe.send(time.perf_counter() - start)
+
+
+def compare_throughput(sizes: Sizes, length: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds of a step of each, and the ratio of both, round by round."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    for name, paged in NAMES.items():
+        pipes[name], its = context.Pipe()
+        processes.append(context.Process(target=work, args=(its, paged, sizes, length), daemon=True))
+        processes[-1].start()
+        pipes[name].recv()
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    for index in range(rounds):
+        for name in list(NAMES)[:: 1 if index % 2 else -1]:
+            pipes[name].send(steps)
+            seconds[name].append(pipes[name].recv() / steps)
+    for pipe, process in zip(pipes.values(), processes, strict=True):
+        pipe.send(0)
+        process.join()
+    ratios = sorted(plain / paged for plain, paged in zip(seconds["plain"], seconds["pagoda"], strict=True))
+    return {
+        "length": length,
+        "step_s": {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()},
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+    }
 
 
 def main(
@@ -123,11 +189,12 @@ def main(
     hidden: int = 128,
     layers: int = 2,
     compare: Literal["length", "throughput"] = "length",
-    compare_length: int = 512,
-    steps: int = 6,
+    length: int = 512,
+    rounds: int = 12,
+    steps: int = 1,
     out: Path | None = None,
 ) -> None:
-    """Print the longest sequence of each under `limit`, or the seconds of a step at `compare_length` without one."""
+    """Print the longest sequence of each under `limit`, or the throughput of each at `length` without one."""
     sizes = vocab, hidden, layers
     result: dict[str, Any] = {
         "model": {"vocab": vocab, "hidden": hidden, "layers": layers},
@@ -135,13 +202,11 @@ def main(
     }
     if compare == "length":
         nbytes = parse_bytes(limit, "limit")
-        plain = longest(False, sizes, nbytes, SHORTEST)
-        chunked = longest(True, sizes, nbytes, 8 * plain)
-        result |= {"limit": limit, "plain": plain, "pagoda": chunked, "ratio": chunked / plain}
+        plain, too_long = longest_plain(sizes, nbytes)
+        paged = longest_paged(sizes, nbytes, 8 * too_long)
+        result |= {"limit": limit, "plain": plain, "plain_fails": too_long, "pagoda": paged, "ratio": paged / plain}
     else:
-        seconds = {name: run(paged, sizes, compare_length, None, steps) for name, paged in NAMES.items()}
-        medians = {name: statistics.median((of_steps or [float("nan")])[1:]) for name, of_steps in seconds.items()}
-        result |= {"length": compare_length, "step_s": medians, "ratio": medians["plain"] / medians["pagoda"]}
+        result |= compare_throughput(sizes, length, rounds, steps)
     print(json.dumps(result, indent=1))
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")

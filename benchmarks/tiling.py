@@ -1,8 +1,11 @@
 """Batch tiling against ordinary accumulation: bytes of weights moved per step, step time and loss, in one run.
 
 Weights are on SSD, all other state in RAM, and compute has an arena of its own for a few layers, as a small GPU would.
+How much faster a step gets depends on what binds ordinary accumulation: here compute has two cores, and the drive is
+fast. With `--ssd-rate` every transfer takes as long as it would at that rate in each direction.
 
-    python benchmarks/tiling.py --ssd DIR [--layers 12] [--hidden 768] [--passes 16] [--seq-len 16] [--out FILE]
+    python benchmarks/tiling.py --ssd DIR [--ssd-rate 500MB] [--layers 12] [--hidden 768] [--passes 16] [--seq-len 16] \
+        [--out FILE]
 """
 
 import json
@@ -10,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
+from pagoda.memory.heap import keep_freed_memory
+from pagoda.memory.sizes import parse_bytes
+from slow_ssd import slow_ssd
 
 MIB = 1 << 20
 
@@ -86,6 +93,7 @@ def measure(
         "plan": plan.bytes,
         "step_s": statistics.median(seconds[1:]),
         "weight_bytes_moved": statistics.median(fetched[1:]),
+        "stall_s": optimizer.stats.stall_s,
         "losses": losses,
     }
 
@@ -98,12 +106,16 @@ def main(
     seq_len: int = 16,
     ahead: int = 3,
     steps: int = 4,
+    ssd_rate: str | None = None,
     out: Path | None = None,
 ) -> None:
     """Print both, and their ratios (targets: 12 times fewer bytes, 3 times faster). `ahead`: layers that the arena has
-    room for."""
-    ordinary, tiled = (measure(layers, hidden, passes, seq_len, n, ssd, ahead, steps) for n in (None, passes))
+    room for. `ssd_rate`: bytes per second of a slower drive."""
+    keep_freed_memory()
+    with nullcontext() if ssd_rate is None else slow_ssd(parse_bytes(ssd_rate, "ssd_rate")):
+        ordinary, tiled = (measure(layers, hidden, passes, seq_len, n, ssd, ahead, steps) for n in (None, passes))
     result = {
+        "ssd_rate": ssd_rate,
         "layers": layers,
         "hidden": hidden,
         "passes": passes,

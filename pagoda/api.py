@@ -162,6 +162,10 @@ def wrap(
     of ordinary accumulation of the same micro-batches where a layer treats samples independently. A layer that
     cannot be tiled runs its batch whole, with a warning.
 
+    `tile_limit=SIZE` cuts linear layers, embeddings and transformers' stacks of experts whose weights take more into
+    tiles, which are fetched, used and dropped one after another. State dicts and checkpoints have the names and shapes
+    of the whole layers. Rounds otherwise in backward: what such a layer gives to its input is a sum over tiles.
+
     Under torchrun, the ranks train one model, each with batches of its own and budgets of its own; gradients are the
     mean over ranks, and weights at the start are those of rank 0. `mesh` says what the ranks share out
     (`pagoda.open_mesh`); left out, all of the state is divided over all of them (ZeRO stage 3). Then `step`,

@@ -226,8 +226,16 @@ def _loss(
 
     def take(rows: torch.Tensor, bias: torch.Tensor | None, first: int) -> None:
         dtype = late._computes_in
-        hidden = late.hidden.to(dtype)
-        parts.append(reduce_logits(hidden, rows.to(dtype), _cast(bias, dtype), target - first, late.maps))
+        parts.append(
+            reduce_logits(
+                late.hidden.to(dtype),
+                rows.to(dtype),
+                _cast(bias, dtype),
+                target - first,
+                late.maps,
+                label_smoothing=label_smoothing,
+            )
+        )
 
     late.visit(take)
     loss = cross_entropy(

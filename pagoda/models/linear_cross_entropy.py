@@ -28,8 +28,8 @@ class Reduced(NamedTuple):
     logsumexp: torch.Tensor
     target: torch.Tensor
     """The target's logit, 0 where the target is another row."""
-    total: torch.Tensor
-    """Sum of the logits."""
+    total: torch.Tensor | None
+    """Sum of the logits, if that was asked for."""
 
 
 def reduce_logits(
@@ -38,12 +38,16 @@ def reduce_logits(
     bias: torch.Tensor | None,
     target: torch.Tensor,
     maps: Sequence[Map] = (),
+    *,
+    label_smoothing: float = 0.0,
 ) -> Reduced:
     """Reduce the logits `maps(hidden @ weight.T + bias)` of every token; differentiable in the first three.
 
     `hidden` [N, H], `weight` [V, H], `bias` [V], `target` [N]: rows; those outside [0, V) are none of these rows.
+    A loss with `label_smoothing` needs the logits' sum too.
     """
-    return Reduced(*_Reduce.apply(hidden, weight, bias, target, tuple(maps)))  # type: ignore[no-untyped-call]
+    parts = _Reduce.apply(hidden, weight, bias, target, tuple(maps), label_smoothing != 0)  # type: ignore[no-untyped-call]
+    return Reduced(*parts)
 
 
 def cross_entropy(
@@ -55,19 +59,20 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy` of fp32 logits, from the parts of the vocabulary; `target` [N]."""
+    """`torch.nn.functional.cross_entropy` of fp32 logits, from the parts of the vocabulary, which were reduced with the
+    same `label_smoothing`; `target` [N]."""
     counted = target != ignore_index
     torch._assert_async(
         (((target >= 0) & (target < vocabulary)) | ~counted).all(), f"A target is not in [0, {vocabulary})."
     )
     if len(parts) == 1:
-        logsumexp, picked, total = parts[0]
+        logsumexp, picked, _ = parts[0]
     else:
         logsumexp = torch.stack([part.logsumexp for part in parts]).logsumexp(0)
         picked = torch.stack([part.target for part in parts]).sum(0)
-        total = torch.stack([part.total for part in parts]).sum(0)
     losses = logsumexp - picked
     if label_smoothing:
+        total = torch.stack([part.total for part in parts if part.total is not None]).sum(0)
         losses = (1 - label_smoothing) * losses + label_smoothing * (logsumexp - total / vocabulary)
     losses = losses.where(counted, 0.0)
     if reduction == "none":
@@ -86,10 +91,12 @@ class _Reduce(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,
         maps: tuple[Map, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wants_total: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         count = len(hidden)
         logsumexp = hidden.new_full((count,), -torch.inf, dtype=torch.float32)
-        picked, total = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(2))
+        picked = torch.zeros_like(logsumexp)
+        total = torch.zeros_like(logsumexp) if wants_total else None
         for rows in _blocks(len(weight), _rows_at_once(count)):
             for tokens in _blocks(count, BLOCK_TOKENS):
                 logits = _logits(hidden[tokens], weight[rows], bias, rows)
@@ -99,7 +106,8 @@ class _Reduce(torch.autograd.Function):
                 column, inside = _column(target[tokens], rows)
                 logsumexp[tokens] = torch.logaddexp(logsumexp[tokens], logits.logsumexp(1))
                 picked[tokens] += logits.gather(1, column)[:, 0].where(inside, 0.0)
-                total[tokens] += logits.sum(1)
+                if total is not None:
+                    total[tokens] += logits.sum(1)
         ctx.save_for_backward(hidden, weight, bias, target, logsumexp)
         ctx.maps = maps
         return logsumexp, picked, total
@@ -107,7 +115,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logsumexp: torch.Tensor, grad_picked: torch.Tensor, grad_total: torch.Tensor
+        ctx: Any, grad_logsumexp: torch.Tensor, grad_picked: torch.Tensor, grad_total: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, target, logsumexp = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
@@ -126,7 +134,8 @@ class _Reduce(torch.autograd.Function):
                     logits = logits.float()
                 column, inside = _column(target[tokens], rows)
                 grad = logits.detach().sub(logsumexp[tokens, None]).exp_().mul_(grad_logsumexp[tokens, None])
-                grad += grad_total[tokens, None]
+                if grad_total is not None:
+                    grad += grad_total[tokens, None]
                 at_target = grad.gather(1, column) + grad_picked[tokens].where(inside, 0.0)[:, None]
                 grad.scatter_(1, column, at_target)
                 if ctx.maps:
@@ -143,7 +152,7 @@ class _Reduce(torch.autograd.Function):
                 grad_weight[rows] = of_weight
             if grad_bias is not None:
                 grad_bias[rows] = of_bias
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> torch.Tensor:

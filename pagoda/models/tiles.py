@@ -3,7 +3,7 @@
 ZeRO-Infinity calls it memory-centric tiling (arXiv 2104.07857, section 5.1.3).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -18,9 +18,13 @@ _ALIGN_ELEMENTS = 256
 """Tiles start on multiples of this many elements of their parameter: moments may be quantized in blocks of so many."""
 
 
-def row_blocks(rows: int, width: int, most_elements: int) -> list[tuple[int, int]]:
-    """(start, stop) of equal tiles, but for the last, with at most `most_elements` each if alignment lets them."""
-    step = _ALIGN_ELEMENTS // gcd(_ALIGN_ELEMENTS, width)
+def row_blocks(rows: int, widths: Sequence[int], most_elements: int) -> list[tuple[int, int]]:
+    """(start, stop) of equal tiles, but for the last, with at most `most_elements` each if alignment lets them.
+
+    `widths` are the elements that a row has in each of the parameters that are cut.
+    """
+    step = _ALIGN_ELEMENTS // gcd(_ALIGN_ELEMENTS, *widths)
+    width = sum(widths)
     count = max(1, -(-rows * width // most_elements))
     each = max(step, -(-rows // count) // step * step)
     if each * width > most_elements:
@@ -61,26 +65,23 @@ class EmbeddingTile(nn.Module):
 class Tiled(nn.Module):
     """A layer in tiles. Its state dict is that of the whole layer."""
 
-    def __init__(self, tiles: Sequence[nn.Module], rows: int, width: int, names: tuple[str, ...]) -> None:
+    def __init__(self, tiles: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
         self.tiles = nn.ModuleList(tiles)
-        self.rows, self.width = rows, width
-        self.names = names
-        """Parameters that the whole layer has."""
+        self.shapes = dict(shapes)
+        """Parameter of the whole layer -> shape; each is cut along its first dimension."""
         self._loads: str | None = None
         self.register_state_dict_post_hook(Tiled._join)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(Tiled._cut)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(Tiled._report)  # type: ignore[no-untyped-call]
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """NaN in the shape, dtype and device of the whole weight, for code that asks for these."""
-        some = self.tiles[0].get_parameter("weight")
-        return torch.full((), torch.nan, dtype=some.dtype, device=some.device).expand(self.rows, self.width)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of the whole layer's parameter."""
-        return (self.rows, self.width) if name == "weight" else (self.rows,)
+    def __getattr__(self, name: str) -> Any:
+        """Of a parameter of the whole layer: NaN in its shape, dtype and device, for code that asks for these."""
+        shape = self.__dict__.get("shapes", {}).get(name)
+        if shape is None:
+            return super().__getattr__(name)
+        some = self.tiles[0].get_parameter(name)
+        return torch.full((), torch.nan, dtype=some.dtype, device=some.device).expand(shape)
 
     def parts(self, name: str) -> Iterator[tuple[nn.Parameter, int]]:
         """The tiles' parts of a parameter, each with its first element in the whole one."""
@@ -91,22 +92,22 @@ class Tiled(nn.Module):
             start += part.numel()
 
     def _join(self, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name in self.names:
+        for name, shape in self.shapes.items():
             keys = [f"{prefix}tiles.{index}.{name}" for index in range(len(self.tiles))]
             if all(key in state_dict for key in keys):
-                state_dict[prefix + name] = _joined([state_dict.pop(key) for key in keys], self.shape_of(name))
+                state_dict[prefix + name] = _joined([state_dict.pop(key) for key in keys], shape)
 
     def _cut(self, state_dict: dict[str, Any], prefix: str, _metadata: Any, *reports: Any) -> None:
         self._loads = prefix
         _strict, missing, _unexpected, errors = reports
-        for name in self.names:
+        for name, shape in self.shapes.items():
             whole = state_dict.pop(prefix + name, None)
             if whole is None:
                 missing.append(prefix + name)
-            elif tuple(whole.shape) != self.shape_of(name):
+            elif tuple(whole.shape) != shape:
                 errors.append(
                     f"size mismatch for {prefix}{name}: copying a param with shape {whole.shape} from checkpoint, the "
-                    f"shape in current model is {torch.Size(self.shape_of(name))}."
+                    f"shape in current model is {torch.Size(shape)}."
                 )
             else:
                 flat = whole.reshape(-1)
@@ -125,7 +126,7 @@ class TiledLinear(Tiled):
     is a sum over tiles, each rounded to its dtype."""
 
     def __init__(self, tiles: Sequence[LinearTile], in_features: int, out_features: int, bias: bool) -> None:
-        super().__init__(tiles, out_features, in_features, ("weight", "bias") if bias else ("weight",))
+        super().__init__(tiles, {"weight": (out_features, in_features), **({"bias": (out_features,)} if bias else {})})
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
@@ -137,7 +138,7 @@ class TiledEmbedding(Tiled):
     """An embedding in tiles of vectors: the same vectors and gradients."""
 
     def __init__(self, tiles: Sequence[EmbeddingTile], num_embeddings: int, embedding_dim: int) -> None:
-        super().__init__(tiles, num_embeddings, embedding_dim, ("weight",))
+        super().__init__(tiles, {"weight": (num_embeddings, embedding_dim)})
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -326,7 +326,7 @@ def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: in
         return refusal
     return BudgetError(
         f"{refusal} The layer {largest.name!r} alone takes {format_bytes(nbytes)}: with wrap(tile_limit=...), linear "
-        "layers and embeddings are fetched in tiles.",
+        "layers, embeddings and stacks of experts are fetched in tiles.",
         tier=refusal.tier,
         needed_bytes=refusal.needed_bytes,
     )

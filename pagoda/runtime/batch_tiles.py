@@ -85,11 +85,21 @@ class _Call:
         ]
         return repr(self.spec), tuple(kinds)
 
-    def run(self, forward: Forward, start: int, stop: int) -> Any:
-        """Samples [start, stop) only."""
-        leaves = [x[start:stop] if split else x for x, split in zip(self.leaves, self.split, strict=True)]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return forward(*args, **kwargs)
+    def cut(self, sizes: list[int]) -> list[Callable[[Forward], Any]]:
+        """For every part of the batch, `sizes` samples long: what calls a forward with it.
+
+        Each input is split by one operator, whose backward joins the gradients of all parts once.
+        """
+        parts = [
+            torch.unsafe_split_with_sizes(leaf, sizes) if split else [leaf] * len(sizes)
+            for leaf, split in zip(self.leaves, self.split, strict=True)
+        ]
+
+        def caller(leaves: tuple[Any, ...]) -> Callable[[Forward], Any]:
+            args, kwargs = tree_unflatten(leaves, self.spec)
+            return lambda forward: forward(*args, **kwargs)
+
+        return [caller(leaves) for leaves in zip(*parts, strict=True)]
 
     def cannot_share(self) -> str | None:
         for leaf in self.leaves:
@@ -130,7 +140,9 @@ class _TiledForward:
         modes = {part: part.training for part in module.modules()}
         module.eval()  # dropout would differ
         try:
-            both, first, second = (tree_flatten(call.run(forward, *at)) for at in ((0, 2), (0, 1), (1, 2)))
+            others = call.batch - 2
+            samples = (call.cut([2, others])[0], *call.cut([1, 1, others])[:2])
+            both, first, second = (tree_flatten(run(forward)) for run in samples)
         except (RuntimeError, ValueError, IndexError) as error:
             return f"two samples of it cannot be run alone ({str(error).splitlines()[0]})"
         finally:
@@ -158,8 +170,8 @@ class _TiledForward:
 def _run_tiled(call: _Call, form: _Form, forward: Forward, count: int) -> Any:
     bounds = [tile * call.batch // count for tile in range(count + 1)]
     outputs: list[list[Any]] = []
-    for start, stop in reversed(list(pairwise(bounds))):
-        outputs.insert(0, tree_flatten(call.run(forward, start, stop))[0])
+    for run in reversed(call.cut([stop - start for start, stop in pairwise(bounds)])):
+        outputs.insert(0, tree_flatten(run(forward))[0])
     leaves = [
         torch.cat(of_tiles) if joined else of_tiles[0]
         for of_tiles, joined in zip(zip(*outputs, strict=True), form.joined, strict=True)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pagoda.checkpoint.pretrained import values_of
 from pagoda.checkpoint.tensors import chunks
 from pagoda.errors import ConfigError
+from pagoda.models.expert_tiles import TiledExperts
 from pagoda.models.mixture import Experts
 from pagoda.models.tiles import Tiled
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
@@ -72,19 +73,27 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
             params.append(ParamSpec(full, tuple(param.shape), has_state, parts.get(id(param))))
         visited.add(module)
         if isinstance(module, Tiled):
-            for short in module.names:
-                whole = _join(name, short), module.shape_of(short)
+            for short, shape in module.shapes.items():
+                whole = _join(name, short), shape
                 parts.update({id(param): Part(*whole, start) for param, start in module.parts(short)})
             tiles.update(module.tiles)
+        if isinstance(module, TiledExperts):
+            routed.add(module.tiles)
         children = tuple(
             visit(child, _join(name, short)) for short, child in module.named_children() if child not in visited
         )
         return ModuleSpec(
-            name, tuple(params), children, tuple(tied), apart=module in tiles, routed=isinstance(module, Experts)
+            name,
+            tuple(params),
+            children,
+            tuple(tied),
+            apart=module in tiles,
+            routed=isinstance(module, Experts) or module in routed,
         )
 
     parts: dict[int, Part] = {}
     tiles: set[nn.Module] = set()
+    routed: set[nn.Module] = set()
     visited: set[nn.Module] = set()
     return visit(model, "")
 

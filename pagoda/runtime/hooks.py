@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from pagoda.models.expert_tiles import TiledExperts
 from pagoda.models.mixture import Experts
 from pagoda.runtime.blocks import Block, find_blocks, is_compiled
 from pagoda.runtime.engine import Engine
@@ -88,7 +89,7 @@ class ModelHooks:
             unit.markers = [unit.placeholders[slot].as_subclass(_GradientElsewhere) for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
-        self._routed = [module for module in model.modules() if isinstance(module, Experts)]
+        self._routed = [module for module in model.modules() if isinstance(module, Experts | TiledExperts)]
         for experts in self._routed:
             self._announce_chosen(experts, needed)
 
@@ -153,14 +154,17 @@ class ModelHooks:
 
         block.wrap(run)
 
-    def _announce_chosen(self, experts: Experts, needed: dict[nn.Module, list[LiveUnit]]) -> None:
+    def _announce_chosen(self, experts: Experts | TiledExperts, needed: dict[nn.Module, list[LiveUnit]]) -> None:
         units_of = {
             expert: list(dict.fromkeys(unit for module in expert.modules() for unit in needed.get(module, [])))
-            for expert in experts.values()
+            for expert in (experts.values() if isinstance(experts, Experts) else experts.tiles)
         }
 
-        def coming(chosen: Sequence[nn.Module]) -> None:
+        def coming(chosen: Sequence[nn.Module], idle: Sequence[nn.Module] = ()) -> None:
             self._engine.expect([unit for expert in chosen for unit in units_of[expert]])
+            for expert in idle:
+                for unit in units_of[expert]:
+                    unit.used = True  # its gradient of zeros is one of the step's
 
         experts.coming = coming
 

@@ -6,15 +6,21 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pagoda.models import layers
+from pagoda.models.expert_tiles import TiledExperts, is_expert_stack, some_experts
 from pagoda.models.late_logits import LateHead, make_late
 from pagoda.models.tiles import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear, row_blocks
+
+_LINEARS = (nn.Linear, layers.Linear, LateHead)
+_EMBEDDINGS = (nn.Embedding, layers.Embedding)
+"""Subclasses may do anything; ours only initialise otherwise."""
 
 Place = tuple[nn.Module, str]
 """A module, and the name under which it holds another."""
 
 
 class Tiling:
-    """What was replaced in a model: every linear layer and embedding whose weight has more than some elements.
+    """What was replaced in a model: every linear layer, embedding and stack of experts with more than some elements.
 
     Layers that share a weight share its tiles. A layer stays whole where something else uses its weight too, where it
     is the model itself, has hooks, or does more than its class: a norm of vectors, sparse gradients.
@@ -34,8 +40,15 @@ class Tiling:
             for name, child in module.named_children():
                 places.setdefault(child, []).append((module, name))
         for module in list(model.modules()):
+            held = list(module.parameters(recurse=False))
+            if sum(param.numel() for param in held) <= most_elements or module not in places:
+                continue
+            if is_expert_stack(module):
+                if not _has_hooks(module) and all(users[id(param)] == [module] for param in held):
+                    self._tiled.append((places[module], module, self._tiles_of_experts(module, most_elements)))
+                continue
             weight = module._parameters.get("weight")
-            if weight is None or weight.numel() <= most_elements or module not in places:
+            if weight is None or weight.numel() <= most_elements:
                 continue
             if all(_can_be_tiled(user) and user in places for user in users[id(weight)]):
                 self._tiled.append((places[module], module, self._tiles_of(module, weight, most_elements)))
@@ -70,7 +83,7 @@ class Tiling:
 
     def _tiles_of(self, layer: nn.Module, weight: nn.Parameter, most_elements: int) -> Tiled:
         rows, width = weight.shape
-        blocks = row_blocks(rows, width, most_elements)
+        blocks = row_blocks(rows, (width,), most_elements)
         weights = self._cut("weight", weight, blocks)
         if isinstance(layer, nn.Embedding):
             tiles = [EmbeddingTile(w, at[0], layer.padding_idx) for w, at in zip(weights, blocks, strict=True)]
@@ -82,6 +95,14 @@ class Tiling:
         if isinstance(layer, LateHead):
             make_late(tiled)
         return tiled
+
+    def _tiles_of_experts(self, stack: nn.Module, most_elements: int) -> Tiled:
+        params = dict(stack.named_parameters())
+        count = len(next(iter(params.values())))
+        blocks = row_blocks(count, [param.numel() // count for param in params.values()], most_elements)
+        cut = [self._cut(name, param, blocks) for name, param in params.items()]
+        tiles = [some_experts(stack, dict(zip(params, parts, strict=True))) for parts in zip(*cut, strict=True)]
+        return TiledExperts(tiles, stack).train(stack.training)
 
     def _cut(self, name: str, whole: nn.Parameter, blocks: list[tuple[int, int]]) -> list[nn.Parameter]:
         """A parameter for each block of rows: views of the values where there are some."""
@@ -95,12 +116,16 @@ class Tiling:
         return self._parts[key]
 
 
+def _has_hooks(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks) or "forward" in vars(layer)
+
+
 def _can_be_tiled(layer: nn.Module) -> bool:
-    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+    if _has_hooks(layer):
         return False
-    if type(layer) is nn.Embedding:
+    if isinstance(layer, nn.Embedding) and type(layer) in _EMBEDDINGS:
         return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
-    return type(layer) in (nn.Linear, LateHead) and layer.get_parameter("weight").layout is torch.strided
+    return type(layer) in _LINEARS and layer.get_parameter("weight").layout is torch.strided
 
 
 def _put(places: list[Place], module: nn.Module) -> None:

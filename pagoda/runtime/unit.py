@@ -38,7 +38,7 @@ class LiveUnit:
         self.packed = 0
         """References to the weights that autograd graphs hold; above zero a backward may still read them."""
         self.used = False
-        """True once a forward has used the unit since its gradients were last cleared."""
+        """True once a forward has used the unit, or has it get a gradient, since its gradients were last cleared."""
         self.updated = False
         """True from an update under backward until `step()`."""
         self.update: Handle | None = None

@@ -165,8 +165,8 @@ class TrainConfig:
     """Run each layer in so many micro-batches, or as many as "auto" finds useful, so that weights move once for the
     whole batch: give --batch-size what --accumulation-steps would have added up."""
     tile_limit: str | None = None
-    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) become tiles that are
-    fetched one after another. Rounds otherwise than whole layers."""
+    """Linear layers, embeddings and stacks of experts whose weights take more bytes than this (such as 256MiB) become
+    tiles that are fetched one after another. Rounds otherwise than whole layers."""
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     out: Path

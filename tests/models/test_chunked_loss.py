@@ -72,7 +72,8 @@ def whole(head: nn.Linear, hidden: torch.Tensor, target: torch.Tensor, **how: An
 
 
 def chunked(head: nn.Linear, hidden: torch.Tensor, target: torch.Tensor, **how: Any) -> torch.Tensor:
-    parts = [linear_cross_entropy.reduce_logits(hidden, head.weight, head.bias, target)]
+    smoothing = how.get("label_smoothing", 0.0)
+    parts = [linear_cross_entropy.reduce_logits(hidden, head.weight, head.bias, target, label_smoothing=smoothing)]
     return linear_cross_entropy.cross_entropy(parts, target, ROWS, **how)
 
 

@@ -1,7 +1,9 @@
 """Activation policies: none changes a bit of training, and what they keep and offload is accounted for."""
 
+import random
 from dataclasses import replace
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ from zoo import (
 )
 
 import pagoda
-from pagoda.plan.activations import ActivationMode, Policy, peak_of
+from pagoda.plan.activations import ActivationMode, Policy, StepSizes, bucket_of, choose, peak_of
+from pagoda.runtime.offload import Offloader
 
 OFFLOADS = ("offload", "recompute+offload")
 POLICIES = ("keep", "recompute", *OFFLOADS, "auto")
@@ -100,7 +103,7 @@ def cases() -> list[object]:
     default = {
         ("gpt2", ALL_ON_SSD): POLICIES,
         ("gpt2", ARENA): ("offload", "auto"),
-        ("t5-dropout", ALL_ON_SSD): ("recompute", "offload", "recompute+offload"),
+        ("t5-dropout", ALL_ON_SSD): POLICIES,  # blocks with several inputs and outputs, and cross-attention
         ("conv", ARENA_ALL_ON_SSD): ("recompute", "offload"),
         ("llama", ARENA_ALL_ON_SSD): ("auto",),
     }
@@ -165,17 +168,23 @@ def two_steps(model: str, shape: tuple[int, int], memory: pagoda.Memory, activat
 
 @pytest.mark.parametrize("shape", [(1, 64), (2, 96), (3, 64)], ids=str)
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_what_graphs_keep_is_what_the_plan_says(model: str, shape: tuple[int, int], tmp_path: Path) -> None:
-    """For every policy, from the sizes that keeping everything has shown as well as from its own."""
+def test_what_graphs_keep_is_what_the_plan_says(
+    model: str, shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every policy and a mix, from the sizes that keeping everything has shown as well as from its own."""
+    monkeypatch.setattr(Offloader, "rates", lambda self: [(inf, inf)])  # what a mix offloads is no matter of time
     on_ssd = pagoda.Memory(host="256MiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE)
     in_ram = pagoda.Memory(host="256MiB", device="cpu:8MiB", page_size=PAGE)
     kept, planned = two_steps(model, shape, on_ssd, "keep")
+    recomputed, _ = two_steps(model, shape, on_ssd, "recompute")
     sizes = planned.sizes
     assert kept.kept == saved_by_plain_torch(model, shape)
-    for activations in ("keep", "recompute", *OFFLOADS):
-        for memory in (on_ssd, in_ram) if activations in OFFLOADS else (on_ssd,):
-            measured, planned = two_steps(model, shape, memory, activations)
-            policies = (Policy(activations),) * len(sizes.blocks)
+    for activations in ("keep", "recompute", *OFFLOADS, "auto"):
+        for memory in (on_ssd, in_ram) if activations in (*OFFLOADS, "auto") else (on_ssd,):
+            limit = (kept.kept + recomputed.kept) // 2 if activations == "auto" else None
+            measured, planned = two_steps(model, shape, replace(memory, activations=limit), activations)
+            policies = (Policy(activations),) * len(sizes.blocks) if limit is None else planned.policies
+            assert limit is None or (len(set(policies)) > 1 and measured.kept <= limit)
             foreseen = peak_of(sizes, policies, 1 << 40 if memory is in_ram else 0)
             for forecast in (planned.peak, foreseen):
                 assert measured.total == pytest.approx(forecast.total, rel=0.05), (activations, measured, forecast)
@@ -210,31 +219,39 @@ def usual(optimizer: Any, model: nn.Module, length: int) -> float:
     return loss.item()
 
 
-def test_lengths_that_vary_keep_to_the_budget_and_share_plans() -> None:
+def test_lengths_that_vary_keep_to_the_budget_and_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket of lengths is planned for once; its sizes may be those of its shortest, and its longest fits too."""
-    lengths = [64, 61, 63, 90, 96, 62, 96, 61]
+    chosen: list[StepSizes] = []
+    monkeypatch.setattr(
+        "pagoda.runtime.activations.choose", lambda sizes, room: chosen.append(sizes) or choose(sizes, room)
+    )
+    lengths = random.Random(0).choices(range(24, 130), k=30)
     losses: dict[str, list[float]] = {}
-    peaks: dict[str, int] = {}
-    budget = 1 << 30
-    for activations in ("keep", "recompute", "auto"):
-        memory = pagoda.Memory(host="64MiB", page_size=PAGE, activations=budget, unit_limit=UNIT_LIMIT)
+    kept: dict[str, list[int]] = {}
+    budget, replanned = 0, 0
+    for activations in ("recompute", "keep", "auto"):
+        memory = pagoda.Memory(
+            host="64MiB", page_size=PAGE, activations=budget if activations == "auto" else None, unit_limit=UNIT_LIMIT
+        )
         torch.manual_seed(0)
         model, optimizer = pagoda.wrap(
             WIDE["llama"]().train(), pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, activations=activations
         )
-        losses[activations], kept, plans = [], [], []
-        for length in lengths:
+        losses[activations], kept[activations], plans = [], [], {}
+        for length in lengths if activations != "recompute" else [max(lengths)]:
             losses[activations].append(usual(optimizer, model, length))
-            kept.append(optimizer.stats.activation_bytes.kept)
-            plans.append(pagoda.plan_of(model).activations.policies)  # type: ignore[union-attr]
+            kept[activations].append(optimizer.stats.activation_bytes.kept)
+            bucket = bucket_of([(2, length)])
+            policies = pagoda.plan_of(model).activations.policies  # type: ignore[union-attr]
+            assert plans.setdefault(bucket, policies) == policies, "a bucket is planned for once"
+            replanned += activations == "auto" and optimizer.stats.replanned
         optimizer.close()
-        peaks[activations] = max(kept)
-        budget = int(1.2 * max(kept))
-    assert losses["auto"] == losses["recompute"] == losses["keep"]
-    assert peaks["auto"] <= 1.2 * peaks["recompute"] < peaks["keep"]
-    assert plans[0] == plans[1] == plans[2] == plans[5] == plans[7], "a bucket is planned for once"
-    assert plans[3] == plans[4] == plans[6]
-    assert len(set(plans[0])) > 1, "a mix is better than one policy for all"
+        budget = int(1.5 * kept["recompute"][0])
+    assert losses["auto"] == losses["keep"]
+    assert max(kept["auto"]) <= budget < max(kept["keep"])
+    assert len(chosen) == len(plans) < len(lengths) / 2
+    assert replanned <= 1, "weights move as they did, whatever the length"
+    assert any(len(set(policies)) > 1 for policies in plans.values()), "a mix is better than one policy for all"
 
 
 def test_a_tensor_that_was_changed_after_it_was_saved_is_an_error_as_in_torch(tmp_path: Path) -> None:
@@ -308,7 +325,7 @@ def test_backward_twice_and_two_graphs_at_once(activations: ActivationMode, tmp_
     train(recipe, memory, activations, loop).assert_same_bits(train(recipe, RESIDENT, loop=loop))
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("activations", ["recompute", *OFFLOADS, "auto"])
 def test_autocast_does_not_change_with_the_policy(activations: ActivationMode, tmp_path: Path) -> None:
     recipe = Recipe("gpt2", precision="fp32", steps=2)
 
@@ -365,28 +382,37 @@ def test_offloading_more_than_there_is_room_for_is_refused(tmp_path: Path) -> No
         train(recipe, memory, "offload")
 
 
-def compiled(recipe: Recipe, in_place: bool) -> nn.Module:
+def compiled(recipe: Recipe, in_place: bool, layers: int = 6) -> nn.Module:
     model = recipe.build()
-    layers = model.model.layers
-    for index, layer in enumerate(layers):
+    assert model.config._attn_implementation == "sdpa"
+    blocks = model.model.layers = model.model.layers[:layers]
+    for index, layer in enumerate(blocks):
         if in_place:
             layer.compile(backend="aot_eager")
         else:
-            layers[index] = torch.compile(layer, backend="aot_eager")
+            blocks[index] = torch.compile(layer, backend="aot_eager")
     return model
+
+
+def test_blocks_may_be_compiled(tmp_path: Path) -> None:
+    compiled_blocks_train(Recipe("llama", steps=2), in_place=False, layers=3, directory=tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "module.compile"])
-def test_blocks_may_be_compiled(in_place: bool, tmp_path: Path) -> None:
-    recipe = Recipe("llama", steps=3)
-    reference = run(compiled(recipe, in_place), RESIDENT, usual_loop(recipe), clip_grad_norm=0.5)
+def test_blocks_may_be_compiled_one_way_or_the_other(in_place: bool, tmp_path: Path) -> None:
+    compiled_blocks_train(Recipe("llama", steps=3), in_place, layers=6, directory=tmp_path)
+
+
+def compiled_blocks_train(recipe: Recipe, in_place: bool, layers: int, directory: Path) -> None:
+    def model() -> nn.Module:
+        return compiled(recipe, in_place, layers)
+
+    reference = run(model(), RESIDENT, usual_loop(recipe), clip_grad_norm=0.5)
     for activations in POLICIES:
-        memory = squeeze(compiled(recipe, in_place), ARENA_ALL_ON_SSD, tmp_path, activations=activations)
-        memory = replace(memory, activations="200KiB")
-        outcome = run(
-            compiled(recipe, in_place), memory, usual_loop(recipe), clip_grad_norm=0.5, activations=activations
-        )
+        memory = squeeze(model(), ARENA_ALL_ON_SSD, directory, activations=activations)
+        memory = replace(memory, activations="100KiB")
+        outcome = run(model(), memory, usual_loop(recipe), clip_grad_norm=0.5, activations=activations)
         outcome.assert_same_bits(reference)
         assert outcome.plan is not None
         if activations in OFFLOADS:

@@ -202,7 +202,7 @@ def test_what_shares_its_weight_with_something_else_stays_whole() -> None:
     ("rows", "width", "most"), [(1000, 64, 4096), (1000, 100, 4096), (7, 3, 4), (512, 512, 1 << 20)]
 )
 def test_tiles_cover_the_rows_at_aligned_starts(rows: int, width: int, most: int) -> None:
-    blocks = row_blocks(rows, width, most)
+    blocks = row_blocks(rows, (width,), most)
     assert [row for start, stop in blocks for row in range(start, stop)] == [*range(rows)]
     assert all(start * width % 256 == 0 for start, _ in blocks)
     assert all((stop - start) * width <= max(most, 256 * width) for start, stop in blocks)
