@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-BLOCK_LOGITS = 1 << 22
-"""Logits that exist at once."""
+BLOCK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 22}
+"""Type of device -> logits that exist at once. On the CPU a block and what is made of it stay in its caches."""
 BLOCK_TOKENS = 2048
 """Tokens of a block, at most; the rest of its logits are vocabulary. Products of matrices are fast with both long."""
 
@@ -97,7 +97,7 @@ class _Reduce(torch.autograd.Function):
         logsumexp = hidden.new_full((count,), -torch.inf, dtype=torch.float32)
         picked = torch.zeros_like(logsumexp)
         total = torch.zeros_like(logsumexp) if wants_total else None
-        for rows in _blocks(len(weight), _rows_at_once(count)):
+        for rows in _blocks(len(weight), _rows_at_once(hidden)):
             for tokens in _blocks(count, BLOCK_TOKENS):
                 logits = _logits(hidden[tokens], weight[rows], bias, rows)
                 for each in maps:
@@ -122,7 +122,7 @@ class _Reduce(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         grad_bias = torch.empty_like(bias) if for_bias else None
-        for rows in _blocks(len(weight), _rows_at_once(len(hidden))):
+        for rows in _blocks(len(weight), _rows_at_once(hidden)):
             of_weight = weight.new_zeros(len(weight[rows]), weight.shape[1], dtype=torch.float32)
             of_bias = weight.new_zeros(len(weight[rows]), dtype=torch.float32)
             for tokens in _blocks(len(hidden), BLOCK_TOKENS):
@@ -165,8 +165,9 @@ def _column(target: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tens
     return (target - rows.start).where(inside, 0)[:, None], inside
 
 
-def _rows_at_once(tokens: int) -> int:
-    return max(256, BLOCK_LOGITS // max(1, min(tokens, BLOCK_TOKENS)))
+def _rows_at_once(hidden: torch.Tensor) -> int:
+    logits = BLOCK_LOGITS.get(hidden.device.type, BLOCK_LOGITS["cuda"])
+    return max(256, logits // max(1, min(len(hidden), BLOCK_TOKENS)))
 
 
 def _blocks(length: int, most: int) -> Iterator[slice]:

@@ -23,7 +23,7 @@ TOKENS, HIDDEN, ROWS = 60, 48, 700
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 tokens and 256 rows, so that small losses take many."""
-    monkeypatch.setattr(linear_cross_entropy, "BLOCK_LOGITS", 16 * 256)
+    monkeypatch.setitem(linear_cross_entropy.BLOCK_LOGITS, "cpu", 16 * 256)
     monkeypatch.setattr(linear_cross_entropy, "BLOCK_TOKENS", 16)
 
 

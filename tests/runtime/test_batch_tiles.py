@@ -49,6 +49,14 @@ class Model(nn.Module):
         return (x.float().square() / WIDTH).sum()
 
 
+class Deep(Model):
+    """The same with more layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(12))
+
+
 class Unchecked(Model):
     """The same without checkpoints of its own."""
 
@@ -102,9 +110,9 @@ def test_placement_does_not_change_a_bit(tmp_path: Path) -> None:
 
 
 def test_weights_move_once_for_all_micro_batches(tmp_path: Path) -> None:
-    memory = zoo.squeeze(Model(), zoo.ARENA, tmp_path, unit_limit="36KiB")
+    memory = zoo.squeeze(Deep(), zoo.ARENA, tmp_path, unit_limit="36KiB")
     moved = [
-        sum(step["h2d"] for step in train(memory, samples=16, **how).moved)  # type: ignore[arg-type]
+        sum(step["h2d"] for step in train(memory, build=Deep, samples=16, **how).moved)  # type: ignore[arg-type]
         for how in ({"passes": 16}, {"tiles": 16}, {})
     ]
     assert moved[1] < 1.2 * moved[2]  # where a prefetch falls in time may differ

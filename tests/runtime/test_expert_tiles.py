@@ -38,10 +38,12 @@ SIZES = {
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(num_local_experts=4, intermediate_size=96, **SIZES),
     "qwen3-moe": lambda: Qwen3MoeConfig(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, **SIZES),
-    "gpt-oss": lambda: GptOssConfig(num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, **SIZES),
+    "gpt-oss": lambda: GptOssConfig(
+        num_local_experts=8, num_experts_per_tok=2, intermediate_size=128, **{**SIZES, "hidden_size": 256}
+    ),
 }
 MODELS = {"mixtral": MixtralForCausalLM, "qwen3-moe": Qwen3MoeForCausalLM, "gpt-oss": GptOssForCausalLM}
-ONE_EXPERT = {"mixtral": 3 * 64 * 96, "qwen3-moe": 3 * 64 * 48, "gpt-oss": 3 * 64 * 65}
+ONE_EXPERT = {"mixtral": 3 * 64 * 96, "qwen3-moe": 3 * 64 * 48, "gpt-oss": 3 * 128 * 256 + 512}
 STEPS = 4
 
 
