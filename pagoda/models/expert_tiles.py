@@ -92,7 +92,7 @@ class _ZeroGradients(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         zeros = [
             torch.zeros(shape, dtype=dtype, device=device) if wanted else None
@@ -102,4 +102,4 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 def _with_zero_gradients(tensor: Tensor, params: Sequence[Tensor]) -> Tensor:
-    return _ZeroGradients.apply(tensor, *params) if params else tensor  # type: ignore[no-any-return,no-untyped-call]
+    return _ZeroGradients.apply(tensor, *params) if params else tensor  # type: ignore[no-untyped-call]
