@@ -25,11 +25,11 @@ import torch
 import tyro
 
 import pagoda
-from pagoda.memory.heap import keep_freed_memory
 from pagoda.models import build_model
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.runtime.construct import describe
 from pagoda.train.config import OptimConfig
 from pagoda.train.data import Batches, ByteText
@@ -137,6 +137,7 @@ def draw(runs: dict[str, Run], path: Path) -> None:
 
 
 def main() -> None:
+    restart_spinning_briefly()
     keep_freed_memory()
     settings = tyro.cli(Settings, description=__doc__)
     resident = train(settings, pagoda.Memory(host="1GiB"), settings.steps)

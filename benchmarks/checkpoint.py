@@ -19,8 +19,8 @@ import tyro
 from rich.console import Console
 
 import pagoda
-from pagoda.memory.heap import keep_freed_memory
 from pagoda.models import build_model
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.runtime.optimizer import PagedOptimizer
 
 
@@ -97,6 +97,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Measure both (targets: p99 stall 0.1 s with state on SSD; steps 1.2 times as long while RAM is written)."""
+    restart_spinning_briefly()
     keep_freed_memory()
     console = Console()
     memories = {"ssd": all_on_ssd(model, seq_len, ssd), "ram": pagoda.Memory()}

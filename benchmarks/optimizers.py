@@ -17,8 +17,8 @@ from rich.console import Console
 
 import pagoda
 from pagoda.calibrate.meter import cpu_name
-from pagoda.memory.heap import keep_freed_memory
 from pagoda.models.build import build_model
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
 from pagoda.train.data import STDLIB, Batches, ByteText
 from training import train_on_text
@@ -69,6 +69,7 @@ def figure_of(name: str, optim: OptimConfig, arguments: argparse.Namespace, batc
 
 
 def main() -> None:
+    restart_spinning_briefly()
     keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-15m")

@@ -15,7 +15,7 @@ from pathlib import Path
 import tyro
 
 from pagoda.calibrate.meter import cpu_name
-from pagoda.memory.heap import keep_freed_memory
+from pagoda.process import keep_freed_memory
 from training import Plain, Workload
 
 _WARM_UP = 3

@@ -26,7 +26,6 @@ from rich.table import Table
 import pagoda
 from pagoda.calibrate import ComputeProfiler, Effort, calibrate
 from pagoda.errors import BudgetError
-from pagoda.memory.heap import keep_freed_memory
 from pagoda.models import build_model
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
@@ -36,6 +35,7 @@ from pagoda.plan.planner import Options, make_plan
 from pagoda.plan.simulate import simulate
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.units import ModuleSpec
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.runtime.construct import describe
 from pagoda.train.data import Batches, ByteText
 
@@ -231,6 +231,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Calibrate, predict and measure every configuration, for about `case_s` seconds each."""
+    restart_spinning_briefly()
     keep_freed_memory()
     console = Console()
     results: list[Result] = []

@@ -29,7 +29,7 @@ from torch import nn
 
 import pagoda
 from pagoda.calibrate.meter import cpu_name
-from pagoda.memory.heap import keep_freed_memory
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from training import LR, Paged, Workload
 
 KINDS = ("pagoda", "ddp", "fsdp2")
@@ -213,6 +213,7 @@ def write_docs(path: Path, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    restart_spinning_briefly()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt-16x512")
     parser.add_argument("--batch-size", type=int, default=1)

@@ -28,8 +28,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
-from pagoda.memory.heap import keep_freed_memory
 from pagoda.memory.sizes import parse_bytes
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 
 NAMES = {"plain": False, "pagoda": True}
 SHORTEST, LONGEST = 256, 1 << 14
@@ -195,6 +195,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Print the longest sequence of each under `limit`, or the throughput of each at `length` without one."""
+    restart_spinning_briefly()
     sizes = vocab, hidden, layers
     result: dict[str, Any] = {
         "model": {"vocab": vocab, "hidden": hidden, "layers": layers},

@@ -29,6 +29,7 @@ import pagoda
 from pagoda.calibrate.meter import cpu_name
 from pagoda.memory import Arena, PageFile, parse_bytes, ssd_tier, verify
 from pagoda.memory.slots import Hashes
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.runtime.lanes import SSD_THREADS
 
 PAGE = 4 << 20
@@ -37,6 +38,8 @@ RING = 12
 
 
 def main() -> None:
+    restart_spinning_briefly()
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ssd", type=Path, action="append", required=True, help="directory, once for each drive")
     parser.add_argument("--layers", type=int, default=16)

@@ -26,8 +26,8 @@ from rich.table import Table
 
 import pagoda
 from pagoda.memory.arena import Arena
-from pagoda.memory.heap import keep_freed_memory
 from pagoda.memory.ssd import PageFile
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from training import Paged, Plain, Workload
 
 PAGE = 4 << 20
@@ -142,6 +142,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Run both workloads and print the ratios (targets: RAM 1.05, SSD 1.10)."""
+    restart_spinning_briefly()
     keep_freed_memory()
     console = Console()
     workloads = (Workload(model, 4, 512, clip=clip), Workload(model, 1, 512, clip=clip if speculate else None))

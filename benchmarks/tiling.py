@@ -23,8 +23,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagoda
-from pagoda.memory.heap import keep_freed_memory
 from pagoda.memory.sizes import parse_bytes
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from slow_ssd import slow_ssd
 
 MIB = 1 << 20
@@ -111,6 +111,7 @@ def main(
 ) -> None:
     """Print both, and their ratios (targets: 12 times fewer bytes, 3 times faster). `ahead`: layers that the arena has
     room for. `ssd_rate`: bytes per second of a slower drive."""
+    restart_spinning_briefly()
     keep_freed_memory()
     with nullcontext() if ssd_rate is None else slow_ssd(parse_bytes(ssd_rate, "ssd_rate")):
         ordinary, tiled = (measure(layers, hidden, passes, seq_len, n, ssd, ahead, steps) for n in (None, passes))

@@ -13,13 +13,15 @@ os.environ["PAGODA_POISON"] = "1"
 os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"pagoda-tests-cache-{os.getuid()}")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
-import torch
-from hypothesis import settings
-
-from pagoda.memory.heap import keep_freed_memory
+from pagoda.process import keep_freed_memory, spin_briefly
 
 keep_freed_memory()
+spin_briefly()  # before torch is imported, here and in the processes that tests start
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
 if not torch.cuda.is_available():
     # Before anything imports Triton: GPU kernels then run on the CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")

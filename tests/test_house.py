@@ -30,6 +30,7 @@ HOUSE = (
     "memory",
     "models",
     "jit",
+    "process",
     "errors",
 )
 """Top to bottom. A part may import itself and what is below it."""

@@ -14,7 +14,7 @@ _SIGNAL_BASE = 128
 
 def run_train(config: TrainConfig, console: Console) -> int:
     """Runs the training and returns its exit code."""
-    from pagoda.memory.heap import keep_freed_memory
+    from pagoda.process import keep_freed_memory
     from pagoda.train.loop import run
 
     if config.memory.build().torch_device.type == "cpu":
