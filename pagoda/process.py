@@ -1,4 +1,4 @@
-"""What a program asks of its own process where the CPU computes. Both last as long as the process: no library may ask."""
+"""What a program asks of its own process where the CPU computes. It lasts as long as that: no library may ask."""
 
 import ctypes
 import os

@@ -19,7 +19,6 @@ from pagoda.cli.plan import run_plan
 from pagoda.cli.train import resumed_config, run_train
 from pagoda.errors import PagodaError
 from pagoda.forecast.config import PlanConfig
-from pagoda.process import spin_briefly
 from pagoda.train.config import TrainConfig
 
 USER_ERROR = 2
@@ -56,7 +55,6 @@ def main(args: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: 0 after --help, 2 for flags that cannot be read.
     """
-    spin_briefly()
     args = sys.argv[1:] if args is None else list(args)
     interrupted = "interrupted"
     try:
