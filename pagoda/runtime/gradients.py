@@ -68,6 +68,11 @@ class UnitGradient:
         counts = {self.arrivals[slot] for slot in self.unit.expected}
         return len(counts) == 1 and 0 not in counts
 
+    @property
+    def settled(self) -> bool:
+        """Whether what has arrived lies in the extent, or never will."""
+        return all(handle.done for handle in list(self.pending))
+
     def settle(self) -> None:
         """Wait until what has arrived lies in the extent. Both the compute thread and the updater may wait."""
         wait_all(list(self.pending))

@@ -1,7 +1,6 @@
 """Updates: the optimizer's math, unit by unit: in which order, and block by block."""
 
 import ctypes
-import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -126,7 +125,6 @@ class Updater:
             if update not in self._queue:
                 return
             self._queue.remove(update)
-            heapq.heapify(self._queue)
         self._gradients.release(update.record)
         update.written.finish()
         update.published.finish()
@@ -146,7 +144,7 @@ class Updater:
     def _push(self, update: Update) -> None:
         with self._lock:
             self._stream.may_read_ahead = True
-            heapq.heappush(self._queue, update)
+            self._queue.append(update)
             self._lock.notify_all()
 
     def pending(self) -> dict[int, Handle]:
@@ -196,7 +194,17 @@ class Updater:
 
     def _next(self) -> Update | None:
         with self._lock:
-            return heapq.heappop(self._queue) if self._queue else None
+            return self._pop(self._queue) if self._queue else None
+
+    def _pop(self, among: list[Update]) -> Update:
+        """Take the most urgent of queued updates whose gradient is there, else the first that was queued.
+
+        Of several ranks, whatever brings a later gradient may wait for the result of an earlier update.
+        """
+        there = [update for update in among if update.record.settled]
+        update = min(there) if there else min(among, key=lambda update: update.sequence)
+        self._queue.remove(update)
+        return update
 
     def _next_or_read_ahead(self) -> Update | None:
         """The most urgent update; reads ahead until there is one. None once closed and nothing is left."""
@@ -207,25 +215,22 @@ class Updater:
                     return None
                 if not self._stream.read_ahead():
                     self._lock.wait()
-            return heapq.heappop(self._queue)
+            return self._pop(self._queue)
 
     def _loaded(self, update: Update) -> Update:
         """`update` with its gradient in RAM; or, while other gradients leave no room for it, one of theirs."""
         if self._gradients.load(update.record, block=False):
             return update
         with self._lock:
-            resident = next((other for other in sorted(self._queue) if other.record.buffer is not None), None)
-            if resident is not None:
-                self._queue.remove(resident)
-                heapq.heapify(self._queue)
-                heapq.heappush(self._queue, update)
-                update = resident
+            if resident := [other for other in self._queue if other.record.buffer is not None]:
+                self._queue.append(update)
+                update = self._pop(resident)
         self._gradients.load(update.record, block=True)
         return update
 
     def _put_back(self, update: Update) -> None:
         with self._lock:
-            heapq.heappush(self._queue, update)
+            self._queue.append(update)
 
 
 class BlockStream:

@@ -269,8 +269,7 @@ def pass_on_full_states(out: Path, expert_parallel: int) -> dict[str, Any]:
     other, optimizer = mixture(expert_parallel, seed=5)
     other.load_state_dict(everywhere, strict=False)
     loaded = other.state_dict()
-    optimizer.close()
-    other, optimizer = mixture(expert_parallel, seed=9)
+    optimizer.zero_grad()
     state = {"model": pagoda.ModelState(other), "optim": pagoda.OptimizerState(optimizer)}
     dcp.load(state, checkpoint_id=out / "dcp")
     restored = {key: value.state_dict() for key, value in state.items()}

@@ -47,7 +47,7 @@ def steps_done(config: TrainConfig) -> list[int]:
     return [line["step"] for line in read_metrics(RunDir(config.out).metrics)]
 
 
-@pytest.mark.parametrize("kind", ["ram", "ssd"])
+@pytest.mark.parametrize("kind", [pytest.param("ram", marks=pytest.mark.slow), "ssd"])
 def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_one_that_was_not(
     kind: str, ranks: RankServer, tmp_path: Path
 ) -> None:

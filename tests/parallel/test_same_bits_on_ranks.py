@@ -57,6 +57,8 @@ CASES: dict[str, Case] = {
     "frozen and checkpointed, on ssd": (2, {"frozen": True, "checkpointing": True}, {"kind": "ssd"}),
     "t5, 8-bit moments": (2, {"model": "t5", "moments": "8bit"}, {}),
     "conv, bf16 moments, on ssd": (2, {"model": "conv", "moments": "bf16"}, {"kind": "ssd"}),
+    "stage 1, under backward": (2, {"clip": None, "announced": True}, {"stage": 1}),
+    "stage 2, under backward, four ranks": (4, {"clip": None, "announced": True, "precision": "fp32"}, {"stage": 2}),
     "muon, frozen": (2, {"rule": "muon", "frozen": True}, {}),
     "muon, on ssd": (2, {"rule": "muon"}, {"kind": "ssd"}),
     "muon, four ranks": (4, {"rule": "muon", "precision": "fp32"}, {}),

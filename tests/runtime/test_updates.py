@@ -76,6 +76,7 @@ class Updates:
         if index in self.latest:
             self.latest[index].wait()  # as the engine does before the next gradient may overwrite this one
         record = part.arrive(unit, seed=step)
+        record.settle()
         part.gradients.take(record)
         segments = self.segments(index, step, slots)
         states = self.expected[index]
@@ -210,6 +211,30 @@ def test_the_most_urgent_update_comes_first_and_equals_in_the_order_they_came(tm
         gate.finish()
         running.updater.drain()
         assert running.finished == [0, *sorted(urgencies, key=lambda index: urgencies[index])]
+
+
+def test_an_urgent_update_whose_gradient_waits_for_an_earlier_one_does_not_go_first(tmp_path: Path) -> None:
+    """As on ranks that have all weights: collectives go in order, and one that shares an earlier update's result may
+    stand before one that brings a later gradient."""
+    with updates(tmp_path, [[100]] * 3, placement=RESIDENT) as running:
+        gate, behind = Gate(), Gate()
+        for index, waits_for, urgency in ((0, gate, 99.0), (1, None, 9.0), (2, behind, 1.0)):
+            record = running.part.arrive(running.part.units[index])
+            record.settle()
+            record.pending += [waits_for] if waits_for is not None else []
+            running.part.gradients.take(record)
+            handle = running.updater.submit(record, running.segments(index, 1), urgency)
+            if index == 0:
+                assert gate.waited_for.wait(SOON_S), "the updater is busy with unit 0"
+            if index == 1:
+                handle.then(lambda _: behind.finish())
+        gate.finish()
+        draining = threading.Thread(target=running.updater.drain, daemon=True)
+        draining.start()
+        draining.join(SOON_S)
+        if not behind.done:
+            behind.finish()  # so that all ends, whatever came first
+        assert running.finished == [0, 1, 2]
 
 
 @pytest.mark.parametrize("placement", [RESIDENT, MOMENTS_ON_SSD, ALL_ON_SSD])
