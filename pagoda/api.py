@@ -30,7 +30,7 @@ from pagoda.parallel.start import (
     on_any_rank,
 )
 from pagoda.parallel.wire import Wire
-from pagoda.plan.activations import ActivationMode
+from pagoda.plan.activations import SHARE_OF_MEMORY, ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
@@ -84,9 +84,6 @@ __all__ = [
 
 Update = Literal["sync", "async"]
 Model = TypeVar("Model", bound=nn.Module)
-
-ACTIVATION_SHARE = 0.8
-"""Share of what is then free beside pages which graphs may keep; the rest is for what operators work with."""
 
 
 def wrap(
@@ -374,4 +371,4 @@ def _free_beside(plan: Plan, device: torch.device) -> int:
         free, pages = torch.cuda.mem_get_info(device)[0], plan.peak_bytes.get("device", 0)
     else:
         free, pages = free_ram(), plan.peak_bytes.get("host", 0) + plan.peak_bytes.get("device", 0)
-    return max(0, int((free - pages) * ACTIVATION_SHARE))
+    return max(0, int((free - pages) * SHARE_OF_MEMORY))

@@ -52,6 +52,17 @@ class MemoryConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StatesConfig:
+    """Settings of an optimizer that may decide what it keeps."""
+
+    options: tuple[str, ...] = ()
+    """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """What AdamW's moments are kept in: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
+    (quantized in blocks of 256, 2). The last two change the algorithm."""
+
+
 def check_batch_tiles(tiles: BatchTiles | None) -> None:
     """Raises ConfigError for a count that is none."""
     if isinstance(tiles, int):

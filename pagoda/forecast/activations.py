@@ -1,10 +1,20 @@
 """Activations: an estimate of what forward and backward keep beside the pages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.forecast.subject import Subject
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.activations import BUFFERED, ActivationMode, recomputes
+from pagoda.plan.activations import (
+    BUFFERED,
+    LEAST_OFFLOADED_BYTES,
+    ActivationMode,
+    BlockSizes,
+    SavedBlocks,
+    StepSizes,
+    Storages,
+    recomputes,
+)
+from pagoda.plan.repeat import layers_of
 
 _LOGIT_BYTES = 12
 """Of a logit at the worst moment of the loss: itself in 16 bits and in fp32, its gradient in both. docs/plan.md has
@@ -37,6 +47,12 @@ class Activations:
     gradients: int
     """Two of the largest parameter's gradient: the one autograd makes, and the one on its way to its extent. Or all of
     a layer's, which layers that run in tiles add up first, if that is more."""
+
+    def with_policies(self, saved: SavedBlocks) -> "Activations":
+        """The same where each layer has a policy of its own."""
+        blocks = list(zip(saved.sizes.blocks, saved.policies, strict=True))
+        kept = sum(block.kept(policy) for block, policy in blocks)
+        return replace(self, saved=kept, offloaded=sum(block.away(policy) for block, policy in blocks))
 
     @property
     def total(self) -> int:
@@ -88,6 +104,17 @@ def estimate_activations(
         logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * subject.vocab,
         gradients=itemsize * max(2 * largest, tiled_layer),
     )
+
+
+def estimate_sizes(subject: Subject, tokens: int, itemsize: int) -> StepSizes:
+    """What a micro-batch of `tokens` tokens leaves to its backward, layer by layer, in storages: as
+    `estimate_activations` counts it, without the loss."""
+    hidden, ffn = (itemsize * tokens * width for width in (subject.hidden, subject.ffn))
+    inputs, inner = Storages().with_one(hidden, LEAST_OFFLOADED_BYTES), Storages()
+    for nbytes in (*[hidden] * (_HIDDEN_TENSORS - 1), *[ffn] * _FFN_TENSORS):
+        inner = inner.with_one(nbytes, LEAST_OFFLOADED_BYTES)
+    blocks = (BlockSizes(inputs, inputs, inner),) * len(layers_of(subject.root))
+    return StepSizes(blocks, (0,) * (len(blocks) + 1))
 
 
 def chunking_helps(

@@ -6,14 +6,15 @@ from math import inf
 from typing import Any, TypeVar
 
 from pagoda.errors import BudgetError
-from pagoda.forecast.activations import estimate_activations
-from pagoda.forecast.forecast import Forecast, Setting
+from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.machine import budgets_for
+from pagoda.forecast.setting import Setting, activations_of
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
 from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
+from pagoda.plan.search import Candidate
 
 _Part = TypeVar("_Part", Hardware, Cpu, Link, Drive, SmallTransfers)
 _MOST_LINES = 3
@@ -36,19 +37,21 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     """At most three lines: a plan that costs nothing, then the best first."""
     if forecast.setting is None:
         return ()
-    if not forecast.fits:
+    if forecast.choice is None:
         return tuple(_what_would_fit(forecast, forecast.setting))[:_MOST_LINES]
-    now = forecast.timeline.step_s
+    best = forecast.choice.best
+    whole = _step_s(forecast.setting, best, whole=False) == inf  # a part of the layers may not fit its part of a tier
+    now = _step_s(forecast.setting, best, whole)
     free: list[str] = []
     gains: list[tuple[float, str]] = []
     for change in _changes(forecast, forecast.setting):
-        gain = change.tokens * now / _step_s(change.setting) - 1
+        gain = change.tokens * now / _step_s(change.setting, best, whole) - 1
         if gain > _WORTH:
             tokens_per_s = forecast.tokens_per_s * (1 + gain)
             gains.append((gain, f"{change.name}: {gain:+.0%}, {tokens_per_s:,.0f} tokens/s."))
-    if forecast.config.plan == "usual" and forecast.choice is not None and forecast.choice.others:
+    if forecast.config.plan == "usual" and forecast.choice.others:
         fastest = forecast.choice.others[0]
-        gain = now / fastest.timeline.step_s - 1
+        gain = best.timeline.step_s / fastest.timeline.step_s - 1
         if gain > _WORTH:
             free = [f"Another plan, {fastest.name} (--plan search): {gain:+.0%}."]
     if not (free or gains):
@@ -59,12 +62,22 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     return (*free, *(line for _, line in sorted(gains, reverse=True)))[:_MOST_LINES]
 
 
-def _step_s(setting: Setting) -> float:
-    """Seconds of a step; infinite where nothing fits."""
-    try:
-        return setting.search().best.timeline.step_s
-    except BudgetError:
-        return inf
+def _step_s(setting: Setting, best: Candidate, whole: bool) -> float:
+    """Seconds of a step of the plan that was chosen and of the usual one, made for another setting, whichever is
+    shorter: no search, so there may be a faster one. Infinite where neither fits.
+
+    Unless `whole`, of a plan of many units these are seconds of a part of the layers, to be compared with others.
+    """
+    chosen, options = best.options, setting.options
+    as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
+    problem = setting.problem if whole else setting.problem.to_compare(best.plan)
+    seconds = [inf]
+    for tried in dict.fromkeys((as_chosen, options)):
+        try:
+            seconds.append(problem.simulated(problem.plan(tried)).step_s)
+        except BudgetError:
+            continue
+    return min(seconds)
 
 
 def _changes(forecast: Forecast, setting: Setting) -> Iterator[_Change]:
@@ -107,11 +120,8 @@ def _changes(forecast: Forecast, setting: Setting) -> Iterator[_Change]:
 def _twice_the_batch(forecast: Forecast, setting: Setting) -> Setting | None:
     """The setting with what twice the activations leave to pages; None where they leave nothing."""
     config = forecast.config
-    itemsize = setting.states[0].dtype.itemsize
     twice = replace(config, batch_size=2 * config.batch_size)
-    activations = estimate_activations(
-        setting.subject, twice.tokens, itemsize, twice.activations, twice.chunked_loss, twice.tile_tokens
-    )
+    activations = activations_of(twice, setting.subject)
     try:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)
     except BudgetError:
@@ -119,7 +129,8 @@ def _twice_the_batch(forecast: Forecast, setting: Setting) -> Setting | None:
     subject = replace(setting.subject, exchanged={at: 2 * n for at, n in setting.subject.exchanged.items()})
     compute = _scaled(setting.compute, 2.0)
     from_flops = compute if setting.from_flops is setting.compute else _scaled(setting.from_flops, 2.0)
-    return replace(setting, subject=subject, budgets=budgets, from_flops=from_flops, compute=compute)
+    saved = setting.saved and replace(setting.saved, sizes=setting.saved.sizes.scaled(2.0))
+    return replace(setting, subject=subject, budgets=budgets, saved=saved, from_flops=from_flops, compute=compute)
 
 
 def _what_would_fit(forecast: Forecast, setting: Setting) -> Iterator[str]:

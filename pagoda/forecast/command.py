@@ -14,6 +14,21 @@ from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.report import as_json, show
 from pagoda.plan.chrome_trace import write_trace
+from pagoda.settings import flag
+
+_TRAINED_ALIKE = (
+    "accumulation_steps",
+    "precision",
+    "gradients",
+    "optimizer",
+    "clip_grad_norm",
+    "speculate",
+    "activations",
+    "chunked_loss",
+    "batch_tiles",
+    "tile_limit",
+)
+"""Settings that `pagoda train` has too."""
 
 
 def run(config: PlanConfig, console: Console) -> Forecast:
@@ -34,7 +49,7 @@ def run(config: PlanConfig, console: Console) -> Forecast:
     else:
         show(made, advice, console)
         if searched and made.fits and made.machine.ranks is None:
-            console.print(f"Train it: {_train_command(made)}", soft_wrap=True, highlight=False)
+            console.print(f"Train it: {_train_command(made, config)}", soft_wrap=True, highlight=False)
     if made.fits:
         title = f"{made.subject.name} on {machine.hardware.name}, predicted"
         if config.trace is not None:
@@ -44,9 +59,9 @@ def run(config: PlanConfig, console: Console) -> Forecast:
     return made
 
 
-def _train_command(made: Forecast) -> str:
-    """What trains the model within the budgets of the forecast."""
-    config, budgets = made.config, made.plan.budgets
+def _train_command(made: Forecast, config: PlanConfig) -> str:
+    """What trains the model within the budgets of the forecast that `config` asked for."""
+    budgets = made.plan.budgets
     flags = [f"--model {made.subject.name} --batch-size {config.batch_size} --seq-len {config.seq_len}"]
     flags.append(f"--memory.host {budgets.host}")
     if made.machine.hardware.device is not None:
@@ -56,22 +71,16 @@ def _train_command(made: Forecast) -> str:
     if "ssd" in made.bytes:
         ssd = config.memory.ssd or "DIR"
         flags.append(f"--memory.ssd {f'DIR:{ssd}' if ssd[:1].isdigit() else ssd}")
-    if config.accumulation_steps > 1:
-        flags.append(f"--accumulation-steps {config.accumulation_steps}")
-    if config.clip_grad_norm != PlanConfig.clip_grad_norm:
-        flags.append(f"--clip-grad-norm {config.clip_grad_norm}")
-    if config.precision != PlanConfig.precision:
-        flags.append(f"--precision {config.precision}")
-    if config.gradients != PlanConfig.gradients:
-        flags.append(f"--gradients {config.gradients}")
-    if config.moments != PlanConfig.moments:
-        flags.append(f"--optim.moments {config.moments}")
-    if config.optimizer != PlanConfig.optimizer:
-        flags.append(f"--optimizer {config.optimizer}")
-    if config.optimizer_options:
-        flags.append(f"--optim.options {shlex.join(config.optimizer_options)}")
-    if config.activations != PlanConfig.activations:
-        flags.append(f"--activations {config.activations}")
+    for part, names, prefix in (
+        (config, _TRAINED_ALIKE, ""),
+        (config.memory, ("page_size", "unit_limit"), "memory."),
+        (config.optim, ("moments", "options"), "optim."),
+    ):
+        usual = type(part)
+        for name in names:
+            value = getattr(part, name)
+            if value != getattr(usual, name):
+                flags.append(f"{flag(prefix + name)} {shlex.join(value) if isinstance(value, tuple) else value}")
     return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.subject.name}"
 
 

@@ -1,16 +1,18 @@
 """What a forecast is asked for, as the command line and Python share it."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pagoda.errors import ConfigError
+from pagoda.memory.sizes import parse_bytes
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
-from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, require
+from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, require
 
 if TYPE_CHECKING:
-    from pagoda.optim import Rule
+    from pagoda.optim.rule import StateSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class PlanConfig:
     on a batch of its own, and all of them share out the state."""
     zero_stage: Literal[1, 2, 3] = 3
     """What several ranks share out: moments (1), gradients too (2), weights too (3)."""
+    replicas: int = 1
+    """Whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
     expert_parallel: int = 1
     """Of a mixture of experts (t5-moe-1.2t): ranks that divide the experts of every block. Tokens travel to them."""
     batch_size: int = 1
@@ -48,13 +52,10 @@ class PlanConfig:
     to compute as fast as bf16."""
     gradients: Literal["bf16", "fp32"] | None = None
     """What gradients are accumulated in; by default the precision of the weights."""
-    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """What AdamW keeps its moments in."""
     optimizer: str = "adamw"
     """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other. Updates
     are taken to be as fast as those of AdamW with fp32 moments."""
-    optimizer_options: tuple[str, ...] = ()
-    """Settings that decide what the optimizer keeps, as NAME=VALUE: momentum=0.9 for sgd."""
+    optim: StatesConfig = field(default_factory=StatesConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What is left out follows from the hardware. Of a machine that is not this one, memory.ssd may be a size alone."""
     clip_grad_norm: float | None = 1.0
@@ -66,11 +67,16 @@ class PlanConfig:
     """Checkpoints that the run keeps: state on SSD takes this many times more room there. `pagoda train` keeps 2, if
     --checkpoint-every is given."""
     activations: ActivationMode = "recompute"
-    """What becomes of the activations of each layer, as for `pagoda train`; auto is forecast as recompute."""
+    """What becomes of the activations of each layer, as for `pagoda train`. auto: the policy for all layers with which
+    a step is fastest, which is what `pagoda train` then takes on a measured machine."""
     chunked_loss: bool | None = None
     """Compute the loss without ever holding all logits. By default where they would be the peak of activations."""
     batch_tiles: BatchTiles | None = None
-    """Micro-batches in which each layer runs its batch."""
+    """Micro-batches in which each layer runs its batch. auto: as few as keep products of matrices at full speed and
+    small, or as many more as it takes to fit."""
+    tile_limit: str | None = None
+    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are tiles that are fetched
+    one after another."""
     plan: PlanMode = "search"
     """search: forecast the fastest of several plans, which is what `pagoda train` then takes on a measured machine.
     usual: the planner's first choice."""
@@ -85,22 +91,39 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.gpus_per_node is not None:
             require(self.gpus_per_node >= 1, "gpus_per_node", self.gpus_per_node, "must be at least 1")
-        for name in ("nodes", "expert_parallel", "batch_size", "accumulation_steps"):
+        for name in ("nodes", "replicas", "expert_parallel", "batch_size", "accumulation_steps"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         if self.clip_grad_norm is not None:
             require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
         check_batch_tiles(self.batch_tiles)
+        if self.tile_limit is not None:
+            parse_bytes(self.tile_limit, "tile_limit")
         if (self.model is None) != self.max_model:
             raise ConfigError("give either --model NAME, or --max-model to find the largest GPT that fits")
 
-    def rule(self) -> "Rule":
-        """The update rule. Raises ConfigError where there is none of that name, or it has not one of the settings."""
-        from pagoda.optim.named import parsed_options, rule_named
+    @cached_property
+    def states(self) -> "tuple[StateSpec, ...]":
+        """What the optimizer keeps, the weights first.
 
-        moments = {"moments": self.moments} if self.optimizer == "adamw" else {}
-        require(bool(moments) or self.moments == "fp32", "moments", self.moments, "is for adamw")
-        return rule_named(self.optimizer, moments | parsed_options(self.optimizer_options))
+        Raises ConfigError where there is no optimizer of that name, it has not one of the settings, or it takes
+        parameters whole and they are to be in tiles.
+        """
+        from pagoda.optim.named import parsed_options, rule_named
+        from pagoda.runtime.rule_checks import check_rule
+
+        moments = {"moments": self.optim.moments} if self.optimizer == "adamw" else {}
+        require(bool(moments) or self.optim.moments == "fp32", "optim.moments", self.optim.moments, "is for adamw")
+        rule = rule_named(self.optimizer, moments | parsed_options(self.optim.options))
+        check_rule(rule, tiled=self.tile_limit is not None)
+        return rule.states(self.precision)
+
+    @property
+    def tile_elements(self) -> int | None:
+        """Most elements of a matrix that is not in tiles; None where none is."""
+        if self.tile_limit is None:
+            return None
+        return parse_bytes(self.tile_limit, "tile_limit") // self.states[0].dtype.itemsize
 
     @property
     def tokens(self) -> int:

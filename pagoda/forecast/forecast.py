@@ -5,73 +5,21 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pagoda.errors import BudgetError
-from pagoda.forecast.activations import Activations, estimate_activations
+from pagoda.forecast.activations import Activations
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.machine import Machine, budgets_for
-from pagoda.forecast.subject import Subject, find_subject
-from pagoda.memory.sizes import parse_bytes
-from pagoda.optim.rule import StateSpec, kept_dtype
+from pagoda.forecast.machine import Machine
+from pagoda.forecast.mixed import spared
+from pagoda.forecast.setting import Setting, activations_of, subject_of
+from pagoda.forecast.settle import resolved, settled
+from pagoda.forecast.subject import Subject
 from pagoda.plan.activations import recomputes
 from pagoda.plan.compute import Compute
-from pagoda.plan.hardware import Hardware
-from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.ranks import Ranks
-from pagoda.plan.search import Choice, search
+from pagoda.plan.planner import Plan
+from pagoda.plan.search import Choice
 from pagoda.plan.timeline import Timeline
-from pagoda.settings import PlanMode
 
 _TRAINING_FACTOR = 3.0
 """FLOPs of forward and backward together, per FLOP of forward."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """All that a search needs: what advice varies."""
-
-    subject: Subject
-    hardware: Hardware
-    from_flops: Compute
-    """Times that choose a plan: the same in a forecast and in a run, which has no time to measure any."""
-    compute: Compute
-    """Times that a step is forecast with: measured ones where there are some."""
-    budgets: Budgets
-    options: Options
-    states: tuple[StateSpec, ...]
-    ranks: Ranks | None = None
-    mode: PlanMode = "search"
-
-    @property
-    def exchanges(self) -> Mapping[str, int]:
-        """Bytes of tokens that a rank sends to the experts of others in one forward pass, as `make_plan` takes them."""
-        return {module: n * self.states[0].dtype.itemsize for module, n in self.subject.exchanged.items()}
-
-    def usual_plan(self) -> Plan:
-        """The planner's first choice. Raises BudgetError when no plan fits."""
-        return make_plan(
-            self.subject.root, self.states, self.budgets, self.options, self.ranks, exchanges=self.exchanges
-        )
-
-    def search(self) -> Choice:
-        """The plan that a run takes, and beside it all others that fit, fastest first.
-
-        Raises BudgetError when no plan fits.
-        """
-        found = search(
-            self.subject.root,
-            self.states,
-            self.budgets,
-            self.options,
-            self.hardware,
-            self.from_flops,
-            self.ranks,
-            self.exchanges,
-        )
-        if self.mode == "usual":
-            found = found.usual()
-        if self.compute is self.from_flops:
-            return found
-        return found.with_times(self.subject.root, self.hardware, self.compute)
 
 
 @dataclass(frozen=True)
@@ -89,6 +37,8 @@ class Forecast:
     choice: Choice | None
     refusal: BudgetError | None
     """Why it does not fit; None exactly where there is a choice."""
+    settled: tuple[str, ...] = ()
+    """What the configuration left open, and what was chosen."""
 
     @property
     def fits(self) -> bool:
@@ -150,46 +100,33 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
 
     Raises ConfigError: unknown model, or a setting that cannot be used.
     """
-    assert config.model is not None
-    subject = find_subject(
-        config.model,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        expert_parallel=config.expert_parallel,
-    )
-    states = config.rule().states(config.precision)
-    activations = estimate_activations(
-        subject,
-        config.tokens,
-        states[0].dtype.itemsize,
-        config.activations,
-        config.chunked_loss,
-        config.tile_tokens,
-    )
+    subject = subject_of(config)
+    config, chosen = settled(config, machine, subject)
+    activations = activations_of(config, subject)
     try:
-        budgets, notes = budgets_for(machine, config.memory, activations)
+        setting, notes = resolved(config, machine, subject)
     except BudgetError as refusal:
-        return Forecast(config, machine, subject, activations, (), None, None, refusal)
-    rate = machine.hardware.matmul(config.precision).reached_flop_per_s
-    times = Compute.from_flops(subject.forward_flops, rate.value, recomputes(config.activations))
-    setting = Setting(
-        subject, machine.hardware, times, times, budgets, options_of(config), states, machine.ranks, mode=config.plan
-    )
+        return Forecast(config, machine, subject, activations, (), None, None, refusal, chosen)
     try:
         setting.usual_plan()
     except BudgetError as refusal:
-        return Forecast(config, machine, subject, activations, notes, setting, None, refusal)
+        return Forecast(config, machine, subject, activations, notes, setting, None, refusal, chosen)
+    rate = machine.hardware.matmul(config.precision).reached_flop_per_s
     how = f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
     if measure and machine.here and machine.hardware.device is None and subject.measurable:
-        setting = replace(setting, compute=_measured(config, subject))
+        setting = replace(setting, compute=_measured(config, setting))
         how = f"compute: a layer and the head, measured here just now; what chose the plan is {how[9:]}"
-    return Forecast(config, machine, subject, activations, (*notes, f"{how}."), setting, setting.search(), None)
+    if config.activations == "auto" and setting.saved is not None:
+        activations = activations.with_policies(setting.saved)
+    notes = (*notes, f"{how}.")
+    return Forecast(config, machine, subject, activations, notes, setting, setting.search(), None, chosen)
 
 
-def _measured(config: PlanConfig, subject: Subject) -> Compute:
+def _measured(config: PlanConfig, setting: Setting) -> Compute:
     """Seconds of each module on this machine's processors."""
     from pagoda.calibrate import ComputeProfiler
 
+    subject = setting.subject
     profiler = ComputeProfiler(
         subject.name,
         batch_size=config.batch_size,
@@ -197,19 +134,7 @@ def _measured(config: PlanConfig, subject: Subject) -> Compute:
         precision=config.precision,
         gradient_checkpointing=recomputes(config.activations),
     )
-    return Compute.from_profile(profiler.measure(), subject.root)
-
-
-def options_of(config: PlanConfig) -> Options:
-    """The planner's options, as `pagoda train` sets them."""
-    memory = config.memory
-    return Options(
-        None if memory.page_size is None else parse_bytes(memory.page_size, "memory.page_size"),
-        None if memory.unit_limit is None else parse_bytes(memory.unit_limit, "memory.unit_limit"),
-        config.accumulation_steps,
-        config.clip_grad_norm is not None,
-        speculate=config.speculate,
-        keep_checkpoints=config.keep_checkpoints,
-        gradients=kept_dtype(config.gradients),
-        may_skip=config.precision == "fp16",
-    )
+    times = Compute.from_profile(profiler.measure(), subject.root)
+    if config.activations != "auto" or setting.saved is None:
+        return times
+    return spared(times, subject.root, setting.saved.policies)

@@ -1,15 +1,15 @@
 """The largest GPT that fits: a search over the family of `models.papers.gpt_shape`."""
 
 from bisect import bisect_left
+from dataclasses import replace
 
 from pagoda.errors import BudgetError
-from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.forecast import options_of
-from pagoda.forecast.machine import Machine, budgets_for
-from pagoda.forecast.subject import find_subject
+from pagoda.forecast.machine import Machine
+from pagoda.forecast.setting import Setting, setting_of, subject_of
+from pagoda.forecast.settle import possible
+from pagoda.memory.sizes import format_bytes
 from pagoda.models.papers import gpt_of_step
-from pagoda.plan.planner import make_plan
 
 _MOST_STEPS = 1 << 14
 
@@ -38,17 +38,35 @@ def _fits(step: int, config: PlanConfig, machine: Machine) -> bool:
 
 def _check(step: int, config: PlanConfig, machine: Machine) -> None:
     """Raises BudgetError when number `step` of the family does not fit."""
-    subject = find_subject(
-        gpt_of_step(step).name,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        count_flops=False,
-        expert_parallel=config.expert_parallel,
-    )
-    states = config.rule().states(config.precision)
-    itemsize = states[0].dtype.itemsize
-    activations = estimate_activations(
-        subject, config.tokens, itemsize, config.activations, config.chunked_loss, config.tile_tokens
-    )
-    budgets, _ = budgets_for(machine, config.memory, activations)
-    make_plan(subject.root, states, budgets, options_of(config), machine.ranks)
+    config = replace(config, model=gpt_of_step(step).name, max_model=False)
+    subject = subject_of(config, count_flops=False)
+    refusals: list[BudgetError] = []
+    for closed in possible(config, machine, subject):
+        try:
+            setting, _ = setting_of(closed, machine, subject)
+            _check_in_all(setting)
+            setting.usual_plan()
+            return
+        except BudgetError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _check_in_all(setting: Setting) -> None:
+    """Raises BudgetError where all tiers together are too small: found out fast, as it is what most refusals are.
+
+    States with shapes of their own are left out, and so are padding and buffers.
+    """
+    params = sum(param.numel for param in setting.subject.root.walk())
+    states = (state for state in setting.states if state.shape_of is None)
+    least = sum(state.nbytes(params) for state in states)
+    budgets, options = setting.budgets, setting.options
+    if budgets.ssd is not None or not options.update_under_backward:  # gradients have homes
+        least += params * (options.gradients or setting.states[0].dtype).itemsize
+    least //= setting.ranks.data_parallel if setting.ranks else 1
+    there = sum(filter(None, (budgets.device, budgets.host, budgets.ssd)))
+    if least > there:
+        raise BudgetError(
+            f"The training state does not fit: it takes {format_bytes(least)}, and all tiers together have "
+            f"{format_bytes(there)}. Raise memory.host, or add memory.ssd='DIR'.",
+        )

@@ -52,7 +52,11 @@ def find_machine_for(config: PlanConfig) -> Machine:
         raise ConfigError(
             f"--expert-parallel is {experts}, which does not divide the ranks, of which there are {count}"
         )
-    ranks = Ranks(count, per_node, config.zero_stage, experts) if count > 1 else None
+    if count % config.replicas:
+        raise ConfigError(
+            f"--replicas is {config.replicas}, which does not divide the ranks, of which there are {count}"
+        )
+    ranks = Ranks(count, per_node, config.zero_stage, experts, config.replicas) if count > 1 else None
     return Machine(hardware, config.hardware == AUTO, ranks)
 
 
@@ -68,6 +72,15 @@ def _hardware(name: str) -> Hardware:
     if name not in MACHINES and (Path(name).suffix == ".json" or Path(name).is_file()):
         return read_hardware(Path(name))
     return find_machine(name)
+
+
+def compute_memory(machine: Machine) -> int:
+    """Bytes that one rank has where it computes, pages included: of the GPU what CUDA leaves, else of RAM."""
+    hardware = machine.hardware
+    if hardware.device is not None:
+        return int(hardware.device.memory_bytes.value) - CONTEXT_BYTES
+    whole = free_ram() if machine.here else int(hardware.cpu.memory_bytes.value)
+    return whole // hardware.gpus_per_node
 
 
 def budgets_for(machine: Machine, memory: MemoryConfig, activations: Activations) -> tuple[Budgets, tuple[str, ...]]:

@@ -1,14 +1,19 @@
 """The model that a forecast is about: its tree, its arithmetic and its widths, without its weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagoda.errors import ConfigError
 from pagoda.models.mixture_shapes import MIXTURE_SHAPES
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.plan.describe import exchanged_elements, forward_flops, module_spec
+from pagoda.plan.repeat import repeated
+from pagoda.plan.tiles import tiled
 from pagoda.plan.units import ModuleSpec
+
+_DESCRIBED = 2
+"""Layers from which those of a built-in shape are described."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,12 @@ def find_subject(
     seq_len: int,
     count_flops: bool = True,
     expert_parallel: int = 1,
+    tile_elements: int | None = None,
 ) -> Subject:
     """The model called `name`: a paper's shape, or what `pagoda.models.build_model` builds.
 
-    Of an encoder-decoder, the encoder reads `seq_len` tokens and the decoder as many.
+    Of an encoder-decoder, the encoder reads `seq_len` tokens and the decoder as many. With `tile_elements`, layers
+    whose weights have more elements are in tiles, as `wrap(tile_limit=...)` has them.
 
     Raises ConfigError: as `build_model`; experts that `expert_parallel` ranks cannot divide.
     """
@@ -59,8 +66,9 @@ def find_subject(
         if experts % expert_parallel:
             raise ConfigError(f"--expert-parallel is {expert_parallel}, which does not divide {experts:,} experts")
     if shape is not None:
-        return _of_paper(shape, batch_size * seq_len, seq_len, expert_parallel)
-    return _of_transformers(name, batch_size, seq_len, count_flops)
+        subject = _of_paper(shape, batch_size * seq_len, seq_len, expert_parallel)
+        return subject if tile_elements is None else _in_tiles(subject, tile_elements)
+    return _of_transformers(name, batch_size, seq_len, count_flops, tile_elements)
 
 
 def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int) -> Subject:
@@ -79,20 +87,34 @@ def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int
     )
 
 
-def _of_transformers(name: str, batch_size: int, seq_len: int, count_flops: bool) -> Subject:
+def _in_tiles(subject: Subject, most_elements: int) -> Subject:
+    root, flops = tiled(subject.root, subject.forward_flops, most_elements)
+    return replace(subject, root=root, forward_flops=flops)
+
+
+def _of_transformers(name: str, batch_size: int, seq_len: int, count_flops: bool, tile_elements: int | None) -> Subject:
+    """Layers of a built-in shape are alike, so two of them are built, without values, and described as all."""
     from pagoda.models import build_model
     from pagoda.models import flops as counting
+    from pagoda.models.build import layer_count, model_directory
     from pagoda.runtime.construct import describe
+    from pagoda.runtime.operator_tiles import Tiling
 
     try:
+        layers = layer_count(name)
+        alike = model_directory(name) is None and layers > _DESCRIBED
         with counting.weightless():
-            model = build_model(name, seq_len=seq_len)
+            model = build_model(name, seq_len=seq_len, layers=_DESCRIBED if alike else None)
+            if tile_elements is not None:
+                Tiling(model, tile_elements)
             counted = counting.forward_flops(model, batch_size, seq_len) if count_flops else {}
             root = describe(model)
     except ConfigError as error:
         if name not in str(error) or "unknown model" not in str(error):
             raise
         raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
+    if alike:
+        root, counted = repeated(root, counted, layers)
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     hidden, ffn, vocab = widths(config)
     return Subject(
@@ -100,7 +122,7 @@ def _of_transformers(name: str, batch_size: int, seq_len: int, count_flops: bool
         params=sum(param.numel for param in root.walk()),
         root=root,
         forward_flops=counted,
-        layers=int(config.num_hidden_layers),
+        layers=layers,
         hidden=hidden,
         ffn=ffn,
         vocab=vocab,

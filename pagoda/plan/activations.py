@@ -16,6 +16,11 @@ _OPERANDS = 2
 """Storages that one operator uses at once."""
 _STEPS_PER_OCTAVE = 8
 
+SHARE_OF_MEMORY = 0.8
+"""Of what is free where compute is, beside pages, graphs may keep so much; the rest is for what operators work with."""
+SHARE_OF_LANES = 0.5
+"""Of the time that a step computes, activations may keep lanes busy for so much; weights and states need the rest."""
+
 
 def recomputes(mode: ActivationMode) -> bool:
     """Whether blocks may be computed again in backward."""
@@ -146,6 +151,23 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedBlocks:
+    """What a forward leaves to its backward, block by block, and what becomes of it: what a plan is made with."""
+
+    sizes: StepSizes
+    policies: tuple[Policy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Where offloaded activations of one block go, in bytes, and in which of a forward's uses of units it runs."""
+
+    uses: tuple[int, ...]
+    host: int
+    ssd: int
+
+
+@dataclass(frozen=True, slots=True)
 class ActivationPlan:
     """The policy of every block, and what that takes at its peak."""
 
@@ -154,6 +176,8 @@ class ActivationPlan:
     sizes: StepSizes | None = None
     """What it was made for; None before a step has shown it."""
     reason: str = ""
+    moves: tuple[BlockMoves, ...] = ()
+    """Of every block, in a forecast; a run moves what it saves when it saves it."""
 
     def __str__(self) -> str:
         counts = {policy: self.policies.count(policy) for policy in Policy if policy in self.policies}

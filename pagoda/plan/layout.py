@@ -245,7 +245,22 @@ class Layout:
 
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
-        return pages_for(self.elements(unit, state) * self.itemsize(state), self.page_bytes)
+        known = self._known_pages.get((unit.index, state))
+        if known is None:
+            known = pages_for(self.elements(unit, state) * self.itemsize(state), self.page_bytes)
+            self._known_pages[unit.index, state] = known
+        return known
+
+    @cached_property
+    def _known_pages(self) -> dict[tuple[int, str], int]:
+        """Pages of extents that were asked for before: a planner asks for each some dozen times."""
+        return {}
+
+    def with_block_limit(self, block_limit: int) -> "Layout":
+        """The same extents, streamed in other blocks."""
+        changed = replace(self, block_limit=block_limit)
+        changed.__dict__.update(_known_pages=self._known_pages, _leases=self._leases)
+        return changed
 
     def trained_weight_pages(self, unit: UnitSpec) -> int:
         """Pages of the weights that an update changes."""
@@ -274,13 +289,13 @@ class Layout:
         sharers = self.ranks.data_parallel // self.ranks.replicas
         return self.reduced_elements * max(sharers * self.offloaded_itemsize, self.ranks.replicas * 4)
 
-    @property
+    @cached_property
     def whole_gradient_pages(self) -> int:
         """Pages of the gradient of the widest unit, before it is sliced."""
         widest = max(unit.trainable_numel for unit in self.units)
         return pages_for(widest * self.offloaded_itemsize, self.page_bytes)
 
-    @property
+    @cached_property
     def collective_pages(self) -> int:
         """Two buffers for whole gradients, one that backward fills and one that is reduced, and what reducing takes."""
         if self.ranks is None or self.ranks.data_parallel == 1:
@@ -288,7 +303,7 @@ class Layout:
         reducing = self.landing_bytes + self.reduced_elements * (2 * 4 + self.offloaded_itemsize)
         return 2 * self.whole_gradient_pages + pages_for(reducing, self.page_bytes)
 
-    @property
+    @cached_property
     def block_elements(self) -> int:
         """Elements per streamed block, such that every streamed state's share of it is whole pages; of a rule that
         takes parameters whole, those of the largest."""
@@ -324,7 +339,7 @@ class Layout:
         offset = first // self.page_bytes * self.page_bytes
         return offset, pages_for(end - offset, self.page_bytes) * self.page_bytes
 
-    @property
+    @cached_property
     def fetch_piece_pages(self) -> int:
         """Pages of one slot of the fetch ring."""
         widest = max(self.pages(unit, WEIGHT) for unit in self.units)
@@ -347,9 +362,14 @@ class Layout:
 
         Whatever is in use may touch a slab each, so each counts as a slab, that is as the widest unit.
         """
+        in_use, widest, total = self._leases
+        return min(total, (in_use + ahead) * widest)
+
+    @cached_property
+    def _leases(self) -> tuple[int, int, int]:
+        """(units in use at once, frames of the widest lease, frames of all)."""
         leases = [self.lease_of(unit) for unit in self.units]
-        in_use = 1 + max(len(around) for around in enclosing(self.units).values())
-        return min(sum(leases), (in_use + ahead) * max(leases))
+        return 1 + max(len(around) for around in enclosing(self.units).values()), max(leases), sum(leases)
 
     def total_pages(self, state: str) -> int:
         return sum(self.pages(unit, state) for unit in self.units)

@@ -106,6 +106,15 @@ def place(
     return _Filler(layout, budgets, transient_gradients, staging_buffers, split, keep_checkpoints, speculate).fill()
 
 
+@dataclass(frozen=True, slots=True)
+class _InRam:
+    """Units whose weights, gradients and moments have room in RAM."""
+
+    weights: frozenset[int]
+    grads: frozenset[int]
+    moments: frozenset[int]
+
+
 class _Filler:
     """Works through the levels of `place`, from everything in RAM to everything on SSD."""
 
@@ -129,6 +138,7 @@ class _Filler:
         self.separate = budgets.device is not None
         self.reasons: list[str] = []
         units = layout.units
+        self.everything = frozenset(unit.index for unit in units)
         self.asynchronous = layout.max_staleness is not None
         self.resident = self._resident_units()
         elsewhere = dict.fromkeys(self.resident, 0)
@@ -147,8 +157,8 @@ class _Filler:
         everything = weights + moments + buffers
         if everything <= self.host:
             room = min(grads, self.host - weights - moments)
-            resident = frozenset(u.index for u in self.layout.units)
-            return self._placement(resident, resident, resident if room == grads else frozenset(), room, device)
+            kept = _InRam(self.everything, self.everything if room == grads else frozenset(), self.everything)
+            return self._placement(kept, room, device)
         if self.budgets.ssd is None:
             self._refuse(HOST, everything, self.host, "memory.host, or add memory.ssd='DIR'")
         return self._split(device, everything)
@@ -187,15 +197,14 @@ class _Filler:
         if self.speculate and self.split.undo_first:
             copies = {u.index: self._undo_pages(u, weights_in)[0] for u in self.layout.units}
             moments_in = beside_copies(moments_in, self.moment, copies, left)
-        return self._placement(weights_in, moments_in, grads_in, staging, device, lease_pages)
+        return self._placement(_InRam(weights_in, grads_in, moments_in), staging, device, lease_pages)
 
     def _gradients(self, left: int, least: int) -> tuple[int, int, frozenset[int]]:
         """(staging pages, pages left for moments, units whose gradients live in RAM)."""
         grads = sum(self.grad.values())
         if grads <= left and self.split.grad_share >= 1:
-            everything = frozenset(u.index for u in self.layout.units)
             if not self.transient:
-                return 0, left - grads, everything
+                return 0, left - grads, self.everything
             staging = min(grads, 4 * self.widest_grad)
             return staging, left - staging, frozenset()
         if self.transient:
@@ -299,100 +308,107 @@ class _Filler:
             return 0
         return DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, layout.page_bytes)
 
-    def _placement(
-        self,
-        weights_in: frozenset[int],
-        moments_in: frozenset[int],
-        grads_in: frozenset[int],
-        staging: int,
-        device: dict[str, int],
-        lease_pages: int = 0,
-    ) -> Placement:
+    def _placement(self, kept: _InRam, staging: int, device: dict[str, int], lease_pages: int = 0) -> Placement:
+        """Write down homes, then the buffers between them, then what the rest is for."""
         layout = self.layout
-        homes: dict[tuple[int, str], str] = {}
-        host: dict[str, int] = {}
-        ssd: dict[str, int] = {}
-        lines = {HOST: host, SSD: ssd}
-
-        def put(unit: UnitSpec, state: str, in_ram: bool) -> None:
-            tier = HOST if in_ram else SSD
-            homes[unit.index, state] = tier
-            lines[tier][state] = lines[tier].get(state, 0) + layout.pages(unit, state)
-
-        for unit in layout.units:
-            if unit.index in self.resident:
-                homes.update({(unit.index, state.name): DEVICE for state in layout.states})
-                homes[unit.index, GRAD] = DEVICE
-                continue
-            put(unit, WEIGHT, unit.index in weights_in)
-            for state in layout.moments:
-                put(unit, state.name, unit.index in moments_in)
-            if self.asynchronous:
-                put(unit, WEIGHT_BACK, unit.index in weights_in)
-                homes[unit.index, GRAD] = HOST  # its line is one of the fixed buffers
-            elif unit.index in grads_in or self.budgets.ssd is not None:
-                put(unit, GRAD, unit.index in grads_in)
-            else:  # transient buffers only: nowhere to spill to
-                homes[unit.index, GRAD] = HOST
-            homes.update({(unit.index, state.name): HOST for state in layout.small})
-        everything = len(layout.units)
-        device = dict(device)
-        in_ram = [u for u in layout.units if u.trainable_numel and u.index in (weights_in & moments_in) - self.resident]
-        passing = on_device(in_ram, self.split.device_update_share) if UPDATE_RING in device else frozenset()
-        if passing:
-            self.reasons.append(
-                f"{len(passing)} of {everything} units are updated on the device: their states pass it while the CPU "
-                "updates the others."
-            )
-        else:
-            device.pop(UPDATE_RING, None)
-        if self.resident:
-            self.reasons.append(
-                f"{len(self.resident)} of {everything} units have all their states on the device, which has room for "
-                "them beside leases: they need no transfers."
-            )
-        ring_slots = 0
-        speculated: frozenset[int] = frozenset()
-        if grads_in != frozenset(u.index for u in layout.units):
+        homes = self._homes(kept)
+        host, ssd = (self._home_lines(kept, homes, tier) for tier in (HOST, SSD))
+        passing, device = self._updated_on_device(kept, device)
+        if kept.grads != self.everything:
             host[STAGING] = staging
         if lease_pages:
             host[FETCH_RING if self.separate else LEASES] = lease_pages
-        if len(moments_in) < everything or len(weights_in) < everything:
-            slot_pages = self._slot_pages(len(weights_in) < everything)
-            left = self.host - sum(host.values()) - layout.least_ring_slots * slot_pages
-            if self.speculate:
-                free = (self.budgets.ssd or 0) // layout.page_bytes - sum(ssd.values()) - self._spare_pages(ssd)
-                needs = {u.index: self._undo_pages(u, weights_in) for u in layout.units if u.index not in moments_in}
-                speculated, undo = last_that_fit(needs, (left, free))
-                for tier, pages in zip((host, ssd), undo, strict=True):
-                    tier.update({UNDO: pages} if pages else {})
-            ring_slots = self._ring_slots(slot_pages, taken=sum(host.values()))
-            host[RING] = ring_slots * slot_pages
-            self.reasons.append(
-                f"SSD holds the weights of {everything - len(weights_in)} and the moments of "
-                f"{everything - len(moments_in)} of {everything} units: RAM goes first to weights (most transfers "
-                "per byte), then gradients, then moments, in forward order (least slack)."
-            )
-            if speculated:
-                self.reasons.append(
-                    f"{len(speculated)} of the {everything - len(moments_in)} units with moments on SSD are updated "
-                    "under backward as if nothing would be clipped, and their old states kept until that is known."
-                )
-        elif ssd:
-            self.reasons.append(
-                "Weights and moments fit in host RAM; SSD keeps room for gradients that cannot be used at once."
-            )
-        else:
-            self.reasons.append("Every state fits in host RAM; SSD is not used.")
+        ring_slots, speculated = self._stream(kept, host, ssd)
         copied = sum(host.get(state.name, 0) for state in layout.states) // COPIED_SHARE
         copied = min(copied, self.host - sum(host.values()))
         host.update(self.buffers)
         host[CHECKPOINT] += max(0, copied)
         if self.budgets.ssd is not None:
             self._add_checkpoints(ssd, self.budgets.ssd // layout.page_bytes)
-        lines[DEVICE] = device
+        lines = {HOST: host, SSD: ssd, DEVICE: device}
         taken = {tier: pages for tier, pages in lines.items() if pages}
         return Placement(homes, taken, ring_slots, speculated, passing, self.resident, tuple(self.reasons))
+
+    def _homes(self, kept: _InRam) -> dict[tuple[int, str], str]:
+        """The tier of every state of every unit."""
+        layout = self.layout
+        in_ram = {WEIGHT: kept.weights, GRAD: kept.grads, **{state.name: kept.moments for state in layout.moments}}
+        if self.asynchronous:
+            in_ram |= {WEIGHT_BACK: kept.weights, GRAD: self.everything}
+        elif self.budgets.ssd is None:  # transient buffers at most: there is nowhere to spill to
+            in_ram[GRAD] = self.everything
+        in_ram |= {state.name: self.everything for state in layout.small}
+        return {
+            (unit, state): DEVICE if unit in self.resident else HOST if unit in units else SSD
+            for unit in sorted(self.everything)
+            for state, units in in_ram.items()
+        }
+
+    def _home_lines(self, kept: _InRam, homes: Mapping[tuple[int, str], str], tier: str) -> dict[str, int]:
+        """State -> pages of a tier that is home to it, those of fixed and of transient buffers left out."""
+        layout = self.layout
+        elsewhere = {state.name for state in layout.small}
+        if self.asynchronous or (self.budgets.ssd is None and kept.grads != self.everything):
+            elsewhere.add(GRAD)
+        lines: dict[str, int] = {}
+        for (unit, state), home in homes.items():
+            if home == tier and state not in elsewhere:
+                lines[state] = lines.get(state, 0) + layout.pages(layout.units[unit], state)
+        return lines
+
+    def _updated_on_device(self, kept: _InRam, device: dict[str, int]) -> tuple[frozenset[int], dict[str, int]]:
+        """Units whose states pass the device, and its lines, without the ring where nothing passes it."""
+        units = self.layout.units
+        passing: frozenset[int] = frozenset()
+        if UPDATE_RING in device:
+            in_ram = (kept.weights & kept.moments) - self.resident
+            able = [unit for unit in units if unit.trainable_numel and unit.index in in_ram]
+            passing = on_device(able, self.split.device_update_share)
+        if passing:
+            self.reasons.append(
+                f"{len(passing)} of {len(units)} units are updated on the device: their states pass it while the CPU "
+                "updates the others."
+            )
+        if self.resident:
+            self.reasons.append(
+                f"{len(self.resident)} of {len(units)} units have all their states on the device, which has room for "
+                "them beside leases: they need no transfers."
+            )
+        return passing, {line: pages for line, pages in device.items() if passing or line != UPDATE_RING}
+
+    def _stream(self, kept: _InRam, host: dict[str, int], ssd: dict[str, int]) -> tuple[int, frozenset[int]]:
+        """What states on SSD need besides: adds the lines of undoing and of the ring; returns the ring's slots, and the
+        units that are speculated on."""
+        layout, count = self.layout, len(self.layout.units)
+        weights, moments = (count - len(units) for units in (kept.weights, kept.moments))
+        if not (weights or moments):
+            self.reasons.append(
+                "Weights and moments fit in host RAM; SSD keeps room for gradients that cannot be used at once."
+                if ssd
+                else "Every state fits in host RAM; SSD is not used."
+            )
+            return 0, frozenset()
+        slot_pages = self._slot_pages(weights_on_ssd=weights > 0)
+        speculated: frozenset[int] = frozenset()
+        if self.speculate:
+            left = self.host - sum(host.values()) - layout.least_ring_slots * slot_pages
+            free = (self.budgets.ssd or 0) // layout.page_bytes - sum(ssd.values()) - self._spare_pages(ssd)
+            needs = {u.index: self._undo_pages(u, kept.weights) for u in layout.units if u.index not in kept.moments}
+            speculated, undo = last_that_fit(needs, (left, free))
+            for tier, pages in zip((host, ssd), undo, strict=True):
+                tier.update({UNDO: pages} if pages else {})
+        ring_slots = self._ring_slots(slot_pages, taken=sum(host.values()))
+        host[RING] = ring_slots * slot_pages
+        self.reasons.append(
+            f"SSD holds the weights of {weights} and the moments of {moments} of {count} units: RAM goes first to "
+            "weights (most transfers per byte), then gradients, then moments, in forward order (least slack)."
+        )
+        if speculated:
+            self.reasons.append(
+                f"{len(speculated)} of the {moments} units with moments on SSD are updated under backward as if "
+                "nothing would be clipped, and their old states kept until that is known."
+            )
+        return ring_slots, speculated
 
     def _add_checkpoints(self, ssd: dict[str, int], available: int) -> None:
         """Add the spare pages of checkpoints to the lines of SSD, which has `available` pages."""

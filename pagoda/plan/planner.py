@@ -11,10 +11,11 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import ActivationMode, ActivationPlan
+from pagoda.plan.activations import ActivationMode, ActivationPlan, SavedBlocks
 from pagoda.plan.hardware import LARGE_TRANSFER_BYTES
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
+from pagoda.plan.offloading import offload_room, plan_activations
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, SSD, Kind, Op
 from pagoda.plan.placement import LEASES, Budgets, Placement, place
 from pagoda.plan.ranks import Ranks
@@ -100,7 +101,7 @@ class Plan:
     trace: Trace
     reasons: tuple[str, ...]
     activations: ActivationPlan | None = None
-    """What becomes of activations, once a step has shown their sizes."""
+    """What becomes of activations, once their sizes are known: from a step, or an estimate."""
     exchanges: Mapping[str, int] = field(default_factory=dict)
     """Module whose children are experts -> bytes of tokens that this rank sends to it, and gets from it, in forward."""
 
@@ -131,7 +132,8 @@ class Plan:
     def ops(self) -> tuple[Op, ...]:
         """The ops of a step of `trace`. Written down when first asked for: whether a plan fits does not need them."""
         slab = self.lease_slab if self.needs_leases else 0
-        step = StepOps(self.layout, self.placement, self.options.update_under_backward, self.exchanges)
+        under_backward = self.options.update_under_backward
+        step = StepOps(self.layout, self.placement, under_backward, self.exchanges, self.activations)
         return step.of(self.trace, self.leased_pages(), self.lease_tier, slab)
 
     @cached_property
@@ -143,6 +145,11 @@ class Plan:
     def exchanges_at(self) -> Mapping[int, tuple[Op, ...]]:
         """tick -> ALL_TO_ALL ops of that access."""
         return self._at(Kind.ALL_TO_ALL)
+
+    @cached_property
+    def activations_at(self) -> Mapping[int, tuple[Op, ...]]:
+        """tick -> SAVE or RETURN ops of that access."""
+        return self._at(Kind.SAVE, Kind.RETURN)
 
     def _at(self, *kinds: Kind) -> Mapping[int, tuple[Op, ...]]:
         ticks: dict[int, list[Op]] = {}
@@ -224,8 +231,11 @@ def make_plan(
     ranks: Ranks | None = None,
     exchanges: Mapping[str, int] | None = None,
     rank: int | None = None,
+    saved: SavedBlocks | None = None,
 ) -> Plan:
     """Choose units, page size and placement, and the ops of an assumed step.
+
+    With `saved`, an estimate, what policies offload is in the account, and its moves are among the ops.
 
     With `ranks`, the plan and its budgets are those of one of them. If they divide experts, `root` has only the experts
     of one rank, and `exchanges` the bytes of tokens that it sends to other ranks' experts in one forward, by the
@@ -280,9 +290,12 @@ def make_plan(
         _when(options),
         *([_shared(ranks)] if ranks is not None else []),
     )
-    uses = [use.unit for use in forward_uses(root, units)]
-    trace = assumed_trace(uses, options.accumulation_steps or 1)
-    return Plan(layout, budgets, placement, options, trace, reasons, exchanges=dict(exchanges or {}))
+    uses = forward_uses(root, units)
+    trace = assumed_trace([use.unit for use in uses], options.accumulation_steps or 1)
+    activations = None
+    if saved is not None:
+        activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
+    return Plan(layout, budgets, placement, options, trace, reasons, activations, dict(exchanges or {}))
 
 
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:
@@ -295,7 +308,7 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     if options.split is None and budgets.device is not None:  # where RAM and SSD do not hold all, the device may
         splits.append(replace(split, device_home_share=1.0))
     for split, (block_limit, staging_buffers) in product(splits, _BUFFERS):
-        candidate = replace(layout, block_limit=block_limit)
+        candidate = layout.with_block_limit(block_limit)
         try:
             return candidate, place(
                 candidate,

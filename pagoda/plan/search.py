@@ -1,24 +1,18 @@
 """The search: several plans for one model and machine, each simulated, and the fastest one that fits."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
-from pagoda.optim.rule import StateSpec
-from pagoda.plan.compute import Compute
 from pagoda.plan.device_updates import state_bytes
-from pagoda.plan.hardware import Hardware
 from pagoda.plan.layout import GRAD
-from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.planner import Options, Plan
+from pagoda.plan.problem import Problem
 from pagoda.plan.rates import Rates
-from pagoda.plan.simulate import simulate
 from pagoda.plan.split import USUAL_SPLIT, Split
 from pagoda.plan.timeline import Timeline
-from pagoda.plan.units import ModuleSpec
 
 USUAL = "the usual plan"
 _SPLITS = {
@@ -33,6 +27,8 @@ _SPLITS = {
 """What is tried beside the usual split."""
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of what they would be."""
+_WHOLE = 2
+"""Kinds of plans, found on a part of the layers, that are then tried for all of them."""
 _WORTH = 0.01
 """A plan must be this much faster than the usual one to be taken instead: below that, it is the model's noise."""
 
@@ -85,60 +81,71 @@ class Choice:
         taken = next(candidate for candidate in plans if candidate.name == USUAL)
         return Choice(taken, _fastest_first(candidate for candidate in plans if candidate is not taken))
 
-    def with_times(self, root: ModuleSpec, hardware: Hardware, compute: Compute) -> "Choice":
-        """The same choice, simulated with other times of compute."""
-        best, *others = (
-            replace(c, timeline=simulate(c.plan, hardware, compute.of_step(root, c.plan)))
-            for c in (self.best, *self.others)
-        )
+    def with_times(self, problem: Problem) -> "Choice":
+        """The same choice, simulated with the times of another problem."""
+        best, *others = (replace(c, timeline=problem.simulated(c.plan)) for c in (self.best, *self.others))
         return Choice(best, _fastest_first(others))
 
 
-def search(
-    root: ModuleSpec,
-    states: tuple[StateSpec, ...],
-    budgets: Budgets,
-    options: Options,
-    hardware: Hardware,
-    compute: Compute,
-    ranks: Ranks | None = None,
-    exchanges: Mapping[str, int] | None = None,
-) -> Choice:
-    """The fastest of the plans that fit `budgets`, by simulation on `hardware`; `ranks` and `exchanges` as for
-    `make_plan`.
+def search(problem: Problem, options: Options) -> Choice:
+    """The fastest of the plans that fit the problem's budgets, by simulation.
 
     What `options` fixes stays fixed. The usual plan, which `make_plan` gives, is always among those that are tried, and
     stays unless another is clearly faster. What is open is tried one after another, each beside the fastest so far:
-    the unit limit, the split of RAM, the page size, how much is updated on the device. Raises BudgetError where the
-    usual plan does.
+    the unit limit, the split of RAM, the page size, how much is updated on the device. Where units are many, kinds of
+    plans are compared on a part of the layers, and the fastest two are then made and simulated for all of them. Raises
+    BudgetError where the usual plan does.
     """
-
-    def candidate(name: str, tried: Options) -> Candidate:
-        plan = make_plan(root, states, budgets, tried, ranks, exchanges)
-        same = next((c for c in found if (c.plan.layout, c.plan.placement) == (plan.layout, plan.placement)), None)
-        return same or Candidate(name, tried, plan, simulate(plan, hardware, compute.of_step(root, plan)))
-
-    found: list[Candidate] = []
-    usual = fastest = candidate(USUAL, options)
-    found.append(usual)
-
-    def device_updates(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-        return _device_updates(fixed, fastest, hardware)
-
-    for variations in (_unit_limits, _splits, _page_sizes, device_updates):
-        for name, tried in variations(options, fastest):
-            try:
-                made = candidate(name if fastest is usual else f"{fastest.name}, {name}", tried)
-            except BudgetError:
-                continue
-            if made not in found:
-                found.append(made)
-        fastest = min(found, key=_step_s)
+    usual = _candidate(problem, USUAL, options)
+    part = problem.to_compare(usual.plan)
+    if part is problem:
+        found = _compared(problem, usual)
+    else:
+        kinds = _kinds(part, options)
+        found = [usual]
+        for kind in sorted(kinds, key=_step_s)[:_WHOLE]:
+            if kind.name != USUAL:
+                _add(found, problem, kind.name, kind.options)
+    fastest = min(found, key=_step_s)
     best = fastest if _step_s(fastest) < _step_s(usual) * (1 - _WORTH) else usual
     return Choice(best, _fastest_first(c for c in found if c is not best))
 
 
-def _unit_limits(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+def _kinds(part: Problem, options: Options) -> list[Candidate]:
+    """Plans for a part of a model; none where not even the usual one fits what it has of the tiers."""
+    try:
+        return _compared(part, _candidate(part, USUAL, options))
+    except BudgetError:
+        return []
+
+
+def _compared(problem: Problem, usual: Candidate) -> list[Candidate]:
+    """The usual plan and all others that are tried."""
+    found = [usual]
+    fastest = usual
+    for variations in (_unit_limits, _splits, _page_sizes, _device_updates):
+        for name, tried in variations(problem, usual.options, fastest):
+            _add(found, problem, name if fastest is usual else f"{fastest.name}, {name}", tried)
+        fastest = min(found, key=_step_s)
+    return found
+
+
+def _add(found: list[Candidate], problem: Problem, name: str, options: Options) -> None:
+    """Try a plan, if it fits and is another than those found."""
+    try:
+        plan = problem.plan(options)
+    except BudgetError:
+        return
+    if all((c.plan.layout, c.plan.placement) != (plan.layout, plan.placement) for c in found):
+        found.append(Candidate(name, options, plan, problem.simulated(plan)))
+
+
+def _candidate(problem: Problem, name: str, options: Options) -> Candidate:
+    plan = problem.plan(options)
+    return Candidate(name, options, plan, problem.simulated(plan))
+
+
+def _unit_limits(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     if fixed.unit_limit is None:
         largest = max(unit.numel for unit in fastest.plan.units) * fastest.plan.layout.weight.dtype.itemsize
         for factor in _FACTORS:
@@ -146,14 +153,14 @@ def _unit_limits(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Opti
             yield f"units of at most {format_bytes(limit)}", replace(fastest.options, unit_limit=limit)
 
 
-def _splits(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+def _splits(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     """Other ways to divide RAM, where not everything fits it."""
     if fixed.split is None and len(fastest.plan.placement.lines) > 1:
         for name, split in _SPLITS.items():
             yield name, replace(fastest.options, split=split)
 
 
-def _device_updates(fixed: Options, fastest: Candidate, hardware: Hardware) -> Iterator[tuple[str, Options]]:
+def _device_updates(problem: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     """Shares of the updates that run on a device of its own: as many as it gets through while the CPU does the others,
     and fewer, since compute wants the link too."""
     plan = fastest.plan
@@ -161,7 +168,7 @@ def _device_updates(fixed: Options, fastest: Candidate, hardware: Hardware) -> I
         return
     if not plan.layout.has_device_kernels:
         return
-    rates, states, n = Rates(hardware), plan.layout.states, 1 << 20
+    rates, states, n = Rates(problem.hardware), plan.layout.states, 1 << 20
     passing = state_bytes(states, n)
     on_device = max(
         rates.seconds("h2d", passing + n * plan.layout.itemsize(GRAD)),
@@ -181,7 +188,7 @@ def _device_updates(fixed: Options, fastest: Candidate, hardware: Hardware) -> I
         yield f"{split.device_update_share:.0%} of the updates on the device", replace(fastest.options, split=split)
 
 
-def _page_sizes(fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+def _page_sizes(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     if fixed.page_bytes is None:
         for factor in _FACTORS:
             page = int(fastest.plan.page_bytes * factor)

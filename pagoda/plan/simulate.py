@@ -18,6 +18,7 @@ from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.rates import Rates
+from pagoda.plan.simulated_activations import SimulatedActivations
 from pagoda.plan.simulated_lanes import SimulatedLanes, Task
 from pagoda.plan.simulated_updates import SimulatedGradients, SimulatedUpdater
 from pagoda.plan.timeline import COMPUTE, Span, Timeline
@@ -66,6 +67,7 @@ class Simulation:
         self._moves: list[tuple[float, str, int]] = []
         """(seconds, tier, pages taken there, or given back if below zero) of lines that come and go."""
         self._offloads: deque[tuple[Task, int]] = deque()
+        self._activations = SimulatedActivations(plan, self._lanes, self._rates, self._wait)
         self._gradients = SimulatedGradients(plan, lambda pages: self._note(HOST, pages))
         updated_on_device = plan.placement.updated_on_device | plan.placement.resident
         self._updaters = [SimulatedUpdater(plan, self._lanes, self._rates)]
@@ -107,8 +109,10 @@ class Simulation:
             self._wait(self._leases.get(unit))
             for exchange in self._plan.exchanges_at.get(tick, ()):
                 self._wait(self._exchange(exchange))
+            self._activations.begin(tick)
             name = f"{'forward' if access.phase is Phase.FORWARD else 'backward'} {self._plan.units[unit].name}"
             self._lanes.run_until(self._lanes.submit(COMPUTE, name, 0, self._tick_s[tick]))
+            self._activations.end(tick)
             if access.phase is Phase.BACKWARD and self._plan.units[unit].trainable_numel:
                 self._offload(unit, final=self._final.get(unit) == tick)
         while self._offloads:

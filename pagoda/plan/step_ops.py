@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
+from pagoda.plan.activations import ActivationPlan
 from pagoda.plan.device_updates import state_bytes
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
+from pagoda.plan.offloading import move_ops
 from pagoda.plan.ops import COLLECTIVE, DEVICE, SSD, Kind, Op
 from pagoda.plan.placement import LEASES, Placement
 from pagoda.plan.ranks import ring_bytes
@@ -17,13 +19,19 @@ class StepOps:
     """Writes down every op of a step."""
 
     def __init__(
-        self, layout: Layout, placement: Placement, under_backward: bool, exchanges: Mapping[str, int]
+        self,
+        layout: Layout,
+        placement: Placement,
+        under_backward: bool,
+        exchanges: Mapping[str, int],
+        activations: ActivationPlan | None,
     ) -> None:
         self._layout = layout
         self._placement = placement
         self._under_backward = under_backward
         """Whether every unit is updated under backward; those that are speculated on are in any case."""
         self._exchanges = exchanges
+        self._activations = activations
         self._trainable = frozenset(u.index for u in layout.units if u.trainable_numel)
 
     def of(self, trace: Trace, leased: Mapping[int, int], tier: str | None, slab: int) -> tuple[Op, ...]:
@@ -42,6 +50,8 @@ class StepOps:
         for unit, tick in order:
             ops += self._update(self._layout.units[unit], tick)
         ops += self._all_to_alls(trace)
+        if self._activations is not None and self._activations.moves:
+            ops += move_ops(self._activations, trace)
         return tuple(sorted(ops, key=lambda op: op.tick))
 
     def _gradients(self, trace: Trace) -> Iterator[tuple[int, int]]:

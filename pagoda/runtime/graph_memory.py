@@ -8,7 +8,14 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.plan.activations import LEAST_OFFLOADED_BYTES, ActivationBytes, ActivationPlan, Room, StepSizes
+from pagoda.plan.activations import (
+    LEAST_OFFLOADED_BYTES,
+    SHARE_OF_LANES,
+    ActivationBytes,
+    ActivationPlan,
+    Room,
+    StepSizes,
+)
 from pagoda.plan.ops import HOST, SSD
 from pagoda.runtime.activations import Activations
 from pagoda.runtime.device import Device
@@ -23,8 +30,6 @@ if TYPE_CHECKING:
     from pagoda.runtime.engine import Engine
 
 _NO_LIMIT = 1 << 62
-_SHARE_OF_LANES = 0.5
-"""Of the time that a step computes, activations may keep lanes busy for so much; weights and states need the rest."""
 
 
 class GraphMemory:
@@ -88,7 +93,7 @@ class GraphMemory:
         if self._offloader is not None and self.activations.chooses:
             if self._rates is None:
                 self._rates = self._offloader.rates()
-            forward_s = _SHARE_OF_LANES * sum(block.forward_s for block in sizes.blocks)
+            forward_s = SHARE_OF_LANES * sum(block.forward_s for block in sizes.blocks)
             for place, (out, back) in zip(self._places, self._rates, strict=True):
                 movable[place.tier] = forward_s * min(out, 2 * back)  # backward takes twice as long
         return Room(self._budget, rooms.get(HOST, 0), rooms.get(SSD, 0), movable[HOST], movable[SSD], self._strict)

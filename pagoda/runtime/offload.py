@@ -214,7 +214,7 @@ class Offloader:
             copy.source = None
 
         lane = place.lanes[0]
-        copy.written = self._lanes[lane].submit(write, (), copy.nbytes, "offload activation")
+        copy.written = self._lanes[lane].submit(write, (), copy.nbytes, "save activation")
         storage.copy, storage.version = wanted, tensor._version
         self._order.append(wanted)
         self._window = max(self._window, BUFFERED * copy.nbytes)

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,11 @@ from pagoda.forecast.subject import widths
 from pagoda.models.build import is_mixture
 from pagoda.parallel.mesh import Mesh
 from pagoda.plan.activations import ActivationMode, recomputes
-from pagoda.plan.batch_tiles import tile_tokens
+from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
 from pagoda.plan.hardware import hardware_file, read_hardware
+from pagoda.settings import StatesConfig
 from pagoda.tiers import Memory
 from pagoda.train.config import TrainConfig
-
-Found = TypeVar("Found")
 
 
 def activations_of(config: TrainConfig) -> ActivationMode:
@@ -54,8 +53,28 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, recomputes(config.activations))
 
 
-def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mesh) -> Memory:
-    """`memory` with the choices that a search makes for the planner, if there is to be one; prints them and why.
+@dataclass(frozen=True)
+class Chosen:
+    """What a search chose for `wrap`, or what was asked for."""
+
+    memory: Memory
+    activations: ActivationMode
+    batch_tiles: BatchTiles | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a search found on one rank, for all."""
+
+    memory: dict[str, Any]
+    """Fields of `Memory`."""
+    activations: ActivationMode
+    batch_tiles: BatchTiles | None
+    reasons: tuple[str, ...]
+
+
+def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mesh) -> Chosen:
+    """What a search chooses, if there is to be one, else what was asked for; prints the choices and why.
 
     Of several ranks the first one searches, if that was asked for, and all take what it finds.
 
@@ -63,26 +82,27 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mes
         BudgetError: the search finds that nothing fits.
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
-    alone = mesh.size == 1 and config.tile_limit is None
-    searchable = alone and config.update == "sync" and hardware_file().exists()
+    asked = Chosen(memory, activations_of(config), config.batch_tiles)
+    searchable = mesh.size == 1 and config.update == "sync" and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
-        return memory
+        return asked
     started = time.perf_counter()
     try:
-        choices, reasons = _on_first(mesh, lambda: _searched(config, memory, mesh))
+        found = _on_first(mesh, lambda: _searched(config, memory, mesh))
     except ConfigError as error:
         if config.plan == "search":
             raise
         console.print(f"Plan: the usual one; no search, as {error}", soft_wrap=True, highlight=False)
-        return memory
+        return asked
     took = time.perf_counter() - started
-    lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
+    lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *found.reasons)
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
-    return replace(memory, **choices)
+    activations = found.activations if config.activations == "auto" else asked.activations
+    return Chosen(replace(memory, **found.memory), activations, found.batch_tiles)
 
 
-def _on_first(mesh: Mesh, search: Callable[[], Found]) -> Found:
+def _on_first(mesh: Mesh, search: Callable[[], _Found]) -> _Found:
     """What the first rank finds, on every rank; its refusal too."""
     if mesh.size == 1:
         return search()
@@ -95,7 +115,7 @@ def _on_first(mesh: Mesh, search: Callable[[], Found]) -> Found:
     mesh.jointly("the choice of a plan", lambda: dist.broadcast_object_list(found))
     if isinstance(found[0], PagodaError):
         raise found[0]
-    chosen: Found = found[0]
+    chosen: _Found = found[0]
     return chosen
 
 
@@ -113,11 +133,9 @@ def _check_measured_for(mesh: Mesh) -> None:
         raise ConfigError(f"--plan search needs the speed of collectives among nodes: {again}")
 
 
-def _searched(config: TrainConfig, memory: Memory, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The fields of `Memory` that the plan has which `pagoda plan` forecasts, and why."""
-    if mesh.size > 1:
-        _check_measured_for(mesh)
-    asked = PlanConfig(
+def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
+    """What `pagoda plan` is to be asked for the forecast of a run."""
+    return PlanConfig(
         model=config.model,
         nodes=mesh.world.nodes,
         gpus_per_node=mesh.world.local_size,
@@ -132,25 +150,33 @@ def _searched(config: TrainConfig, memory: Memory, mesh: Mesh) -> tuple[dict[str
         clip_grad_norm=config.clip_grad_norm,
         speculate=config.speculate,
         keep_checkpoints=config.kept_on_ssd if mesh.size == 1 else 0,
-        moments=config.optim.moments,
         optimizer=config.optimizer,
-        optimizer_options=config.optim.options,
+        optim=StatesConfig(options=config.optim.options, moments=config.optim.moments),
         activations=config.activations,
         chunked_loss=config.chunked_loss,
         batch_tiles=config.batch_tiles,
+        tile_limit=config.tile_limit,
     )
+
+
+def _searched(config: TrainConfig, memory: Memory, mesh: Mesh) -> _Found:
+    """The choices of the plan that `pagoda plan` forecasts."""
+    if mesh.size > 1:
+        _check_measured_for(mesh)
+    asked = plan_config(config, mesh)
     made = forecast(asked, _here(asked, memory), measure=False)
     if made.choice is None:
         assert made.refusal is not None
         raise made.refusal
-    chosen = made.choice.best
-    choices = {
+    options = made.choice.best.options
+    fields = {
         "host": made.plan.budgets.host,
-        "page_size": chosen.options.page_bytes,
-        "unit_limit": chosen.options.unit_limit,
-        "split": chosen.options.split,
+        "page_size": options.page_bytes,
+        "unit_limit": options.unit_limit,
+        "split": options.split,
     }
-    return choices, made.choice.simulated
+    reasons = (*made.settled, *made.choice.simulated)
+    return _Found(fields, made.config.activations, made.config.batch_tiles, reasons)
 
 
 def _here(asked: PlanConfig, memory: Memory) -> Machine:

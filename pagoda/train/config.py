@@ -20,7 +20,7 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
-from pagoda.settings import MemoryConfig, PlanMode, check_batch_tiles, flag, require
+from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, flag, require
 
 if TYPE_CHECKING:
     from pagoda.optim import Rule
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(StatesConfig):
     """Settings of the optimizer, and its learning rate over the run."""
 
     lr: float = 3e-4
@@ -59,11 +59,6 @@ class OptimConfig:
     """Weight decay. By default 0.1 for adamw, else the optimizer's own."""
     decay: Literal["all", "matrices"] = "all"
     """Which parameters are decayed: all, or those of two or more dimensions, which leaves out biases and norms."""
-    options: tuple[str, ...] = ()
-    """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
-    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """What AdamW's moments are kept in: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
-    (quantized in blocks of 256, 2). The last two change the algorithm."""
     warmup_steps: int = 0
     """Steps of linear warm-up to the peak."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -206,8 +201,6 @@ class TrainConfig:
             raise ConfigError("--plan search simulates synchronous updates only: leave it out with --update async")
         if self.tile_limit is not None:
             parse_bytes(self.tile_limit, "tile_limit")
-            if self.plan == "search":
-                raise ConfigError("--plan search plans whole layers only: leave it out with --tile-limit")
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
         require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "must be 0 or more")
         require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")

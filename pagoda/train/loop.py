@@ -26,7 +26,7 @@ from pagoda.parallel.world import was_restarted
 from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.train.choice import activations_of, choose_plan, chunks_loss
+from pagoda.train.choice import choose_plan, chunks_loss
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import VOCABULARY, Batches, ByteText
 from pagoda.train.metrics import StepMetrics
@@ -91,7 +91,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         ranks=mesh.size,
     )
     _show_text(console, batches)
-    memory = choose_plan(config, memory, console, mesh)
+    chosen = choose_plan(config, memory, console, mesh)
     _seed(config.seed)
     built = _built_model(config, mesh)
     if checkpoint is None:
@@ -104,7 +104,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         built,
         rule,
         param_groups=no_decay_groups(built, rule.defaults().get("weight_decay", 0.0)) if matrices_only else None,
-        memory=memory,
+        memory=chosen.memory,
         precision=config.precision,
         gradients=config.gradients,
         clip_grad_norm=config.clip_grad_norm,
@@ -113,8 +113,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         update=config.update,
         max_staleness=config.max_staleness,
         keep_checkpoints=config.kept_on_ssd if mesh.size == 1 else 0,
-        batch_tiles=config.batch_tiles,
-        activations=activations_of(config),
+        batch_tiles=chosen.batch_tiles,
+        activations=chosen.activations,
         tile_limit=config.tile_limit,
         mesh=mesh,
     )

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pagoda.models.papers import gpt_of_step
 from tests.forecast.machines import SMALL
 
 KEYS = {
@@ -117,23 +119,34 @@ def test_settings_that_cannot_be_used_exit_with_2(args: tuple[str, ...], complai
     assert "Traceback" not in done.stderr
 
 
-def test_the_largest_model_is_one_that_trains(machine: Path, tmp_path: Path) -> None:
-    memory = ("--memory.host", "90MiB", "--memory.ssd", f"{tmp_path}:120MiB")
+def test_the_largest_model_trains_and_a_seventh_more_is_refused_before_anything_is_allocated(
+    machine: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    memory = ("--memory.host", "60MiB", "--memory.ssd", f"{disk}:80MiB")
     # The usual plan, which a machine that was not measured takes.
     done = plan("--max-model", "--hardware", machine, "--seq-len", 32, "--json", "--plan", "usual", *memory)
     assert done.returncode == 0
     answer = json.loads(done.stdout)
-    train = [sys.executable, "-m", "pagoda", "train", "--model", answer["model"], "--steps", "2", "--batch-size", "1"]
-    trained = subprocess.run(
-        [*train, "--seq-len", "32", "--out", str(tmp_path / "run"), *memory],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+
+    def train(model: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pagoda", "train", "--model", model, "--steps", "2", "--batch-size", "1"]
+        out = ("--seq-len", "32", "--out", str(tmp_path / model))
+        return subprocess.run([*command, *out, *memory], capture_output=True, text=True, timeout=300)
+
+    trained = train(answer["model"])
     assert trained.returncode == 0, trained.stderr
-    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert metrics["peak_bytes"]["host"] <= sum(answer["bytes"]["host"].values()) <= 90 << 20
-    assert metrics["peak_bytes"].get("ssd", 0) <= sum(answer["bytes"].get("ssd", {}).values()) <= 120 << 20
+    metrics = json.loads((tmp_path / answer["model"] / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["peak_bytes"]["host"] <= sum(answer["bytes"]["host"].values()) <= 60 << 20
+    assert metrics["peak_bytes"].get("ssd", 0) <= sum(answer["bytes"].get("ssd", {}).values()) <= 80 << 20
+    shapes = map(gpt_of_step, count())
+    larger = next(shape for shape in shapes if shape.params >= 1.15 * answer["params"])
+    refused = train(larger.name)
+    assert refused.returncode == 2
+    assert "does not fit" in refused.stderr
+    assert list(disk.iterdir()) == []
+    assert not (tmp_path / larger.name).exists()
 
 
 def test_a_search_for_the_largest_ends_with_the_command_that_trains_it(machine: Path) -> None:

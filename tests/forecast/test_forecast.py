@@ -10,10 +10,11 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.forecast import Forecast, forecast, options_of
+from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
 from pagoda.forecast.report import as_json
+from pagoda.forecast.setting import options_of
 from pagoda.forecast.subject import find_subject
 from pagoda.models.papers import find_paper_shape, gpt_of_step
 from pagoda.optim import AdamW

@@ -16,6 +16,7 @@ from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import DEVICE, Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.problem import Problem
 from pagoda.plan.search import Choice, search
 from pagoda.plan.split import Split
 
@@ -93,7 +94,7 @@ def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
     leaves = [matrix.name for layer in root.children for matrix in layer.children]
     compute = Compute(dict.fromkeys(leaves, 1e-4), dict.fromkeys(leaves, 3e-4))
     options = Options(page_bytes=4096, clipping=True)
-    return search(root, STATES["bf16"], Budgets(LARGE, LARGE), options, machine, compute)
+    return search(Problem(root, STATES["bf16"], Budgets(LARGE, LARGE), machine, compute), options)
 
 
 def steps(choice: Choice, passing: bool) -> list[float]:

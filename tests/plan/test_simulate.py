@@ -13,6 +13,7 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE, SSD, Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.problem import Problem
 from pagoda.plan.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
 from pagoda.plan.search import search
 from pagoda.plan.simulate import simulate
@@ -282,7 +283,7 @@ def test_more_bandwidth_or_memory_never_makes_the_chosen_plan_slower(
     options = Options(page_bytes=4096, accumulation_steps=accumulation_steps, clipping=clipping)
 
     def step_s(budgets: Budgets, machine: Hardware) -> float:
-        return search(root, STATES["bf16"], budgets, options, machine, compute).best.timeline.step_s
+        return search(Problem(root, STATES["bf16"], budgets, machine, compute), options).best.timeline.step_s
 
     try:
         before = step_s(budgets, machine)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pagoda.api import open_mesh
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
@@ -14,6 +15,7 @@ from pagoda.forecast.machine import find_machine_for
 from pagoda.plan.hardware import hardware_file, write_hardware
 from pagoda.settings import MemoryConfig
 from pagoda.train import TrainConfig, TrainResult, run
+from pagoda.train.choice import plan_config
 from pagoda.train.metrics import read_metrics
 from tests.forecast.machines import SMALL
 from tests.tiny import write_model
@@ -91,3 +93,17 @@ def test_what_no_plan_can_hold_is_refused_before_anything_is_written(config: Tra
     with pytest.raises(BudgetError, match="host needs"):
         trained(replace(config, memory=replace(config.memory, host="100KiB")))
     assert not config.out.exists()
+
+
+def test_a_run_takes_the_activations_and_the_tiles_that_are_forecast(config: TrainConfig) -> None:
+    write_hardware(SMALL, hardware_file())
+    open_config = replace(config, batch_size=2, activations="auto", batch_tiles="auto", tile_limit="8KiB")
+    result, shown = trained(open_config)
+    asked = plan_config(open_config, open_mesh())
+    predicted = forecast(asked, find_machine_for(asked), measure=False)
+    assert predicted.choice is not None
+    assert result.plan.options.activations == predicted.config.activations != "auto"
+    assert (result.plan.layout, result.plan.placement) == (predicted.plan.layout, predicted.plan.placement)
+    assert any(slot.param.part is not None for unit in result.plan.units for slot in unit.slots)
+    assert f"activations: {predicted.config.activations}" in shown
+    assert "batch tiles: 1" in shown

@@ -1,0 +1,147 @@
+"""The setting of a forecast: all that planning and simulating need, from a configuration and a machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pagoda.errors import ConfigError
+from pagoda.forecast.activations import Activations, estimate_activations, estimate_sizes
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.machine import Machine, budgets_for
+from pagoda.forecast.subject import Subject, find_subject
+from pagoda.memory.sizes import parse_bytes
+from pagoda.optim.rule import StateSpec, kept_dtype
+from pagoda.plan.activations import Policy, SavedBlocks, recomputes
+from pagoda.plan.compute import Compute
+from pagoda.plan.hardware import Hardware
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import Options, Plan
+from pagoda.plan.problem import Problem
+from pagoda.plan.ranks import Ranks
+from pagoda.plan.search import Choice, search
+from pagoda.settings import PlanMode
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a search needs: what advice varies."""
+
+    subject: Subject
+    hardware: Hardware
+    from_flops: Compute
+    """Times that choose a plan: the same in a forecast and in a run, which has no time to measure any."""
+    compute: Compute
+    """Times that a step is forecast with: measured ones where there are some."""
+    budgets: Budgets
+    options: Options
+    states: tuple[StateSpec, ...]
+    saved: SavedBlocks | None = None
+    """What becomes of activations; None where nothing of them moves."""
+    ranks: Ranks | None = None
+    mode: PlanMode = "search"
+
+    @property
+    def exchanges(self) -> Mapping[str, int]:
+        """Bytes of tokens that a rank sends to the experts of others in one forward pass, as `make_plan` takes them."""
+        return {module: n * self.states[0].dtype.itemsize for module, n in self.subject.exchanged.items()}
+
+    @property
+    def problem(self) -> Problem:
+        """What plans are made for, with the times that a step is forecast with."""
+        return Problem(
+            self.subject.root,
+            self.states,
+            self.budgets,
+            self.hardware,
+            self.compute,
+            self.ranks,
+            self.exchanges,
+            self.saved,
+        )
+
+    def usual_plan(self) -> Plan:
+        """The planner's first choice. Raises BudgetError when no plan fits."""
+        return self.problem.plan(self.options)
+
+    def search(self) -> Choice:
+        """The plan that a run takes, and beside it all others that fit, fastest first.
+
+        Raises BudgetError when no plan fits.
+        """
+        found = search(replace(self.problem, compute=self.from_flops), self.options)
+        if self.mode == "usual":
+            found = found.usual()
+        return found if self.compute is self.from_flops else found.with_times(self.problem)
+
+
+def subject_of(config: PlanConfig, count_flops: bool = True) -> Subject:
+    """The model that is to be planned. Raises ConfigError as `find_subject`."""
+    assert config.model is not None
+    return find_subject(
+        config.model,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        count_flops=count_flops,
+        expert_parallel=config.expert_parallel,
+        tile_elements=config.tile_elements,
+    )
+
+
+def activations_of(config: PlanConfig, subject: Subject) -> Activations:
+    """What activations take."""
+    return estimate_activations(
+        subject,
+        config.tokens,
+        config.states[0].dtype.itemsize,
+        config.activations,
+        config.chunked_loss,
+        config.tile_tokens,
+    )
+
+
+def setting_of(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[Setting, tuple[str, ...]]:
+    """The setting, and how its budgets were found.
+
+    Raises BudgetError where activations alone do not fit, ConfigError for a setting that cannot be used.
+    """
+    budgets, notes = budgets_for(machine, config.memory, activations_of(config, subject))
+    options = options_of(config)
+    if options.may_offload and config.activations != "auto" and budgets.device is None and budgets.ssd is None:
+        raise ConfigError(
+            f"--activations is {config.activations}, but there is nowhere to offload to: compute is the CPU, and "
+            "activations are in its RAM. Give --memory.ssd, or use recompute."
+        )
+    itemsize = config.states[0].dtype.itemsize
+    rate = machine.hardware.matmul(config.precision).reached_flop_per_s
+    times = Compute.from_flops(subject.forward_flops, rate.value, recomputes(config.activations))
+    setting = Setting(
+        subject,
+        machine.hardware,
+        times,
+        times,
+        budgets,
+        options,
+        config.states,
+        None,
+        machine.ranks,
+        config.plan,
+    )
+    if options.may_offload and config.activations != "auto":
+        sizes = estimate_sizes(subject, config.tokens, itemsize)
+        setting = replace(setting, saved=SavedBlocks(sizes, (Policy(config.activations),) * len(sizes.blocks)))
+    return setting, notes
+
+
+def options_of(config: PlanConfig) -> Options:
+    """The planner's options, as `pagoda train` sets them."""
+    memory = config.memory
+    return Options(
+        None if memory.page_size is None else parse_bytes(memory.page_size, "memory.page_size"),
+        None if memory.unit_limit is None else parse_bytes(memory.unit_limit, "memory.unit_limit"),
+        config.accumulation_steps,
+        config.clip_grad_norm is not None,
+        speculate=config.speculate,
+        keep_checkpoints=config.keep_checkpoints,
+        activations=config.activations,
+        gradients=kept_dtype(config.gradients),
+        may_skip=config.precision == "fp16",
+    )

@@ -1,0 +1,127 @@
+"""What a configuration leaves to the plan, chosen by plans that are made and simulated: what becomes of activations,
+and in how many micro-batches layers run their batch."""
+
+from dataclasses import replace
+from math import inf
+from typing import get_args
+
+from pagoda.errors import ConfigError
+from pagoda.forecast.activations import chunking_helps
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.machine import Machine
+from pagoda.forecast.mixed import mixed
+from pagoda.forecast.setting import Setting, setting_of
+from pagoda.forecast.subject import Subject
+from pagoda.plan.activations import ActivationMode, recomputes
+from pagoda.plan.batch_tiles import tile_count
+
+_OF_MIXTURES: tuple[ActivationMode, ...] = ("keep", "recompute")
+"""A mixture of experts recomputes by itself."""
+
+
+def settled(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[PlanConfig, tuple[str, ...]]:
+    """`config` with nothing left open, and why.
+
+    Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still, "auto",
+    which means one of its own for each layer. Micro-batches: as few as keep products of matrices at full speed and
+    small, or as many more as it takes for a plan to fit.
+
+    Raises ConfigError for a policy that a mixture of experts cannot have.
+    """
+    closed = {each.activations: each for each in possible(config, machine, subject)}
+    if len(closed) == 1:
+        (only,) = closed.values()
+        return only, _said_of_tiles(config, only)
+    if not subject.top_k:
+        closed["auto"] = replace(closed["recompute"], activations="auto")
+    seconds = {mode: _step_s(each, machine, subject) for mode, each in closed.items()}
+    best = min(closed, key=lambda mode: seconds[mode])
+    if seconds[best] == inf:
+        return closed["recompute"], ("activations: recompute; no policy fits.",)
+    beside = ", ".join(
+        f"{mode} does not fit" if seconds[mode] == inf else f"{mode} {seconds[mode] / seconds[best] - 1:+.1%}"
+        for mode in closed
+        if mode not in (best, "auto")
+    )
+    said = f"activations: {best}, whose usual plan is the fastest ({beside})."
+    return closed[best], (*_said_of_tiles(config, closed[best]), said)
+
+
+def resolved(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[Setting, tuple[str, ...]]:
+    """The setting of a configuration that is settled, and how its budgets were found.
+
+    Raises as `setting_of`; BudgetError also where policies differ between layers and there is no plan.
+    """
+    setting, notes = setting_of(config, machine, subject)
+    return (setting if config.activations != "auto" else mixed(config, machine, setting)), notes
+
+
+def possible(config: PlanConfig, machine: Machine, subject: Subject) -> list[PlanConfig]:
+    """`config` with nothing left open, in every way that has one policy for all layers.
+
+    Raises ConfigError for a policy that a mixture of experts cannot have.
+    """
+    modes = _OF_MIXTURES if subject.top_k else tuple(m for m in get_args(ActivationMode) if m != "auto")
+    if config.activations != "auto":
+        if config.activations not in modes:
+            raise ConfigError(
+                f"--activations is {config.activations}, but those of a mixture of experts ({subject.name}) are kept "
+                "or recomputed: use keep or recompute"
+            )
+        modes = (config.activations,)
+    if "auto" in (config.activations, config.batch_tiles):
+        config = _with_loss(config, subject)
+    return [_with_tiles(replace(config, activations=mode), machine, subject) for mode in modes]
+
+
+def _with_loss(config: PlanConfig, subject: Subject) -> PlanConfig:
+    """Whether the loss is in chunks, which rounds, decided by what was asked for alone, as a run decides it."""
+    if config.chunked_loss is not None or subject.top_k:
+        return config
+    chunks = chunking_helps(
+        subject.hidden,
+        subject.ffn,
+        subject.vocab,
+        config.tile_tokens,
+        config.tokens,
+        config.states[0].dtype.itemsize,
+        recomputes(config.activations),
+    )
+    return replace(config, chunked_loss=chunks)
+
+
+def _with_tiles(config: PlanConfig, machine: Machine, subject: Subject) -> PlanConfig:
+    """The number of micro-batches chosen, if it is open."""
+    if config.batch_tiles != "auto":
+        return config
+    count = tile_count("auto", config.batch_size, config.tokens)
+    while True:
+        tried = replace(config, batch_tiles=count)
+        if count == config.batch_size or _usual(tried, machine, subject) is not None:
+            return tried
+        count = min(2 * count, config.batch_size)
+
+
+def _said_of_tiles(config: PlanConfig, chosen: PlanConfig) -> tuple[str, ...]:
+    if config.batch_tiles != "auto":
+        return ()
+    return (f"batch tiles: {chosen.batch_tiles}; a layer runs at most {chosen.tile_tokens:,} tokens at a time.",)
+
+
+def _step_s(config: PlanConfig, machine: Machine, subject: Subject) -> float:
+    """Seconds of a step of the usual plan; infinite where there is none."""
+    setting = _usual(config, machine, subject)
+    if setting is None:
+        return inf
+    problem = setting.problem
+    return problem.simulated(problem.plan(setting.options)).step_s
+
+
+def _usual(config: PlanConfig, machine: Machine, subject: Subject) -> Setting | None:
+    """The setting, if a plan fits, and if activations that are to be offloaded have somewhere to go."""
+    try:
+        setting, _ = resolved(config, machine, subject)
+        setting.usual_plan()
+    except ConfigError:
+        return None
+    return setting

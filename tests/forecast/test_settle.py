@@ -1,0 +1,227 @@
+"""What a configuration leaves open is chosen by plans, is what a run can take, and takes bounded work."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+import pagoda.models
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.advice import advise
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.forecast import Forecast, forecast
+from pagoda.forecast.largest import largest_model
+from pagoda.forecast.machine import Machine
+from pagoda.forecast.setting import setting_of, subject_of
+from pagoda.plan import problem as problems
+from pagoda.plan.activations import ActivationMode
+from pagoda.plan.hardware import Device, Figure, Hardware, Link, MatmulRate
+from pagoda.plan.machines import find_machine
+from pagoda.plan.ops import Kind
+from pagoda.plan.placement import ACTIVATIONS
+from pagoda.settings import MemoryConfig, StatesConfig
+
+from .machines import GIB, MIB, SMALL, figure
+
+MODES: tuple[ActivationMode, ...] = ("keep", "recompute", "offload", "recompute+offload")
+
+
+def gpu(memory: float, link: float, flops: float) -> Machine:
+    """The small machine with a GPU."""
+    matmul = MatmulRate(Figure(2 * flops, "made up"), Figure(flops, "made up"))
+    device = Device(figure(memory), figure(1e12), matmul, matmul, figure(1e11))
+    both = Link(figure(link), figure(link), figure(2 * link))
+    hardware: Hardware = replace(SMALL, cpu=replace(SMALL.cpu, memory_bytes=figure(8 * GIB)), device=device, link=both)
+    return Machine(hardware, here=False)
+
+
+def made(machine: Machine, **given: Any) -> Forecast:
+    config = {"model": "gpt-4x256", "seq_len": 256, "batch_size": 4, "plan": "usual"} | given
+    return forecast(PlanConfig(**config), machine)
+
+
+def seconds(machine: Machine, **given: Any) -> dict[str, float | None]:
+    """Mode -> seconds of a step, None where it does not fit."""
+    each = {mode: made(machine, activations=mode, **given) for mode in MODES}
+    return {mode: one.timeline.step_s if one.fits else None for mode, one in each.items()}
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "best"),
+    [
+        (gpu(4 * GIB, 1e10, 1e12), {}, {"keep"}),
+        (gpu(1.3 * GIB, 1e12, 1e11), {"batch_size": 16, "chunked_loss": True}, {"offload"}),
+        (gpu(1.3 * GIB, 1e9, 1e13), {"batch_size": 16, "chunked_loss": True}, {"recompute", "recompute+offload"}),
+    ],
+)
+def test_the_fastest_policy_that_fits_is_taken_and_what_others_cost_is_said(
+    machine: Machine, given: dict[str, Any], best: set[str]
+) -> None:
+    steps = seconds(machine, **given)
+    fitting = {mode: s for mode, s in steps.items() if s is not None}
+    assert min(fitting, key=lambda mode: fitting[mode]) in best
+    auto = made(machine, activations="auto", **given)
+    assert auto.config.activations in {*best, "auto"}
+    assert auto.timeline.step_s <= min(fitting.values())
+    (said,) = (line for line in auto.settled if line.startswith("activations"))
+    assert said.startswith(f"activations: {auto.config.activations}")
+    for mode in MODES:
+        if steps[mode] is None:
+            assert f"{mode} does not fit" in said
+
+
+def test_layers_get_policies_of_their_own_where_memory_is_between() -> None:
+    given: dict[str, Any] = {"batch_size": 16, "chunked_loss": True, "model": "gpt-12x256"}
+    machine = gpu(1.6 * GIB, 1e9, 1e12)
+    steps = seconds(machine, **given)
+    assert steps["keep"] is None
+    auto = made(machine, activations="auto", **given)
+    assert auto.config.activations == "auto"
+    assert auto.plan.activations is not None
+    assert len(set(auto.plan.activations.policies)) > 1
+    assert auto.timeline.step_s < min(s for s in steps.values() if s is not None)
+    recomputed = made(machine, activations="recompute", **given).activations
+    assert recomputed.saved < auto.activations.saved
+
+
+def test_offloading_is_in_the_plan_and_costs_what_a_link_costs() -> None:
+    machine = gpu(2 * GIB, 1e9, 1e13)
+    keep, offload = (made(machine, activations=mode) for mode in ("keep", "offload"))
+    saved = sum(op.nbytes for op in offload.plan.ops if op.kind is Kind.SAVE)
+    assert saved == pytest.approx(offload.activations.offloaded, rel=0.01)
+    buffers = offload.plan.placement.pages("host", ACTIVATIONS) * offload.plan.page_bytes
+    assert offload.bytes["host"][ACTIVATIONS] == saved + buffers
+    assert offload.timeline.step_s > keep.timeline.step_s
+    assert offload.activations.total < keep.activations.total
+
+
+def test_recomputing_costs_a_forward() -> None:
+    machine = gpu(4 * GIB, 1e12, 1e10)
+    keep, recompute = (made(machine, activations=mode).timeline.step_s for mode in ("keep", "recompute"))
+    assert recompute == pytest.approx(keep * 4 / 3, rel=0.05)
+
+
+def test_nowhere_to_offload_to_is_said() -> None:
+    alone = Machine(replace(SMALL, ssd=None), here=False)
+    with pytest.raises(ConfigError, match="nowhere to offload to"):
+        made(alone, activations="offload")
+    assert made(alone, activations="auto").config.activations in ("keep", "recompute")
+    with pytest.raises(ConfigError, match="a mixture of experts"):
+        made(gpu(4 * GIB, 1e10, 1e12), model="gpt-moe-15m", activations="offload")
+
+
+def test_as_few_tiles_as_fit() -> None:
+    given: dict[str, Any] = {"model": "gpt-2x768", "batch_size": 64, "chunked_loss": True}
+    few = made(gpu(4 * GIB, 1e10, 1e12), batch_tiles="auto", **given)
+    assert (few.config.batch_tiles, few.fits) == (4, True)
+    twice = made(gpu(4 * GIB, 1e10, 1e12), batch_tiles=8, **given)
+    assert twice.activations.total < few.activations.total
+    tight = gpu(GIB + twice.activations.total + twice.plan.peak_bytes["device"] + MIB, 1e10, 1e12)
+    assert not made(tight, batch_tiles=4, **given).fits
+    more = made(tight, batch_tiles="auto", **given)
+    assert (more.config.batch_tiles, more.fits) == (8, True)
+    assert "batch tiles: 8" in more.settled[0]
+
+
+def test_tiles_make_units_smaller() -> None:
+    whole, tiled = (made(gpu(4 * GIB, 1e10, 1e12), model="llama-15m", tile_limit=limit) for limit in (None, "128KiB"))
+    assert max(param.numel for param in tiled.subject.root.walk()) * 2 <= 128 << 10
+    assert tiled.plan.layout.lease_pages(1) < whole.plan.layout.lease_pages(1)
+    assert tiled.subject.params == whole.subject.params
+    with pytest.raises(ConfigError, match="takes parameters whole"):
+        made(gpu(4 * GIB, 1e10, 1e12), tile_limit="256KiB", optimizer="adafactor")
+
+
+@pytest.mark.parametrize(
+    ("given", "line", "factor"),
+    [
+        ({"optimizer": "sgd", "optim": StatesConfig(options=("momentum=0.9",))}, "momentum_buffer", None),
+        ({"optim": StatesConfig(moments="8bit")}, "exp_avg", 0.25),
+        ({"gradients": "fp32", "accumulation_steps": 2}, "grad", 2.0),
+    ],
+)
+def test_what_decides_states_is_in_the_account(given: dict[str, Any], line: str, factor: float | None) -> None:
+    usual = made(Machine(SMALL, here=False))
+    other = made(Machine(SMALL, here=False), **given)
+    states = {state for lines in other.bytes.values() for state in lines}
+    if factor is None:
+        assert not states & {"exp_avg", "exp_avg_sq"}
+    else:
+        found = sum(n for state, n in other.bytes["host"].items() if state.startswith(line) and "scale" not in state)
+        before = sum(n for state, n in usual.bytes["host"].items() if state.startswith(line))
+        assert found == pytest.approx(factor * before, rel=0.1)
+
+
+# --- the work it takes --------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """The arguments of every call from now on."""
+    calls: list[tuple[Any, ...]] = []
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = counted(monkeypatch, problems, "simulate")
+    one = forecast(
+        PlanConfig(model="gpt-4x256", seq_len=128, memory=MemoryConfig(host="150MiB")), Machine(SMALL, here=False)
+    )
+    searched = len(simulated)
+    assert 5 <= searched <= 20
+    assert advise(one)
+    assert len(simulated) - searched <= 2 * 9
+
+
+def test_plans_of_many_units_are_compared_on_a_part_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems, "MOST_UNITS", 40)
+    simulated = counted(monkeypatch, problems, "simulate")
+    memory = MemoryConfig(device="1GiB", host="64GiB", unit_limit="256MiB")
+    one = forecast(PlanConfig(model="gpt-13b", memory=memory), Machine(find_machine("rtx4090"), here=False))
+    assert advise(one)
+    units = [len(args[0].units) for args, _ in simulated]
+    assert len(one.plan.units) > 200
+    assert 2 <= sum(count > 60 for count in units) <= 3
+    assert len(units) > 10
+
+
+def test_the_search_for_the_largest_builds_two_layers_at_most_and_simulates_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = counted(monkeypatch, pagoda.models, "build_model")
+    simulated = counted(monkeypatch, problems, "simulate")
+    machine = Machine(find_machine("rtx4090"), here=False)
+    largest_model(PlanConfig(max_model=True), machine)
+    assert simulated == []
+    assert 0 < len(built) < 30
+    assert all(kwargs["layers"] in (None, 2) for _, kwargs in built)
+
+
+def test_the_largest_with_activations_left_open_is_at_least_that_of_each_policy() -> None:
+    machine = gpu(1.5 * GIB, 1e10, 1e12)
+    config = PlanConfig(max_model=True, seq_len=512, batch_size=2, plan="usual")
+
+    def params(mode: ActivationMode) -> int:
+        asked = replace(config, activations=mode)
+        name = largest_model(asked, machine)
+        subject = subject_of(replace(asked, model=name, max_model=False), count_flops=False)
+        return subject.params
+
+    assert "auto" in get_args(ActivationMode)
+    assert params("auto") == max(params(mode) for mode in MODES)
+
+
+def test_a_model_larger_than_all_tiers_is_refused_by_the_planner_too() -> None:
+    """What the search for the largest leaves out fast has no plan."""
+    machine = gpu(1.5 * GIB, 1e10, 1e12)
+    config = PlanConfig(model="gpt-24x2048", seq_len=64, memory=MemoryConfig(host="2GiB", ssd="1GiB"))
+    setting, _ = setting_of(config, machine, subject_of(config, count_flops=False))
+    with pytest.raises(BudgetError):
+        setting.usual_plan()

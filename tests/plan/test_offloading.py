@@ -1,0 +1,138 @@
+"""Offloaded activations in a plan: in the account, among the ops, and moved by the simulator in time."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagoda.errors import BudgetError
+from pagoda.plan.activations import ActivationMode, BlockSizes, Policy, SavedBlocks, StepSizes, Storages
+from pagoda.plan.hardware import Device, Hardware, Link
+from pagoda.plan.ops import HOST, SSD, Kind
+from pagoda.plan.placement import ACTIVATIONS, Budgets
+from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.simulate import simulate
+from pagoda.plan.timeline import COMPUTE
+from pagoda.plan.trace import Phase
+
+from .strategies import STATES, figure
+from .test_planner import tower
+from .test_simulate import FAST
+
+LARGE = 1 << 40
+MIB = 1 << 20
+LAYERS = 6
+_MATMUL = FAST.cpu.bf16
+assert _MATMUL is not None
+GPU = replace(
+    FAST,
+    device=Device(figure(1e12), figure(1e13), _MATMUL, _MATMUL, figure(1e12)),
+    link=Link(figure(1e9), figure(1e9), figure(2e9)),
+)
+
+
+def sizes_of(inner: int, inputs: int = 0, layers: int = LAYERS) -> StepSizes:
+    """Layers with so many storages of a MiB inside, and among their inputs."""
+    page = 64 << 10
+    parts = []
+    for count in (inputs, inner):
+        storages = Storages()
+        for _ in range(count):
+            storages = storages.with_one(MIB, page)
+        parts.append(storages)
+    return StepSizes((BlockSizes(parts[0], parts[0], parts[1]),) * layers, (0,) * (layers + 1))
+
+
+def planned(
+    mode: ActivationMode,
+    sizes: StepSizes,
+    budgets: Budgets | None = None,
+    unit_limit: int | None = None,
+    **options: object,
+) -> Plan:
+    asked = Options(page_bytes=4096, unit_limit=unit_limit, activations=mode, **options)  # type: ignore[arg-type]
+    saved = SavedBlocks(sizes, (Policy(mode),) * LAYERS)
+    return make_plan(tower(LAYERS, 256), STATES["bf16"], budgets or Budgets(LARGE, LARGE), asked, saved=saved)
+
+
+def moved(plan: Plan, kind: Kind) -> dict[str, int]:
+    lanes: dict[str, int] = {}
+    for op in plan.ops:
+        if op.kind is kind:
+            lanes[op.lane] = lanes.get(op.lane, 0) + op.nbytes
+    return lanes
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    inner=st.integers(1, 6),
+    inputs=st.integers(0, 2),
+    room=st.integers(0, 50),
+    mode=st.sampled_from(["offload", "recompute+offload"]),
+    unit_limit=st.sampled_from([None, 60_000, 200_000, LARGE]),
+    passes=st.integers(1, 2),
+)
+def test_every_byte_leaves_once_and_comes_back_once(
+    inner: int, inputs: int, room: int, mode: ActivationMode, unit_limit: int | None, passes: int
+) -> None:
+    sizes = sizes_of(inner, inputs)
+    roomy = planned(mode, sizes, Budgets(LARGE, LARGE, LARGE), unit_limit, accumulation_steps=passes)
+    pages = sum(roomy.placement.lines[HOST].values()) * roomy.page_bytes
+    budgets = Budgets(pages + room * MIB, LARGE, LARGE)
+    plan = planned(mode, sizes, budgets, unit_limit, accumulation_steps=passes)
+    assert plan.activations is not None
+    away = LAYERS * MIB * (inputs if mode == "recompute+offload" else inner + inputs)
+    host, ssd = plan.activations.peak.host, plan.activations.peak.ssd
+    assert host + ssd == away
+    assert host <= room * MIB
+    assert ssd == 0 or host > room * MIB - MIB
+    assert plan.peak_bytes[HOST] <= budgets.host
+    out, back = moved(plan, Kind.SAVE), moved(plan, Kind.RETURN)
+    assert out == {lane: passes * n for lane, n in (("d2h", host), ("ssd_write", ssd)) if n}
+    assert back == {lane: passes * n for lane, n in (("h2d", host), ("ssd_read", ssd)) if n}
+    for op in plan.ops:
+        if op.kind in (Kind.SAVE, Kind.RETURN):
+            phase = plan.trace.accesses[op.tick].phase
+            assert phase is (Phase.FORWARD if op.kind is Kind.SAVE else Phase.BACKWARD)
+    ticks = len(plan.trace.accesses) - 1
+    step = simulate(plan, GPU, [1e-3] * ticks)
+    names = {"save activation": out, "return activation": back}
+    for name, lanes in names.items():
+        spans: dict[str, int] = {}
+        for span in step.spans:
+            if span.name == name:
+                spans[span.lane] = spans.get(span.lane, 0) + span.nbytes
+        assert spans == lanes
+
+
+def test_what_is_offloaded_is_in_the_account_and_must_fit() -> None:
+    sizes = sizes_of(inner=4)
+    kept, away = (planned(mode, sizes) for mode in ("keep", "offload"))
+    assert ACTIVATIONS not in kept.bytes[HOST]
+    assert away.bytes[HOST] == {**kept.bytes[HOST], ACTIVATIONS: LAYERS * 4 * MIB}
+    assert moved(kept, Kind.SAVE) == {}
+    tight = Budgets(kept.peak_bytes[HOST] + 10 * MIB, LARGE)
+    with pytest.raises(BudgetError, match=r"Offloaded activations do not fit: they take 24.00 MiB.*memory.host"):
+        planned("offload", sizes, tight)
+    with_ssd = planned("offload", sizes, replace(tight, ssd=LARGE))
+    assert with_ssd.bytes[SSD][ACTIVATIONS] > 13 * MIB
+
+
+@pytest.mark.parametrize("unit_limit", [60_000, 300_000])
+def test_a_step_waits_for_what_a_slow_link_has_to_move(unit_limit: int) -> None:
+    sizes = sizes_of(inner=8)
+    plan = planned("offload", sizes, unit_limit=unit_limit)
+    ticks = [2e-3] * (len(plan.trace.accesses) - 1)
+    nbytes = LAYERS * 8 * MIB
+
+    def with_link(rate: float) -> Hardware:
+        return replace(GPU, link=Link(figure(rate), figure(rate), figure(2 * rate)))
+
+    fast, slow = (simulate(plan, with_link(rate), ticks) for rate in (1e12, 1e9))
+    without = simulate(planned("keep", sizes, unit_limit=unit_limit), with_link(1e12), ticks)
+    assert fast.step_s == pytest.approx(without.step_s, rel=0.01)
+    assert slow.step_s >= nbytes / 1e9 * 2 * 0.9
+    assert slow.stall_s["h2d"] + slow.stall_s["d2h"] > 0
+    assert slow.step_s <= sum(ticks) + 2 * nbytes / 1e9 + plan.parameters * 30 / 1e9
+    assert slow.busy_s[COMPUTE] == pytest.approx(sum(ticks), rel=0.01)

@@ -1,0 +1,80 @@
+"""A run moves the activations that a plan of the same sizes has among its ops, on the same lanes, in the same order."""
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+
+import pagoda
+from pagoda.optim.adamw import AdamW
+from pagoda.plan.activations import ActivationMode, Policy, SavedBlocks
+from pagoda.plan.ops import HOST, SSD, Kind
+from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.simulate import simulate
+from pagoda.runtime.construct import describe
+from pagoda.runtime.tape import Tape
+from tests.forecast.machines import SMALL
+from tests.runtime.test_tape import count, llama_loss, settle, steps
+from tests.zoo import llama
+
+PIECE = 4096
+VERBS = {"save": Kind.SAVE, "return": Kind.RETURN, "offload": Kind.OFFLOAD, "spill": Kind.SPILL}
+
+
+def kinds(plan: Plan, lane: str, *wanted: Kind) -> list[Kind]:
+    """What a lane is asked for, consecutive ops of a kind as one."""
+    return [kind for kind, _ in groupby(op.kind for op in plan.ops if op.lane == lane and op.kind in wanted)]
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute+offload"])
+@pytest.mark.parametrize("place", [HOST, SSD])
+def test_what_is_moved_is_what_is_planned(place: str, mode: ActivationMode, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, rule = llama(), AdamW(lr=1e-3)
+    root = describe(model)
+    memory = (
+        pagoda.Memory(host="64MiB", device="cpu:160KiB", page_size=PIECE, unit_limit="48KiB")
+        if place == HOST
+        else pagoda.Memory(host="64MiB", ssd=str(tmp_path), page_size=PIECE, unit_limit="48KiB")
+    )
+    _, optimizer = pagoda.wrap(model, rule, memory=memory, accumulation_steps=1, activations=mode)
+    try:
+        steps(model, optimizer, llama_loss, 2)
+        settle(optimizer)
+        tape = Tape()
+        for lane in optimizer._engine._lanes.values():
+            lane.tape = tape
+        steps(model, optimizer, llama_loss, 1)
+        settle(optimizer)
+        live = pagoda.plan_of(model)
+    finally:
+        optimizer.close()
+    spans = tape.timeline({}, {}, None, 0).spans
+    assert live.activations is not None
+    sizes = live.activations.sizes
+    assert sizes is not None
+    saved = SavedBlocks(sizes, (Policy(mode),) * len(sizes.blocks))
+    plan = make_plan(root, rule.states("bf16"), live.budgets, live.options, saved=saved)
+    assert (plan.layout, plan.placement) == (live.layout, live.placement)
+    assert plan.activations is not None
+    assert plan.activations.peak == live.activations.peak
+    assert plan.bytes == live.bytes
+
+    parts = [part for block in sizes.blocks for part in block.saved(Policy(mode))]
+    nbytes = sum(part.movable for part in parts)
+    out, back = ("d2h", "h2d") if place == HOST else ("ssd_write", "ssd_read")
+    for verb, lane in (("save", out), ("return", back)):
+        done = [span for span in spans if span.name == f"{verb} activation"]
+        assert {span.lane for span in done} == {lane} == {op.lane for op in plan.ops if op.kind == VERBS[verb]}
+        planned = sum(op.nbytes for op in plan.ops if op.kind == VERBS[verb])
+        assert planned == sum(part.paged for part in parts)
+        ran = sum(span.nbytes for span in done)
+        # What is still on its way out when backward wants it is taken as it is.
+        assert ran == nbytes if verb == "save" else nbytes - plan.activations.peak.kept <= ran <= nbytes
+    if place == HOST:
+        order = [VERBS[s.name.partition(" ")[0]] for s in spans if s.lane == out and s.name.split()[0] in VERBS]
+        assert [kind for kind, _ in groupby(order)] == kinds(plan, out, Kind.SAVE, Kind.OFFLOAD)
+    step = simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
+    verbs = ("save", "return")
+    assert set(count(step.spans, *verbs)) == set(count(spans, *verbs))
