@@ -23,6 +23,8 @@ _TRAINED_ALIKE = (
     "optimizer",
     "clip_grad_norm",
     "speculate",
+    "update",
+    "max_staleness",
     "activations",
     "chunked_loss",
     "batch_tiles",

@@ -63,6 +63,10 @@ class PlanConfig:
     speculate: bool | None = None
     """With clipping and state on SSD, update under backward as if nothing would be clipped, and redo that where
     something is. By default where there is room to keep the old state. The forecast step is not clipped."""
+    update: Literal["sync", "async"] = "sync"
+    """async: forward and backward do not wait for updates, whose results lag by at most --max-staleness steps."""
+    max_staleness: int = 1
+    """With async, the most steps whose gradients may be missing in the weights that a forward reads."""
     keep_checkpoints: int = 0
     """Checkpoints that the run keeps: state on SSD takes this many times more room there. `pagoda train` keeps 2, if
     --checkpoint-every is given."""
@@ -96,6 +100,9 @@ class PlanConfig:
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         if self.clip_grad_norm is not None:
             require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
+        require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
+        if self.update == "async" and self.speculate:
+            raise ConfigError("--speculate is for updates that forward waits for: leave it out with --update async")
         check_batch_tiles(self.batch_tiles)
         if self.tile_limit is not None:
             parse_bytes(self.tile_limit, "tile_limit")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from pagoda.errors import BudgetError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import Activations
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine
@@ -100,6 +100,8 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
 
     Raises ConfigError: unknown model, or a setting that cannot be used.
     """
+    if config.update == "async" and machine.rank_count > 1:
+        raise ConfigError("--update async is not for several ranks yet: leave it out, or plan one (--gpus-per-node 1)")
     subject = subject_of(config)
     config, chosen = settled(config, machine, subject)
     activations = activations_of(config, subject)

@@ -141,6 +141,7 @@ def options_of(config: PlanConfig) -> Options:
         config.clip_grad_norm is not None,
         speculate=config.speculate,
         keep_checkpoints=config.keep_checkpoints,
+        max_staleness=config.max_staleness if config.update == "async" else None,
         activations=config.activations,
         gradients=kept_dtype(config.gradients),
         may_skip=config.precision == "fp16",

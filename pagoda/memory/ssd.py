@@ -104,6 +104,11 @@ class PageFile:
         """Whether transfers bypass the page cache."""
         return self.fallback_reason is None
 
+    @property
+    def system_path(self) -> Path:
+        """A path by which others in this process can open the file, whether it has a name or not."""
+        return self.path or Path(f"/proc/self/fd/{self._fd}")
+
     def pread(self, page: int, view: memoryview, offset: int = 0) -> None:
         """Fill `view` from byte `offset` of slot `page` on; it may reach into the slots that follow.
 
@@ -285,7 +290,7 @@ class PageFile:
         buffers = [view.cast("B") for view in views]
         total = sum(buffer.nbytes for buffer in buffers)
         position = page * self.page_bytes + offset
-        self._check_range(verb, position, buffers, total)
+        self.check_transfer(verb, position, [(_address(buffer), buffer.nbytes) for buffer in buffers])
         # After a short direct transfer, go on from the last whole block: direct I/O cannot start inside one.
         block = PAGE_ALIGN if self.direct else 1
         done = 0
@@ -293,32 +298,35 @@ class PageFile:
             try:
                 moved = call(self._fd, buffers, position + done)
             except OSError as error:
-                raise self._failed(verb, position + done, total - done, str(error.strerror)) from error
+                raise self.failed(verb, position + done, total - done, str(error.strerror)) from error
             reached = done + moved
             if reached < total:
                 reached -= reached % block
             if reached == done:
                 cause = "end of file" if verb == "read" else "the disk took no more"
-                raise self._failed(verb, position + done, total - done, f"{cause} after {moved} bytes")
+                raise self.failed(verb, position + done, total - done, f"{cause} after {moved} bytes")
             buffers = list(_without(buffers, reached - done))
             done = reached
 
-    def _check_range(self, verb: str, position: int, buffers: Sequence[memoryview], total: int) -> None:
+    def check_transfer(self, verb: str, position: int, parts: Sequence[tuple[int, int]]) -> None:
+        """Raises ValueError unless buffers, of (address, bytes), can be moved to or from this byte of the file on;
+        StorageError where it is closed."""
+        total = sum(nbytes for _, nbytes in parts)
         if not self._closer.alive:
-            raise self._failed(verb, position, total, "the page file is closed")
+            raise self.failed(verb, position, total, "the page file is closed")
         if position < 0 or position + total > self.nbytes:
             raise ValueError(
                 f"asked to {verb} {total} bytes at offset {position} of a page file of {self.nbytes} bytes"
             )
-        for data in buffers:
-            address = np.frombuffer(data, np.uint8).__array_interface__["data"][0] if data.nbytes else 0
-            if position % PAGE_ALIGN or data.nbytes % PAGE_ALIGN or address % PAGE_ALIGN:
+        for address, nbytes in parts:
+            if position % PAGE_ALIGN or nbytes % PAGE_ALIGN or address % PAGE_ALIGN:
                 raise ValueError(
-                    f"direct I/O needs multiples of {PAGE_ALIGN}: asked to {verb} {data.nbytes} bytes "
+                    f"direct I/O needs multiples of {PAGE_ALIGN}: asked to {verb} {nbytes} bytes "
                     f"at offset {position}, memory address {address:#x}; take the buffer from an Arena"
                 )
 
-    def _failed(self, verb: str, position: int, nbytes: int, cause: str) -> StorageError:
+    def failed(self, verb: str, position: int, nbytes: int, cause: str) -> StorageError:
+        """The error of a transfer that failed."""
         return StorageError(
             f"page file in {self.directory}: failed to {verb} {nbytes} bytes at offset {position}: {cause}; "
             "check the disk (dmesg), then resume from the last checkpoint"
@@ -432,6 +440,11 @@ def portion_of(slots: int, limits: Sequence[int | None]) -> tuple[int, ...] | No
             counts[drive] += more
             left -= more
     return tuple(counts)
+
+
+def _address(buffer: memoryview) -> int:
+    """Where a buffer lies in memory."""
+    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] if buffer.nbytes else 0
 
 
 def _without(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:

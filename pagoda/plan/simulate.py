@@ -8,9 +8,10 @@ SSD's two directions, the link's, RAM, and the CPU where that is also what compu
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
-from pagoda.errors import ConfigError
 from pagoda.plan.hardware import Hardware
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD, Kind, Op
@@ -19,6 +20,7 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.rates import Rates
 from pagoda.plan.simulated_activations import SimulatedActivations
+from pagoda.plan.simulated_async import SimulatedAsyncUpdater
 from pagoda.plan.simulated_lanes import SimulatedLanes, Task
 from pagoda.plan.simulated_updates import SimulatedGradients, SimulatedUpdater
 from pagoda.plan.timeline import COMPUTE, Span, Timeline
@@ -30,6 +32,8 @@ _LEAST_STEPS, _MOST_STEPS = 4, 8
 under way, and what the updater has learned to read ahead."""
 _STEADY = 1e-4
 """Relative difference below which two steps took equally long."""
+_SWEEPS = 4
+"""With asynchronous updates: sweeps that are measured, each of as many steps as it may take, after half as many."""
 _FETCH_CHUNKS = 4
 """Pieces of a fetch from SSD to a device of its own: one is read while the one before is copied."""
 
@@ -38,13 +42,27 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timelin
     """One step of `plan` in steady state, on one rank of `hardware`.
 
     `tick_s` has the seconds of compute of each access of the plan's trace when nothing disturbs it; see `Compute`.
-    Raises ValueError when it does not have one number per access, ConfigError for asynchronous updates.
+    With asynchronous updates a sweep over the states may take several steps, which differ: seconds and stalls are then
+    means over several sweeps, and what each lane does when is that of the step that comes nearest to the mean.
+
+    Raises ValueError when it does not have one number per access.
     """
-    if plan.options.max_staleness is not None:
-        raise ConfigError("Asynchronous updates are not simulated: leave max_staleness out of the plan's options.")
     if len(tick_s) != len(plan.trace.accesses) - 1:
         raise ValueError(f"{len(tick_s)} times of compute for a trace of {len(plan.trace.accesses) - 1} accesses")
     return Simulation(plan, hardware, tick_s).run()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """When a step began and ended, and what compute waited for in it."""
+
+    start_s: float
+    end_s: float
+    stall_s: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
 
 
 class Simulation:
@@ -70,7 +88,9 @@ class Simulation:
         self._activations = SimulatedActivations(plan, self._lanes, self._rates, self._wait)
         self._gradients = SimulatedGradients(plan, lambda pages: self._note(HOST, pages))
         updated_on_device = plan.placement.updated_on_device | plan.placement.resident
-        self._updaters = [SimulatedUpdater(plan, self._lanes, self._rates)]
+        updater: type[SimulatedUpdater]
+        updater = SimulatedUpdater if plan.options.max_staleness is None else SimulatedAsyncUpdater
+        self._updaters = [updater(plan, self._lanes, self._rates)]
         if updated_on_device:
             self._updaters.append(SimulatedUpdater(plan, self._lanes, self._rates, on_device=True))
         self._updater_of = [self._updaters[unit.index in updated_on_device] for unit in plan.units]
@@ -80,21 +100,38 @@ class Simulation:
         """unit -> its update under backward, whose gradient must be kept until `step()`: nothing is clipped here."""
 
     def run(self) -> Timeline:
-        """The last of as many steps as it takes until two are equally long."""
-        start = end = before = 0.0
-        for steps in range(_MOST_STEPS):
-            if steps >= _LEAST_STEPS and abs(end - start - before) <= _STEADY * before:
-                break
-            start, before = end, end - start
-            self._stall_s = dict.fromkeys(self._stalling, 0.0)
-            self.step()
-            end = self._lanes.now
+        """The last of as many steps as it takes until two are equally long; or several, where steps differ for good."""
+        most_stale = self._plan.options.max_staleness
+        steps = self._until_steady() if most_stale is None else self._several_sweeps(most_stale + 1)
+        step_s = fmean(step.seconds for step in steps)
+        stall_s = {lane: fmean(step.stall_s[lane] for step in steps) for lane in self._stalling}
+        shown = min(steps, key=lambda step: abs(step.seconds - step_s))
+        start, end = shown.start_s, shown.end_s
         spans = tuple(
-            Span(s.lane, s.name, s.start_s - start, min(s.end_s, end) - start, s.nbytes)
+            Span(s.lane, s.name, s.start_s - start, s.end_s - start, s.nbytes)
             for s in self._lanes.spans
-            if s.end_s > start
+            if start < s.end_s <= end
         )
-        return Timeline(end - start, spans, self._stall_s, self._ledger(start))
+        return Timeline(step_s, spans, stall_s, self._ledger(start, end))
+
+    def _until_steady(self) -> list[_Step]:
+        """The last step, alone."""
+        step = self._timed_step()
+        for count in range(1, _MOST_STEPS):
+            before, step = step, self._timed_step()
+            if count + 1 >= _LEAST_STEPS and abs(step.seconds - before.seconds) <= _STEADY * before.seconds:
+                break
+        return [step]
+
+    def _several_sweeps(self, steps_of_one: int) -> list[_Step]:
+        for _ in range(_SWEEPS // 2 * steps_of_one):
+            self.step()
+        return [self._timed_step() for _ in range(_SWEEPS * steps_of_one)]
+
+    def _timed_step(self) -> _Step:
+        start, self._stall_s = self._lanes.now, dict.fromkeys(self._stalling, 0.0)
+        self.step()
+        return _Step(start, self._lanes.now, self._stall_s)
 
     def step(self) -> None:
         """One more step, until compute is through with it."""
@@ -123,6 +160,7 @@ class Simulation:
             elif not self._plan.options.update_under_backward:
                 self._queue_update(unit)
         for updater in self._updaters:
+            updater.end_of_step()
             updater.pump()
         self._issue(last)
 
@@ -242,14 +280,14 @@ class Simulation:
         assert tier is not None
         self._moves.append((self._lanes.now, tier, pages))
 
-    def _ledger(self, start: float) -> dict[str, tuple[tuple[float, int], ...]]:
-        """Every tier's account over the last step. Leases and staging come and go, other lines are there for good."""
+    def _ledger(self, start: float, end: float) -> dict[str, tuple[tuple[float, int], ...]]:
+        """Every tier's account over a step. Leases and staging come and go, other lines are there for good."""
         ledger: dict[str, tuple[tuple[float, int], ...]] = {}
         for tier, lines in self._plan.bytes.items():
             in_use = sum(nbytes for line, nbytes in lines.items() if line not in (LEASES, STAGING))
             account = [(0.0, in_use)]
             for seconds, where, pages in self._moves:
-                if where == tier:
+                if where == tier and seconds <= end:
                     in_use += pages * self._plan.page_bytes
                     if seconds > start:
                         account.append((seconds - start, in_use))

@@ -21,7 +21,7 @@ _MOST_CHUNKS = 400
 
 
 @dataclass(slots=True, order=True)
-class _Update:
+class Update:
     """One unit's pending update."""
 
     urgency: float
@@ -33,6 +33,8 @@ class _Update:
     """Whether the gradient must be read back from SSD."""
     published: Task = field(compare=False)
     written: Task = field(compare=False)
+    steps: int = field(default=1, compare=False)
+    """Gradients that are applied one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,10 @@ class SimulatedUpdater:
         self._slots = max(3, slots * layout.block_elements // self._chunk) if slots else 0
         uses = NextUse(plan.trace)
         self._urgency = [uses.after(u.index, len(plan.trace.accesses) - 1) for u in plan.units]
-        self._queue: list[_Update] = []
+        self._queue: list[Update] = []
         self._sequence = 0
-        self._latest: dict[int, _Update] = {}
-        self._current: _Update | None = None
+        self._latest: dict[int, Update] = {}
+        self._current: Update | None = None
         self._next_chunk = 0
         self._computed: list[Task] = []
         self._writes: list[Task] = []
@@ -95,16 +97,14 @@ class SimulatedUpdater:
 
     def queue(self, unit: int, gradient: list[Task], reload: bool) -> Task:
         """The unit's gradient is complete once `gradient` has ended; returns what ends when it has been used."""
-        path, streamed = self._path, self._streamed[unit] and not self._on_device
-        lane = path.write if streamed and self._weight_streams(unit) else path.read if streamed else path.update
-        milestones = self._lanes.milestone(lane), self._lanes.milestone(path.write)
         before = self._latest.get(unit)
-        ready = [*gradient, before.written] if before else gradient
-        update = _Update(self._urgency[unit], self._sequence, unit, ready, reload, *milestones)
-        self._sequence += 1
+        update = self._new_update(unit, [*gradient, before.written] if before else gradient, reload)
         self._latest[unit] = update
         heapq.heappush(self._queue, update)
         return update.published
+
+    def end_of_step(self) -> None:
+        """Compute is through with a step, all of whose updates have been queued."""
 
     def pump(self) -> None:
         """Feed all that can be fed now; called whenever something it may have waited for has ended."""
@@ -119,11 +119,27 @@ class SimulatedUpdater:
         """Take up the most urgent update."""
         if self._current is not None or not self._queue:
             return False
-        update = self._current = heapq.heappop(self._queue)
+        update = heapq.heappop(self._queue)
         self._successor[self._fed] = update.unit
         self._fed = update.unit
         if self._ahead_unit != update.unit:
             self._drop_ahead()
+        self._take_up(update)
+        return True
+
+    def _new_update(self, unit: int, gradient: list[Task], reload: bool, steps: int = 1) -> Update:
+        milestones = self._lanes.milestone(self._lane_waited_for(unit)), self._lanes.milestone(self._path.write)
+        self._sequence += 1
+        return Update(self._urgency[unit], self._sequence, unit, gradient, reload, *milestones, steps)
+
+    def _lane_waited_for(self, unit: int) -> str:
+        """The lane whose work ends last before a unit's new weights can be used, most likely."""
+        path, streamed = self._path, self._streamed[unit] and not self._on_device
+        return path.write if streamed and self._weight_streams(unit) else path.read if streamed else path.update
+
+    def _take_up(self, update: Update) -> None:
+        """Feed an update once its gradient is there."""
+        self._current = update
         if update.reload:
             nbytes = self._plan.layout.pages(self._plan.units[update.unit], GRAD) * self._plan.page_bytes
             seconds = self._rates.seconds("ssd_read", nbytes)
@@ -132,7 +148,6 @@ class SimulatedUpdater:
         self._next_chunk = 0
         self._computed, self._writes = [], []
         self._lanes.when_all(update.gradient, self.pump)
-        return True
 
     def _feed_one(self) -> bool:
         """Submit one chunk of the current update; False when it must wait for its gradient or for a slot."""
@@ -154,7 +169,7 @@ class SimulatedUpdater:
         name = f"update {self._name(unit)}"
         touched = int((stop - start) * self._touched_per_element)
         rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
-        task = self._lanes.submit(self._path.update, name, touched, rate(stop - start), reads)
+        task = self._lanes.submit(self._path.update, name, touched, update.steps * rate(stop - start), reads)
         self._computed.append(task)
         if streamed:
             seconds = self._rates.seconds(self._path.write, nbytes)
@@ -167,7 +182,7 @@ class SimulatedUpdater:
             self._current, self._ahead_unit = None, -1
         return True
 
-    def _finish(self, update: _Update, streams_weight: bool) -> None:
+    def _finish(self, update: Update, streams_weight: bool) -> None:
         published = self._writes if streams_weight else self._computed
         unit, layout = self._plan.units[update.unit], self._plan.layout
         if layout.gathers_after_update(unit):

@@ -21,7 +21,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of every lane, in steady state."""
+    """One step of every lane, in steady state.
+
+    Where steps differ for good, as asynchronous updates make them, `step_s` and `stall_s` are means, and the rest is
+    that of a step that takes about as long.
+    """
 
     step_s: float
     spans: tuple[Span, ...]

@@ -4,13 +4,13 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from pagoda.errors import UsageError
+from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.optim.formats import arriving_dtype, gradient_kernels, update_kernel, warm_up
 from pagoda.optim.rule import ElementwiseRule, Precision, Rule
@@ -31,7 +31,7 @@ from pagoda.runtime.device_updates import DeviceBlockStream, DeviceRing
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
-from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, labelled
+from pagoda.runtime.lanes import SSD_LANE_THREADS, Handle, Lane, labelled
 from pagoda.runtime.leases import Lease
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.pilot import Pilot
@@ -92,7 +92,7 @@ class Engine:
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, ranks[0] if ranks is not None else None)
         self.store = Store(plan, directories, poison, device, shards)
-        ssd_threads = SSD_THREADS * max(1, len(directories))
+        ssd_threads = SSD_LANE_THREADS * max(1, len(directories))
         self._lanes = {
             "h2d": Lane("h2d"),
             "d2h": Lane("d2h"),
@@ -236,32 +236,45 @@ class Engine:
         self._end_updates()
         self.damage.check()
 
-    def settle(self) -> None:
-        """Drain, and let a checkpoint that is being written finish: before states change other than by updates."""
-        self.drain()
-        self.saver.settle()
-
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """All states are to be replaced, whatever has become of them. If that fails half-way, they are damaged."""
-        with suppress(Exception):
-            self._end_updates()  # raises what failed, once
-        self._end_updates()
-        self.saver.settle()
-        if self.damage.found:
-            for unit in self.units:
-                unit.updated = False  # the step that it was updated under will not come
+        self._stop_whatever_failed()
         self.stepper.zero_grad()
         try:
-            yield
+            with self.store.replacing():
+                yield
         except BaseException as error:
             self.damage.note(error)
             raise
-        for stream in self._streams:
-            stream.forget_errors()
-        for unit in self.units:
-            unit.update = None
-        self.damage.mend()
+        self._mend()
+
+    @contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Some states are to be overwritten, other than by updates, which have ended then, as has a checkpoint that
+        was being written. Damaged states can be overwritten too; `weights_replaced` and `optimizer_replaced` say what
+        has been, and mend them when that was all. A disk that fails meanwhile damages them.
+        """
+        self._stop_whatever_failed()
+        try:
+            with self.store.replacing() if self.damage.found else nullcontext():
+                yield
+        except StorageError as error:
+            self.damage.note(error)
+            raise
+
+    def weights_replaced(self, unit: LiveUnit, slot: int) -> None:
+        """The weights of a parameter have been overwritten as a whole."""
+        self.weights_changed(unit)
+        if self.damage.found:
+            self.damage.weights_replaced(unit.index, slot)
+            self._mend_if_replaced()
+
+    def optimizer_replaced(self) -> None:
+        """Every state that the optimizer keeps beside weights has been overwritten."""
+        if self.damage.found:
+            self.damage.optimizer_replaced()
+            self._mend_if_replaced()
 
     def prepare_capture(self) -> None:
         """Let states be as the last `step()` leaves them, but for updates that it has queued.
@@ -343,6 +356,33 @@ class Engine:
             self.together.drain()
         if self._publisher is not None:
             self._publisher.publish_idle()
+
+    def _stop_whatever_failed(self) -> None:
+        """End updates, and a checkpoint that is being written, before states change otherwise.
+
+        An error of an update is not raised: damage stays until it is mended, and `step()` finds a gradient that is not
+        finite once more.
+        """
+        try:
+            self._end_updates()
+        except Exception as error:
+            self.damage.note(error)  # who noticed it first may not have said so yet
+            self._end_updates()  # raises an error once; now all have ended
+        self.saver.settle()
+        if self.damage.found:
+            self.stepper.drop_step()
+
+    def _mend_if_replaced(self) -> None:
+        if self.damage.all_replaced(sum(len(unit.params) for unit in self.units)):
+            self._mend()
+
+    def _mend(self) -> None:
+        """Every state has been replaced: what became of the old ones no longer matters."""
+        for stream in self._streams:
+            stream.forget_errors()
+        for unit in self.units:
+            unit.update = None
+        self.damage.mend()
 
     def _wait(self, handle: Handle) -> None:
         if handle.done:

@@ -73,21 +73,22 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
 def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) -> None:
     """Make `value` (any float dtype) the parameter's master weight.
 
-    Elements whose compute-dtype value does not change keep their low half when `value` has no more precision.
+    Elements whose compute-dtype value does not change keep their low half when `value` has no more precision, unless an
+    update that failed has left nothing worth keeping.
     """
-    engine.settle()
     store = engine.store
     placed = unit.spec.slots[slot]
     if tuple(value.shape) != placed.param.shape:
         raise UsageError(f"{unit.name(slot)!r} has shape {placed.param.shape}; {tuple(value.shape)} was written to it.")
     flat = value.detach().reshape(-1).cpu()
-    dtype = store.dtype(WEIGHT)
-    if flat.dtype == dtype and slot < unit.trainable and store.has_low:
-        old = store.read(unit.index, WEIGHT, placed.offset, flat.numel())
-        low = store.read(unit.index, LOW, placed.offset, flat.numel())
-        low.masked_fill_(old.view(torch.int16) != flat.view(torch.int16), 0)
-        store.write(unit.index, WEIGHT, placed.offset, flat)
-        store.write(unit.index, LOW, placed.offset, low)
-    else:
-        store.write_master(unit.spec, slot, flat)
-    engine.weights_changed(unit)
+    keeps_low = flat.dtype == store.dtype(WEIGHT) and slot < unit.trainable and store.has_low
+    with engine.overwriting():
+        if keeps_low and not engine.damage.found:
+            old = store.read(unit.index, WEIGHT, placed.offset, flat.numel())
+            low = store.read(unit.index, LOW, placed.offset, flat.numel())
+            low.masked_fill_(old.view(torch.int16) != flat.view(torch.int16), 0)
+            store.write(unit.index, WEIGHT, placed.offset, flat)
+            store.write(unit.index, LOW, placed.offset, low)
+        else:
+            store.write_master(unit.spec, slot, flat)
+        engine.weights_replaced(unit, slot)

@@ -148,7 +148,6 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises CheckpointError, with nothing changed, for groups of other parameters.
         """
-        self._engine.settle()
         states, groups = state_dict["state"], state_dict["param_groups"]
         if any(isinstance(name, str) for group in groups for name in group["params"]):
             live = self._named_groups()
@@ -157,11 +156,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             states = {index: states[name] for index, name in enumerate(order) if name in states}
             indices = iter(range(len(order)))
             groups = [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
-        self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        self._mark_grouped()
-        for index, (unit, slot) in enumerate(self._members()):
-            self._states.write(unit, slot, states.get(index, {}))
+        with self._engine.overwriting():
+            self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
+            super().load_state_dict({"state": {}, "param_groups": groups})
+            self._mark_grouped()
+            for index, (unit, slot) in enumerate(self._members()):
+                self._states.write(unit, slot, states.get(index, {}))
+            self._engine.optimizer_replaced()
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and state, as torch has it, of each parameter that has been updated, one in RAM at a time.

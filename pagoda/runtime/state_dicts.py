@@ -79,7 +79,6 @@ class WeightStateDicts:
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace paged parameters; leave assign out.")
-        self._engine.drain()
         for name, param in module.named_parameters(recurse=False):
             home = self._homes.get(id(param))
             value = state_dict.get(prefix + name)

@@ -56,9 +56,9 @@ class ModelState:
         shapes = {name: unit.spec.slots[slot].param.shape for name, (_, unit, slot) in self._homes.items()}
         _check(state_dict, shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()})
         for name, (engine, unit, slot) in self._homes.items():
-            engine.settle()
-            engine.store.write_master(unit.spec, slot, state_dict[name].detach().cpu().float().reshape(-1))
-            engine.weights_changed(unit)
+            with engine.overwriting():
+                engine.store.write_master(unit.spec, slot, state_dict[name].detach().cpu().float().reshape(-1))
+                engine.weights_replaced(unit, slot)
         for name, buffer in buffers.items():
             buffer.detach().copy_(state_dict[name])
 
@@ -138,18 +138,19 @@ class OptimizerState:
         live = self._groups()
         if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in live]:
             raise CheckpointError("The state does not belong to this optimizer: its groups have other parameters.")
-        self._optimizer.zero_grad()
-        self._engine.settle()
-        self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
-        for name, (unit, slot) in self._slots.items():
-            unit.steps[slot] = int(states[name]["step"])
-            for moment in self._moments:
-                span = self._span(name, moment)
-                if span is not None:
-                    flat = states[name][moment.name].detach().cpu().to(moment.dtype).reshape(-1)
-                    self._engine.store.write(unit.index, moment.name, span.first, flat)
-        for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in given.items() if key != "params"})
+        with self._engine.overwriting():
+            self._optimizer.zero_grad()
+            self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
+            for name, (unit, slot) in self._slots.items():
+                unit.steps[slot] = int(states[name]["step"])
+                for moment in self._moments:
+                    span = self._span(name, moment)
+                    if span is not None:
+                        flat = states[name][moment.name].detach().cpu().to(moment.dtype).reshape(-1)
+                        self._engine.store.write(unit.index, moment.name, span.first, flat)
+            for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
+                mine.update({key: value for key, value in given.items() if key != "params"})
+            self._engine.optimizer_replaced()
 
     def _groups(self) -> list[dict[str, Any]]:
         """The `param_groups`, with the names of their parameters, also of those that other ranks have."""

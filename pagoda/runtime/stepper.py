@@ -131,6 +131,15 @@ class Stepper:
         self._due.clear()
         self._manual_scale = None
 
+    def drop_step(self) -> None:
+        """Forget the step that has begun, whose updates have failed: no `step()` will end it."""
+        for unit in self._units:
+            unit.updated = False
+            for param in unit.params:
+                param.grad = None
+        self.zero_grad()
+        self._clear_step()
+
     def norms(self, asked_by: str) -> Norms:
         """2-norms of this step's gradients; waits until all have arrived in their extents, on every rank.
 

@@ -3,11 +3,12 @@
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.ssd_tier import SSDTier
 from pagoda.memory.tier import MemoryTier
@@ -99,6 +100,8 @@ class Store:
         self.spare = self.host.alloc(placement.pages(HOST, CHECKPOINT))
         """Frames for what a checkpoint has not written yet when its update comes."""
         self._bounce = threading.Lock()
+        self._replacing = False
+        """Whether every state is being replaced."""
         self.host_bytes = page * sum(n for line, n in lines[HOST].items() if line not in (LEASES, STAGING))
         """Bytes of homes and rings; leases and staging come on top, as they are used."""
 
@@ -250,10 +253,20 @@ class Store:
             for first, last, window, offset in self._windows(unit, state, start, values.numel()):
                 itemsize = values.element_size()
                 if offset != first * itemsize or len(window) != (last - first) * itemsize:
-                    self._load(unit, state, offset, window)
+                    self._load_around(unit, state, offset, window)
                 self._elements(state, window, offset, first, last).copy_(values[first - start : last - start])
                 assert self.ssd is not None
                 self.ssd.store(self._runs[unit, state], offset, window)
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside, a page that cannot be read is no obstacle to writing a part of it: the rest is lost, and will be
+        written too, or be of no use."""
+        self._replacing = True
+        try:
+            yield
+        finally:
+            self._replacing = False
 
     @property
     def has_low(self) -> bool:
@@ -315,6 +328,15 @@ class Store:
     def _load(self, unit: int, state: str, offset: int, window: memoryview) -> None:
         assert self.ssd is not None, "extents that are not in RAM are on SSD"
         self.ssd.load(self._runs[unit, state], offset, window)
+
+    def _load_around(self, unit: int, state: str, offset: int, window: memoryview) -> None:
+        """What a window holds beside what is about to be written to it."""
+        try:
+            self._load(unit, state, offset, window)
+        except StorageError:
+            if not self._replacing:
+                raise
+            torch.frombuffer(window, dtype=torch.uint8).zero_()
 
     def _elements(self, state: str, window: memoryview, offset: int, first: int, last: int) -> torch.Tensor:
         dtype = self.dtype(state)

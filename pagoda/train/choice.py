@@ -83,7 +83,7 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mes
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
     asked = Chosen(memory, activations_of(config), config.batch_tiles)
-    searchable = mesh.size == 1 and config.update == "sync" and hardware_file().exists()
+    searchable = mesh.size == 1 and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
         return asked
@@ -149,6 +149,8 @@ def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
         memory=config.memory,
         clip_grad_norm=config.clip_grad_norm,
         speculate=config.speculate,
+        update=config.update,
+        max_staleness=config.max_staleness,
         keep_checkpoints=config.kept_on_ssd if mesh.size == 1 else 0,
         optimizer=config.optimizer,
         optim=StatesConfig(options=config.optim.options, moments=config.optim.moments),

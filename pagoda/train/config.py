@@ -197,8 +197,6 @@ class TrainConfig:
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
         check_batch_tiles(self.batch_tiles)
-        if self.update == "async" and self.plan == "search":
-            raise ConfigError("--plan search simulates synchronous updates only: leave it out with --update async")
         if self.tile_limit is not None:
             parse_bytes(self.tile_limit, "tile_limit")
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")

@@ -1,5 +1,6 @@
 """A disk that fails: an error that says what, a state that can do no harm, and a checkpoint to go on from."""
 
+import copy
 import errno
 import os
 import shutil
@@ -14,6 +15,7 @@ from zoo import PAGE, RESIDENT
 
 import pagoda
 from pagoda.errors import StorageError
+from pagoda.memory import Arena
 
 from .test_paged import flip
 from .test_resume import HALF, LLAMA, Run, data, on_ssd, uninterrupted
@@ -138,3 +140,112 @@ def test_damage_that_is_found_before_anything_changes_does_no_harm(tmp_path: Pat
     with pytest.raises(pagoda.CheckpointError, match="exp_avg"):
         run.load(tmp_path / "damaged")
     run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+# --- state dicts -----------------------------------------------------------------------------------------------
+
+StateDicts = tuple[dict[str, object], dict[str, object]]
+
+
+def ruins_the_page(real: Transfer, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Afterwards, neither the old page nor the new one can be read."""
+    real(descriptor, [Arena(PAGE).view(0, PAGE)], offset)
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def by_torch(run: Run) -> StateDicts:
+    return run.model.state_dict(), run.optimizer.state_dict()
+
+
+def by_torch_again(run: Run, saved: StateDicts) -> None:
+    run.model.load_state_dict(saved[0])
+    run.optimizer.load_state_dict(saved[1])
+
+
+def by_dcp(run: Run) -> StateDicts:
+    return pagoda.ModelState(run.model).state_dict(), pagoda.OptimizerState(run.optimizer).state_dict()
+
+
+def by_dcp_again(run: Run, saved: StateDicts) -> None:
+    pagoda.OptimizerState(run.optimizer).load_state_dict(saved[1])  # in the other order
+    pagoda.ModelState(run.model).load_state_dict(saved[0])
+
+
+def damage(run: Run, patch: pytest.MonkeyPatch) -> None:
+    """Let an update fail half-way."""
+    with patch.context() as broken:
+        break_moment(run, "pwritev", ruins_the_page, broken)
+        with pytest.raises(StorageError, match="failed to write"):
+            run.train(HALF, HALF + 2).optimizer.drain()
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(by_torch, by_torch_again), (by_dcp, by_dcp_again)])
+def test_complete_state_dicts_mend_what_a_failed_update_damaged(
+    saves: Callable[[Run], StateDicts],
+    loads: Callable[[Run, StateDicts], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    saved = copy.deepcopy(saves(run))
+    damage(run, monkeypatch)
+    assert_of_no_use(run, tmp_path / "bad")
+    loads(run, saved)
+    found = saves(run)
+    assert found[0].keys() == saved[0].keys()
+    for one, other in zip(tensors(found), tensors(saved), strict=True):
+        assert torch.equal(one, other)
+    run.train(HALF, 2 * HALF).optimizer.drain()
+    run.save(tmp_path / "after")
+    run.optimizer.close()
+
+
+def test_after_damage_the_state_of_dcp_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    saved, schedule = copy.deepcopy(by_dcp(run)), run.schedule.state_dict()
+    damage(run, monkeypatch)
+    by_dcp_again(run, saved)
+    run.schedule.load_state_dict(schedule)
+    run.losses, run.rates = [], []
+    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+@pytest.mark.parametrize("left_out", ["one parameter", "the optimizer", "the model"])
+def test_what_replaces_a_part_only_mends_nothing(
+    left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    weights, states = copy.deepcopy(by_torch(run))
+    damage(run, monkeypatch)
+    if left_out == "one parameter":
+        del weights[next(iter(weights))]
+    if left_out != "the model":
+        run.model.load_state_dict(weights, strict=False)
+    if left_out != "the optimizer":
+        run.optimizer.load_state_dict(states)
+    assert_of_no_use(run, tmp_path / "bad")
+    with suppress(StorageError):
+        run.optimizer.close()
+
+
+def test_a_state_dict_that_a_failing_disk_cuts_short_damages_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    weights, states = copy.deepcopy(by_torch(run))
+    with monkeypatch.context() as patch:
+        break_moment(run, "pwritev", fails, patch)
+        with pytest.raises(StorageError, match="failed to write"):
+            run.optimizer.load_state_dict(states)
+    assert_of_no_use(run, tmp_path / "bad")
+    run.model.load_state_dict(weights)
+    run.optimizer.load_state_dict(states)
+    run.train(HALF, 2 * HALF).optimizer.close()
+
+
+def tensors(state: object) -> list[torch.Tensor]:
+    """Every tensor in it, in order."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors(part)]

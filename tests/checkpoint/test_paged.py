@@ -190,3 +190,22 @@ def test_inspect_shows_a_checkpoint_and_verifies_files_and_pages(
     assert main(["inspect", str(first)]) == 0
     assert main(["inspect", str(first), "--verify"]) == 1
     assert "exp_avg.safetensors is damaged" in capsys.readouterr().out
+
+
+def test_pages_that_are_adopted_are_checked_when_they_are_first_read_and_by_inspect_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = two_checkpoints(tmp_path)
+    (pages,) = (tmp_path / "ssd").glob("pagoda-*/pages")
+    with Checkpoint(second) as checkpoint:
+        assert checkpoint.pages is not None
+        slot = int(checkpoint.pages.committed._table.slots[checkpoint.pages.units[0].extents["exp_avg"].start])
+        page = checkpoint.pages.committed.page_bytes
+    flip(pages, slot * page + 100)
+    assert main(["inspect", str(second), "--verify"]) == 1
+    assert f"{pages} at offset {slot * page} does not hold what was written there" in capsys.readouterr().out
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path / "ssd"), seed=1).load(second)
+    with pytest.raises(pagoda.StorageError, match="does not hold what was written there"):
+        run.train(HALF, HALF + 1).optimizer.drain()
+    run.losses, run.rates = [], []
+    run.load(first).train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))

@@ -1,6 +1,7 @@
 """The simulator moves every byte of a plan, at no more than the rates there are, within the budgets."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
 from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.ops import DEVICE, SSD, Kind
+from pagoda.plan.ops import DEVICE, HOST, SSD, Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.problem import Problem
@@ -176,10 +177,44 @@ def test_times_that_do_not_belong_to_the_trace_are_refused() -> None:
         simulate(plan, FAST, [1.0])
 
 
-def test_asynchronous_updates_are_not_simulated_as_if_they_were_synchronous() -> None:
-    plan = make_plan(tower(2, 64), STATES["bf16"], Budgets(LARGE), Options(max_staleness=1))
-    with pytest.raises(ConfigError, match="not simulated"):
-        simulate(plan, FAST, [1.0] * (len(plan.trace.accesses) - 1))
+# --- asynchronous updates ------------------------------------------------------------------------------------
+
+
+def streaming(max_staleness: int | None, passes: float) -> tuple[float, float, float]:
+    """Seconds of compute, of one pass over moments on SSD, and of a step in which that takes `passes` times compute."""
+    options = Options(page_bytes=4096, clipping=True, max_staleness=max_staleness)
+    everything = make_plan(tower(12, 256), STATES["bf16"], Budgets(LARGE), options)
+    in_ram = sum(everything.placement.pages(HOST, state) for state in (WEIGHT, GRAD)) * everything.page_bytes
+    plan = make_plan(tower(12, 256), STATES["bf16"], Budgets(in_ram + (3 << 20), ssd=LARGE), options)
+    assert all(plan.placement.home(unit.index, WEIGHT) == HOST for unit in plan.units)
+    moved = sum(op.nbytes for op in plan.ops if op.lane in (READ, WRITE))
+    assert moved > 0
+    sweep = moved / 1e10
+    ticks = len(plan.trace.accesses) - 1
+    timeline = simulate(plan, FAST, [sweep / passes / ticks] * ticks)
+    return sweep / passes, sweep, timeline.step_s
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("passes", [0.5, 1.9, 6.0])
+def test_steps_share_a_pass_over_the_drive_as_far_as_weights_may_lag(max_staleness: int, passes: float) -> None:
+    compute, sweep, step_s = streaming(max_staleness, passes)
+    least = max(compute, sweep / (max_staleness + 1))
+    assert step_s >= 0.9 * least  # gradients may wait when what is measured ends
+    assert step_s <= 1.2 * (compute + sweep if max_staleness == 0 else least)
+
+
+@pytest.mark.parametrize("passes", [1.9, 6.0])
+def test_asynchronous_updates_are_faster_where_the_drive_binds_and_more_so_the_more_they_may_lag(passes: float) -> None:
+    steps = [streaming(max_staleness, passes)[2] for max_staleness in (None, 1, 2, 4)]
+    assert steps[0] > 1.2 * steps[1]
+    assert all(later <= earlier * 1.02 for earlier, later in pairwise(steps))
+
+
+def test_without_an_ssd_asynchronous_updates_take_as_long_as_compute() -> None:
+    plan = make_plan(tower(4, 64), STATES["bf16"], Budgets(LARGE), Options(max_staleness=1))
+    ticks = [1.0] * (len(plan.trace.accesses) - 1)
+    assert simulate(plan, FAST, ticks).step_s == pytest.approx(sum(ticks), rel=1e-3)
 
 
 def test_a_plan_with_ssd_needs_a_machine_whose_drive_is_known() -> None:
