@@ -59,6 +59,32 @@ def test_what_lies_on_ssd_is_written_every_step_and_wears_the_drive() -> None:
     assert one.timeline.step_s > made().timeline.step_s
 
 
+def test_asynchronous_updates_are_forecast_as_they_run() -> None:
+    assert SMALL.ssd is not None
+    slow = {rate: figure(1e8) for rate in ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")}
+    machine = Machine(replace(SMALL, ssd=replace(SMALL.ssd, **slow)), here=False)
+    waits = made(machine, host="100MiB", plan="usual")
+    lags = made(machine, host="190MiB", plan="usual", update="async", max_staleness=2)
+    assert lags.bytes["ssd"]["exp_avg"] >= 0.9 * waits.bytes["ssd"]["exp_avg"], "no less streams"
+    assert lags.bytes["host"]["weight_back"] == lags.bytes["host"]["weight"]
+    assert lags.tokens_per_s > 2 * waits.tokens_per_s
+    assert made(machine, host="190MiB", update="async").fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"speculate": True}, "--speculate"),
+        ({"max_staleness": -1}, "--max-staleness is -1"),
+        ({"ranks": Ranks(2, 2)}, "ranks"),
+    ],
+)
+def test_asynchronous_updates_that_no_run_can_have_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    machine = replace(HERE_NOT, ranks=settings.pop("ranks")) if "ranks" in settings else HERE_NOT
+    with pytest.raises(ConfigError, match=complaint):
+        made(machine, update="async", **settings)
+
+
 def test_json_has_the_documented_keys_whether_it_fits_or_not() -> None:
     fits, not_ = made(), made(host="1MiB")
     known, unknown = as_json(fits, advise(fits)), as_json(not_, advise(not_))
