@@ -126,7 +126,12 @@ class Leases:
         with torch.inference_mode(False):  # a lease may outlive the inference that asked for it
             base = self.region.tensor(run, self._dtype, unit.spec.numel)
             target = self.region.tensor(run, torch.uint8, whole_pages)
-            lease = Lease(unit, base, run, self._fill(unit, target, self._freed), self._awaited)
+            try:
+                ready = self._fill(unit, target, self._freed)
+            except BaseException:  # of an update that the fetch waits for
+                self.region.free(run)
+                raise
+        lease = Lease(unit, base, run, ready, self._awaited)
         self._register(lease)
         return lease
 

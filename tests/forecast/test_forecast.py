@@ -64,11 +64,11 @@ def test_asynchronous_updates_are_forecast_as_they_run() -> None:
     slow = {rate: figure(1e8) for rate in ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")}
     machine = Machine(replace(SMALL, ssd=replace(SMALL.ssd, **slow)), here=False)
     waits = made(machine, host="100MiB", plan="usual")
-    lags = made(machine, host="190MiB", plan="usual", update="async", max_staleness=2)
+    lags = made(machine, host="240MiB", plan="usual", update="async", max_staleness=2)
     assert lags.bytes["ssd"]["exp_avg"] >= 0.9 * waits.bytes["ssd"]["exp_avg"], "no less streams"
     assert lags.bytes["host"]["weight_back"] == lags.bytes["host"]["weight"]
-    assert lags.tokens_per_s > 2 * waits.tokens_per_s
-    assert made(machine, host="190MiB", update="async").fits
+    assert lags.tokens_per_s > 1.8 * waits.tokens_per_s
+    assert made(machine, host="240MiB", update="async").fits, "a search plans them too"
 
 
 @pytest.mark.parametrize(
