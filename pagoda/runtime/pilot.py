@@ -61,13 +61,13 @@ class Pilot:
         if tick is None or tick != before:
             self._meter.fetched += lease.run is not None
             self._meter.faults += fault
-        if tick is not None and tick != before:
-            unit.active += 1  # nobody holds this lease yet: pin it while others make room
-            self._issue(tick)
-            unit.active -= 1
-        if self._coming.units:
-            unit.active += 1
-            self._fetch_coming()
+        unit.active += 1  # nobody holds this lease yet: pin it while others make room
+        try:
+            if tick is not None and tick != before:
+                self._issue(tick)
+            if self._coming.units:
+                self._fetch_coming()
+        finally:
             unit.active -= 1
         return lease
 
