@@ -31,7 +31,7 @@ from pagoda.runtime.device_updates import DeviceBlockStream, DeviceRing
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
-from pagoda.runtime.lanes import SSD_LANE_THREADS, Handle, Lane, labelled
+from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, labelled
 from pagoda.runtime.leases import Lease
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.pilot import Pilot
@@ -49,6 +49,9 @@ from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters
 from pagoda.runtime.updates import BlockStream, Updater
 
+_SSD_LANE_THREADS = 2 * SSD_THREADS
+"""Threads of `ssd_read` for each drive, and of `ssd_write`: while some hash what was read, or is to be written, the
+others keep it busy."""
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
@@ -92,7 +95,7 @@ class Engine:
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, ranks[0] if ranks is not None else None)
         self.store = Store(plan, directories, poison, device, shards)
-        ssd_threads = SSD_LANE_THREADS * max(1, len(directories))
+        ssd_threads = _SSD_LANE_THREADS * max(1, len(directories))
         self._lanes = {
             "h2d": Lane("h2d"),
             "d2h": Lane("d2h"),

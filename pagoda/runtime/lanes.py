@@ -13,10 +13,7 @@ from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.tape import Tape
 
 SSD_THREADS = 2
-"""Transfers in each direction that keep a drive busy: one is on it while the next is prepared."""
-SSD_LANE_THREADS = 2 * SSD_THREADS
-"""Threads of `ssd_read` for each drive, and of `ssd_write`: while some hash what was read, or is to be written, the
-others keep it busy."""
+"""Threads of `ssd_read` for each drive, and of `ssd_write`: one transfer is on it while the next is prepared."""
 
 
 _PENDING, _ISSUED, _DONE = range(3)
