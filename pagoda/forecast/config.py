@@ -37,6 +37,8 @@ class PlanConfig:
     on a batch of its own, and all of them share out the state."""
     zero_stage: Literal[1, 2, 3] = 3
     """What several ranks share out: moments (1), gradients too (2), weights too (3)."""
+    replicas: int = 1
+    """Whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
     expert_parallel: int = 1
     """Of a mixture of experts (t5-moe-1.2t): ranks that divide the experts of every block. Tokens travel to them."""
     batch_size: int = 1
@@ -93,7 +95,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.gpus_per_node is not None:
             require(self.gpus_per_node >= 1, "gpus_per_node", self.gpus_per_node, "must be at least 1")
-        for name in ("nodes", "expert_parallel", "batch_size", "accumulation_steps"):
+        for name in ("nodes", "replicas", "expert_parallel", "batch_size", "accumulation_steps"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         if self.clip_grad_norm is not None:

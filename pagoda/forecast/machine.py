@@ -52,7 +52,11 @@ def find_machine_for(config: PlanConfig) -> Machine:
         raise ConfigError(
             f"--expert-parallel is {experts}, which does not divide the ranks, of which there are {count}"
         )
-    ranks = Ranks(count, per_node, config.zero_stage, experts) if count > 1 else None
+    if count % config.replicas:
+        raise ConfigError(
+            f"--replicas is {config.replicas}, which does not divide the ranks, of which there are {count}"
+        )
+    ranks = Ranks(count, per_node, config.zero_stage, experts, config.replicas) if count > 1 else None
     return Machine(hardware, config.hardware == AUTO, ranks)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def launched() -> World:
 
 def was_restarted() -> bool:
     """Whether torchrun has started these processes anew, as some of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return _attempt() > 0
 
 
 def rank_timeout_s() -> float:
@@ -53,7 +54,27 @@ def join(world: World) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size:
             torch.cuda.set_device(world.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout_s()))
+        timeout = timedelta(seconds=rank_timeout_s())
+        if was_restarted() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            store = _store_of_attempt(timeout)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=world.rank, world_size=world.size)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+
+
+def _attempt() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _store_of_attempt(timeout: timedelta) -> Any:
+    """Where the ranks of this attempt find each other: torchrun's own store, under a name of the attempt.
+
+    torch (2.13) has one store for all attempts and tells them not apart, so ranks that were started anew would look for
+    each other at the addresses of those that have ended.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"attempt-{_attempt()}", store)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ OF_A_RUN = {
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
     "optim.schedule", "optim.min_lr_ratio", "routing.top_k", "routing.capacity_factor", "routing.balance_coefficient",
     # Not simulated.
-    "update", "max_staleness", "replicas",
+    "update", "max_staleness",
 }  # fmt: skip
 OF_A_MACHINE = {"hardware", "nodes", "gpus_per_node", "max_model", "json", "plot"}
 
