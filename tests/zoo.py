@@ -253,10 +253,11 @@ def usual_loop(recipe: Recipe) -> Loop:
 
     def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
         generator = torch.Generator().manual_seed(1)
+        scale = getattr(optimizer, "scale", lambda loss: loss)
         for _ in range(recipe.steps):
             for _ in range(recipe.accumulation):
                 loss = loss_of(model(**batch(recipe.model, generator)))
-                (loss / recipe.accumulation).backward()
+                scale(loss / recipe.accumulation).backward()
                 outcome.losses.append(loss.item())
             take_step(optimizer, outcome)
 

@@ -113,16 +113,14 @@ def _magnitude(value: Any) -> Any:
 
 @part
 def _map_value(place: Any) -> Any:
-    p = np.float32(1)
-    small = place < np.float32(16)
-    p = np.float32(1e-4) if small else p
-    f = place * np.float32(16) if small else place
-    small = f < np.float32(64)
-    p = p * np.float32(1e-2) if small else p
-    f = f * np.float32(4) if small else f
-    small = f < np.float32(128)
-    p = p * np.float32(1e-1) if small else p
-    f = f * np.float32(2) if small else f
+    # `place` is from 1 to below 256. The three steps of the contract ask for the three bits of its exponent, and bring
+    # it to that of 128, which is exact. (Shifted to the sign, a bit is tested in 32 bits; `&` would widen it to 64.)
+    bits = fp32_to_bits(place)
+    exponent = np.uint32(bits + np.uint32(1 << 23))
+    f = bits_to_fp32(np.uint32(np.uint32(bits & np.uint32(0x7FFFFF)) | np.uint32(0x43000000)))
+    p = np.float32(1) if np.int32(exponent << np.uint32(6)) < np.int32(0) else np.float32(1e-4)
+    p = p if np.int32(exponent << np.uint32(7)) < np.int32(0) else p * np.float32(1e-2)
+    p = p if np.int32(exponent << np.uint32(8)) < np.int32(0) else p * np.float32(1e-1)
     return p * (f * np.float32(TENTH_STEPS) - np.float32(0.8))
 
 

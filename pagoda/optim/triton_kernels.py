@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
-from pagoda.optim import triton_adamw, triton_momentum, triton_squares
+from pagoda.optim import triton_adamw, triton_momentum, triton_parts, triton_squares
 from pagoda.optim.codecs import BLOCK
-from pagoda.optim.rule import ElementwiseRule, Precision, check_precision
+from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype
 
 DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
 """An update in place: states in StateSpec order and the gradient, flat and contiguous, and what a CPU kernel takes
@@ -23,7 +23,9 @@ _STRICT = {"enable_fp_fusion": False}
 """How every kernel is launched: each operation rounds by itself."""
 _SIZE = 1024
 """Elements of a program."""
-_BITS = {torch.bfloat16: torch.int16}
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_SPLIT = {torch.bfloat16: triton_parts.BF16, torch.float16: triton_parts.FP16, torch.float32: triton_parts.NOT_SPLIT}
+"""By the dtype of weights and gradients."""
 
 
 class _Kernel(NamedTuple):
@@ -48,8 +50,7 @@ _UPDATES = {
 
 def update_kernel(rule: ElementwiseRule, precision: Precision) -> DeviceKernel:
     """The kernel of a rule; raises ConfigError for a precision that is not known."""
-    check_precision(precision)
-    kernel, split = _UPDATES[rule.kernel_name], precision == "bf16"
+    kernel, split = _UPDATES[rule.kernel_name], _SPLIT[gradient_dtype(precision)]
     constants = {**dict(kernel.constants), "split": split, "size": _SIZE}
     random = constants.get("noisy", False)
 
@@ -72,7 +73,7 @@ def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
     """
     assert piece == next_power_of_2(piece)
     n = gradient.numel()
-    half = gradient.dtype is torch.bfloat16
+    half = _SPLIT[gradient.dtype]
     # One warp, so that a lane is a thread.
     triton_squares.square_sums[(cdiv(n, piece),)](
         _bits(gradient), into, n, piece=piece, half=half, num_warps=1, **_STRICT

@@ -18,6 +18,9 @@ from pagoda.optim import codecs
 Jit = Callable[..., Callable[[Callable[..., Any]], Any]]
 jit = cast(Jit, triton.jit)
 
+NOT_SPLIT, BF16, FP16 = 0, 1, 2
+"""What a kernel's `split` says: weights are fp32, or 16-bit halves of a master in one of two ways."""
+_FP16 = tl.constexpr(FP16)
 _NAN = tl.constexpr(0x7FC00000)
 
 
@@ -46,11 +49,60 @@ def halves(value: tl.tensor) -> tl.tensor:
 
 
 @jit()
+def fp16_to_fp32(half: tl.tensor) -> tl.tensor:
+    """fp32 of fp16 bits, int16: `fp16.fp16_to_fp32`."""
+    bits = half.to(tl.uint32)
+    shifted = (bits & 0x7FFF) << 13
+    widened = (shifted.to(tl.float32, bitcast=True) * 5192296858534827628530496329220096.0).to(tl.uint32, bitcast=True)
+    widened = tl.where(shifted >= 0x0F800000, shifted | 0x7F800000, widened)
+    return (widened | ((bits & 0x8000) << 16)).to(tl.float32, bitcast=True)
+
+
+@jit()
+def _fp32_to_fp16(value: tl.tensor) -> tl.tensor:
+    """fp16 bits, int16: `fp16.fp32_to_fp16`."""
+    bits = value.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = tl.add(tl.add(size, 0xC8000FFF, sanitize_overflow=False), (size >> 13) & 1, sanitize_overflow=False) >> 13
+    denormal = (size.to(tl.float32, bitcast=True) + 0.5).to(tl.uint32, bitcast=True)
+    denormal = tl.add(denormal, 0xC1000000, sanitize_overflow=False)
+    rounded = tl.where(size < 0x38800000, denormal, normal)
+    rounded = tl.where(size >= 0x47800000, tl.where(size > 0x7F800000, 0x7E00, 0x7C00).to(tl.uint32), rounded)
+    return (rounded | ((bits >> 16) & 0x8000)).to(tl.int16)
+
+
+@jit()
+def _exponent_fp16(half: tl.tensor) -> tl.tensor:
+    """Biased, of fp16 bits, and at least 1, uint32."""
+    exponent = (half.to(tl.uint32) >> 10) & 0x1F
+    return tl.where(exponent > 1, exponent, 1).to(tl.uint32)
+
+
+@jit()
+def joined_fp16(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+    """fp32 master of an fp16 weight, as int16, and its distance: `fp16.joined_fp16`."""
+    unit = ((_exponent_fp16(high) + 87) << 23).to(tl.float32, bitcast=True)
+    return fp16_to_fp32(high) - (0 - low.to(tl.int32)).to(tl.float32) * unit
+
+
+@jit()
+def halves_fp16(value: tl.tensor) -> tl.tensor:
+    """The fp16 weight, as int16, and the distance of an fp32 master: `fp16.low_half_fp16`. That of a NaN is zero."""
+    high = _fp32_to_fp16(value)
+    per_unit = ((167 - _exponent_fp16(high)) << 23).to(tl.float32, bitcast=True)
+    distance = (value - fp16_to_fp32(high)) * per_unit
+    bits = (distance + 12582912.0).to(tl.uint32, bitcast=True)
+    return high, tl.where(distance == distance, bits, 0).to(tl.int16)
+
+
+@jit()
 def load_master(
     weight: tl.tensor, weight_low: tl.tensor, at: tl.tensor, mask: tl.tensor, split: tl.constexpr
 ) -> tl.tensor:
     """fp32 weights: of both halves where `split`; else `weight_low` is not touched."""
-    if split:
+    if split == _FP16:
+        value = joined_fp16(tl.load(weight + at, mask, 0), tl.load(weight_low + at, mask, 0))
+    elif split:
         value = joined(tl.load(weight + at, mask, 0), tl.load(weight_low + at, mask, 0))
     else:
         value = tl.load(weight + at, mask, 0.0)
@@ -59,9 +111,11 @@ def load_master(
 
 @jit()
 def load_gradient(gradient: tl.tensor, at: tl.tensor, mask: tl.tensor, split: tl.constexpr) -> tl.tensor:
-    """Gradients in fp32: bf16 ones, as int16, where weights are `split`."""
+    """Gradients in fp32: those of 16 bits, as int16, where weights are `split`."""
     value = tl.load(gradient + at, mask, 0)
-    if split:
+    if split == _FP16:
+        value = fp16_to_fp32(value)
+    elif split:
         value = bf16_to_fp32(value)
     return value
 
@@ -72,7 +126,10 @@ def store_master(
 ) -> None:
     """The reverse of `load_master`."""
     if split:
-        high, low = halves(value)
+        if split == _FP16:
+            high, low = halves_fp16(value)
+        else:
+            high, low = halves(value)
         tl.store(weight + at, high, mask)
         tl.store(weight_low + at, low, mask)
     else:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.optim import MOMENT_NAMES, Precision, gradient_dtype, reference
+from pagoda.optim import MOMENT_NAMES, Precision, flat, gradient_dtype, reference
 
 _MAGNITUDES = [0.0, 1e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, 1e-30, 1e-8, 0.5, 1.0, 1.00390625, 3.0]
 _MAGNITUDES += [65504.0, 1e18, 1e19, 1e30, 3.3e38, 3.4028235e38]
@@ -40,6 +40,10 @@ def random_block(
     states = {"weight": values(1e-1)}
     if precision == "bf16":
         states["weight"], states["weight_low"] = reference.split(states["weight"])
+    elif precision == "fp16":
+        master = states["weight"]
+        states["weight"], states["weight_low"] = master.to(torch.float16), torch.empty(n, dtype=torch.int16)
+        flat.split(master, states["weight"], states["weight_low"])
     for name in moments:
         states[name] = values(1e-3).abs() if name == "exp_avg_sq" else values(1e-1)
     return states, values(1.0).to(gradient_dtype(precision))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, Precision, flat, gradient_dtype
-from pagoda.optim.kernels import update_kernel
+from pagoda.optim.formats import update_kernel
 
 from .blocks import random_block
 
@@ -26,7 +26,10 @@ RULES: dict[str, ElementwiseRule] = {
     "nesterov": SGD(lr=3e-2, momentum=0.9, nesterov=True),
     "lion": Lion(lr=3e-3, weight_decay=0.1),
 }
-CASES: tuple[tuple[str, Precision], ...] = tuple((rule, precision) for rule in RULES for precision in ("bf16", "fp32"))
+CASES: tuple[tuple[str, Precision], ...] = (
+    *((rule, "bf16" if half else "fp32") for rule in RULES for half in (True, False)),
+    *((rule, "fp16") for rule in RULES),
+)
 PATH = Path(__file__).with_name("vectors.npz")
 SIZE = 700
 """Elements: two blocks of quantization and a part of one."""

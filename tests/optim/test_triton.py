@@ -92,7 +92,7 @@ def cpu_square_sum(gradient: torch.Tensor, piece: int) -> list[float]:
     return [flat.store_gradient(torch.empty_like(part), part) for part in gradient.split(piece)]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("n", [1, 100, 128, 1000, 2500])
 def test_square_sums_have_the_bits_of_the_cpu(precision: Precision, n: int) -> None:
     _, gradient = random_block(precision, n, seed=n, edges=n == 1000)
@@ -113,7 +113,7 @@ def ptx(kernel, types, **constants):
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}).asm["ptx"]
 
-for split in (True, False):
+for split in (0, 1, 2):
     weight = "*i16" if split else "*fp32"
     types = {**TYPES, "weight": weight, "weight_low": weight, "gradient": weight}
     fp32 = types | dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), "*fp32")
@@ -134,7 +134,7 @@ def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(tmp_p
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PTX], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(".entry") == 16
+    assert done.stdout.count(".entry") == 24
     for exact in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32", "mul.rn.f64"):
         assert exact in done.stdout
     for other in ("fma.rn.f32", "fma.rn.f64", ".approx", ".full", ".ftz"):
@@ -166,7 +166,7 @@ def test_a_gpu_gives_the_bits_of_the_cpu_on_a_hundred_million_elements(name: str
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_a_gpu_sums_squares_with_the_bits_of_the_cpu(precision: Precision) -> None:
     _, gradient = random_block(precision, 5 * BOUNCE_ELEMENTS + 12_345, seed=1)
     assert square_sum(gradient, BOUNCE_ELEMENTS) == cpu_square_sum(gradient, BOUNCE_ELEMENTS)

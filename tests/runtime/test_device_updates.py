@@ -74,7 +74,7 @@ def test_updates_on_the_device_do_not_change_a_bit(model: str, share: float) -> 
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_compressed_moments_pass_the_device_with_their_scales(moments: str, precision: str) -> None:
     recipe = Recipe("llama", moments=moments, precision=precision)  # type: ignore[arg-type]
     outcome = train(recipe, memory(recipe, 0.6))
