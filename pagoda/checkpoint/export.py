@@ -1,16 +1,18 @@
-"""From a checkpoint to the files that transformers' `from_pretrained` reads, in pieces."""
+"""From a checkpoint to the files that transformers' `from_pretrained` reads, in pieces; or to those of peft."""
 
 import shutil
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import committed, write_json
 from pagoda.checkpoint.layout import stored_names, to_files
 from pagoda.checkpoint.lazy import LazyTensor
-from pagoda.checkpoint.model_config import skeleton
+from pagoda.checkpoint.model_config import ADAPTER, skeleton
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.tensors import chunks, write_tensors
 from pagoda.errors import CheckpointError, StorageError
@@ -28,15 +30,25 @@ class Exported:
     """What `export` wrote."""
 
     files: list[str]
-    """Names of the safetensors files."""
+    """Names of the safetensors files, or of all that an adapter has."""
     tensors: int
     nbytes: int
     dtype: torch.dtype
     """Of the weights."""
 
 
-def export(directory: Path, out: Path, *, dtype: Precision | None = None, max_shard_bytes: int = 5 << 30) -> Exported:
+def export(
+    directory: Path,
+    out: Path,
+    *,
+    dtype: Precision | None = None,
+    max_shard_bytes: int = 5 << 30,
+    merge: bool = False,
+) -> Exported:
     """Write the model of a checkpoint as a Hugging Face directory, which appears complete or not at all.
+
+    Of a model with an adapter of peft, that is the adapter alone, for `peft.PeftModel.from_pretrained`; with `merge` it
+    is the model without one, whose weights have what the adapter adds.
 
     The weights are those that the model computed with, unless `dtype` asks for others: "fp32" is the master, exact;
     "bf16" of a model trained in fp32 is rounded to even. A file has at most `max_shard_bytes` of tensors, or one
@@ -53,9 +65,18 @@ def export(directory: Path, out: Path, *, dtype: Precision | None = None, max_sh
                 f"{directory} is not of a model of transformers, so it has no Hugging Face layout. Its "
                 f"{_WEIGHT}.safetensors is the model's, by its own names."
             )
-        model = skeleton(record)
         as_dtype = checkpoint.states[_WEIGHT] if dtype is None else _DTYPES[dtype]
-        tensors = to_files(model, _tensors(checkpoint, model, as_dtype))
+        adapted = None
+        if ADAPTER in record:
+            adapted = AdaptedModel(record, lambda name: _whole(checkpoint, name, as_dtype))
+            if not merge:
+                with committed(out) as folder:
+                    files, count, nbytes = adapted.write(folder)
+                return Exported(files, count, nbytes, as_dtype)
+        elif merge:
+            raise CheckpointError(f"{directory} has no adapter to merge: export it without --merge.")
+        model = skeleton(record)
+        tensors = to_files(model, _tensors(checkpoint, model, as_dtype, adapted))
         shards = _shards(tensors, max_shard_bytes)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         with committed(out) as folder:
@@ -81,17 +102,23 @@ def export(directory: Path, out: Path, *, dtype: Precision | None = None, max_sh
     return Exported(list(shards), len(tensors), nbytes, as_dtype)
 
 
-def _tensors(checkpoint: Checkpoint, model: Any, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """What the checkpoint has for each name under which transformers saves a tensor of the model."""
+def _tensors(
+    checkpoint: Checkpoint, model: Any, dtype: torch.dtype, adapted: AdaptedModel | None
+) -> dict[str, LazyTensor]:
+    """What the checkpoint has for each name under which transformers saves a tensor of the model, merged with what an
+    adapter adds."""
     expected = model.state_dict()
     weights, lows, buffers = (
         checkpoint.specs(state) if state in (*checkpoint.states, BUFFERS) else {} for state in (_WEIGHT, _LOW, BUFFERS)
     )
     found = {}
-    for name, held_as in stored_names(model).items():
+    for name, plain in stored_names(model).items():
+        held_as = plain if adapted is None else adapted.stored_name(plain)
         if held_as in weights:
             spec = weights[held_as]
-            read = _weights(checkpoint, held_as, dtype, has_low=held_as in lows)
+            read = _weights(checkpoint, held_as, dtype if adapted is None else torch.float32, has_low=held_as in lows)
+            if adapted is not None:
+                read = adapted.merged(held_as, read, dtype)
             found[name] = LazyTensor.stored(dtype, spec.shape, read)
         elif held_as in buffers:
             spec = buffers[held_as]
@@ -123,6 +150,14 @@ def _weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype, has_low: boo
     if dtype is torch.float32 and has_low:
         return master
     return lambda start, count: checkpoint.read(_WEIGHT, name, start, count).to(dtype)
+
+
+def _whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter's weights, in its shape."""
+    shape = checkpoint.specs(_WEIGHT)[name].shape
+    has_low = _LOW in checkpoint.states and name in checkpoint.specs(_LOW)
+    whole: torch.Tensor = _weights(checkpoint, name, dtype, has_low)(0, prod(shape))
+    return whole.view(shape)
 
 
 def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[str]]:

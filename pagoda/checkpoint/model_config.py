@@ -4,13 +4,21 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import CheckpointError
+from pagoda.models.lora import adapter_settings
 
 if TYPE_CHECKING:
     from torch import nn
 
+ADAPTER = "adapter"
+"""In a record: peft's settings."""
+
 
 def model_record(model: "nn.Module") -> dict[str, Any] | None:
-    """The class and configurations of a transformers model, as JSON; None for any other model."""
+    """The class and configurations of a transformers model, and of its adapter if it has one, as JSON; None for any
+    other model."""
+    if (adapter := adapter_settings(model)) is not None:
+        base = model_record(model.get_base_model())  # type: ignore[operator]
+        return None if base is None else {**base, ADAPTER: adapter}
     config = getattr(model, "config", None)
     if config is None or not type(model).__module__.startswith("transformers."):
         return None
@@ -23,7 +31,10 @@ def model_record(model: "nn.Module") -> dict[str, Any] | None:
 
 
 def skeleton(record: dict[str, Any]) -> Any:
-    """The model of a record, on the meta device. Raises CheckpointError where transformers cannot build it."""
+    """The model of a record, without its adapter, on the meta device.
+
+    Raises CheckpointError where transformers cannot build it.
+    """
     import torch
 
     from pagoda.models.build import import_transformers

@@ -83,7 +83,7 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mes
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
     asked = Chosen(memory, activations_of(config), config.batch_tiles)
-    searchable = mesh.size == 1 and hardware_file().exists()
+    searchable = mesh.size == 1 and config.lora.rank is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
         return asked

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import parse_bytes
+from pagoda.models.build import is_mixture
+from pagoda.models.lora import LoraConfig
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
@@ -129,14 +131,16 @@ class TrainConfig:
     optimizer: str = "adamw"
     """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """Of a built-in mixture of experts."""
     clip_grad_norm: float | None = 1.0
     """Largest global norm of the gradient, or None for no clipping."""
     speculate: bool | None = None
-    """With clipping and state on SSD, update under backward as if nothing would be clipped, and redo that where
-    something is: the same bits. By default where there is room to keep the old state; True gives the copies of weights
-    that this takes in RAM precedence over other state there, False does without."""
+    """With clipping or fp16, update under backward as if nothing would be clipped or overflow, and redo that where
+    something does: the same bits. By default for state on SSD, where there is room to keep the old state, and for
+    state in RAM where --plan search finds that faster; True gives the copies of weights that this takes in RAM
+    precedence over other state there, and copies state in RAM too; False does without."""
     update: Literal["sync", "async"] = "sync"
     """async: forward and backward do not wait for updates, whose results lag by some steps. For state on an SSD that is
     slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""
@@ -199,11 +203,22 @@ class TrainConfig:
         check_batch_tiles(self.batch_tiles)
         if self.tile_limit is not None:
             parse_bytes(self.tile_limit, "tile_limit")
+        if self.lora.rank is not None:
+            self._check_adapters()
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
         require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "must be 0 or more")
         require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
         if self.clip_grad_norm is not None:
             require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
+
+    def _check_adapters(self) -> None:
+        """Raises ConfigError for what cannot be had together with adapters."""
+        if self.plan == "search":
+            raise ConfigError("--plan search plans the training of all weights: leave it out with --lora.rank")
+        if self.tile_limit is not None:
+            raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
+        if is_mixture(self.model):
+            raise ConfigError(f"--lora.rank is for models of transformers, and {self.model} is none: leave it out")
 
     @property
     def kept_on_ssd(self) -> int:

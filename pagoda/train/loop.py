@@ -19,6 +19,7 @@ from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
 from pagoda.models.build import is_encoder_decoder, is_mixture, model_directory
+from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.mesh import Mesh
@@ -99,6 +100,9 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     if chunks_loss(config, built):
         chunked_loss(built)
         console.print("Loss: in chunks, so that logits are never whole", highlight=False)
+    if config.lora.rank is not None:
+        built = add_adapters(built, config.lora)
+        _show_adapters(console, built, config.lora)
     matrices_only = config.optim.decay == "matrices"
     model, optimizer = wrap(
         built,
@@ -373,6 +377,12 @@ def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> No
     line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
     for text in (line, *found.warnings()):
         console.print(text, soft_wrap=True, highlight=False)
+
+
+def _show_adapters(console: Console, model: nn.Module, lora: LoraConfig) -> None:
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    line = f"Adapters: rank {lora.rank}, {trained:,} parameters train, and the model's own are frozen"
+    console.print(line, soft_wrap=True, highlight=False)
 
 
 def _seed(seed: int) -> None:

@@ -1,0 +1,80 @@
+"""Adapters of peft in a checkpoint: as a directory that peft loads them from, or merged into the weights they adapt."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagoda.checkpoint.model_config import ADAPTER, skeleton
+from pagoda.errors import CheckpointError
+from pagoda.models.lora import ADAPTER as NAME
+from pagoda.models.lora import adapted_as
+
+ReadPiece = Callable[[int, int], torch.Tensor]
+"""Elements [start, start + count) of a tensor, flat."""
+
+
+class AdaptedModel:
+    """The model of a checkpoint's record with its adapter, on the meta device but for what `merged` has read."""
+
+    def __init__(self, record: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
+        """`read` gives a whole parameter, in its shape, by the name that the checkpoint has for it.
+
+        Raises CheckpointError where transformers cannot build the model, ConfigError where peft is not installed.
+        """
+        base = skeleton(record)
+        own = {id(param): name for name, param in base.named_parameters()}
+        self._read = read
+        self._record = record
+        self._model = adapted_as(base, record[ADAPTER])
+        named = dict(self._model.named_parameters())
+        self._names: dict[str, str] = {own[id(param)]: name for name, param in named.items() if id(param) in own}
+        self._adapter = [name for name, param in named.items() if id(param) not in own]
+        self._layers = {
+            f"{prefix}.base_layer.weight": (prefix, module)
+            for prefix, module in self._model.named_modules()
+            if callable(getattr(module, "get_delta_weight", None))
+        }
+        self._change: tuple[str, torch.Tensor] = ("", torch.empty(0))
+        """Of the parameter that was merged last: its name, and what the adapter adds to it, flat."""
+
+    def stored_name(self, name: str) -> str:
+        """The checkpoint's name for what the model without its adapter calls `name`: a parameter or a buffer."""
+        return self._names.get(name, f"base_model.model.{name}")
+
+    def write(self, folder: Path) -> tuple[list[str], int, int]:
+        """Write the adapter, and sync it; returns the names of the files, how many tensors they have, and bytes."""
+        values = {name: self._read(name) for name in self._adapter}
+        self._model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        for path in files:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        return [path.name for path in files], len(values), sum(value.nbytes for value in values.values())
+
+    def merged(self, name: str, read: ReadPiece, dtype: torch.dtype) -> ReadPiece:
+        """Reads a weight, by the checkpoint's name, with what the adapter adds to it; `read` gives it alone, in fp32.
+
+        Raises CheckpointError for an adapter that does more than add (DoRA).
+        """
+        if self._record[ADAPTER].get("use_dora"):
+            raise CheckpointError("An adapter with use_dora does not add to weights: export it without --merge.")
+        if name not in self._layers:
+            return lambda start, count: read(start, count).to(dtype)
+        return lambda start, count: (read(start, count) + self._added(name)[start : start + count]).to(dtype)
+
+    def _added(self, name: str) -> torch.Tensor:
+        """What the adapter adds to a weight, flat, in fp32; it is in RAM until another is asked for."""
+        if self._change[0] != name:
+            prefix, layer = self._layers[name]
+            for own in self._adapter:
+                if own.startswith(f"{prefix}."):
+                    owner, _, leaf = own.removeprefix(f"{prefix}.").rpartition(".")
+                    value = nn.Parameter(self._read(own).float(), requires_grad=False)
+                    layer.get_submodule(owner)._parameters[leaf] = value
+            self._change = name, layer.get_delta_weight(NAME).reshape(-1)
+        return self._change[1]

@@ -1,0 +1,93 @@
+"""Low-rank adapters (LoRA), by peft: they train in place of a model's own weights, which stay frozen.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagoda.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ALL_LINEAR = "all-linear"
+"""As a target: every linear layer but the output's."""
+ADAPTER = "default"
+"""What peft calls the adapter of a model that has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters that train in place of the model's weights, which stay frozen and take no optimizer state."""
+
+    rank: int | None = None
+    """Rank of the adapters. By default there are none, and all of the model is trained."""
+    alpha: int | None = None
+    """Adapters count alpha / rank. By default alpha is twice the rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that are dropped."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Modules that get adapters, as peft matches names: q_proj v_proj; all-linear: every linear layer but the
+    output's."""
+
+    def __post_init__(self) -> None:
+        if self.rank is None:
+            if (self.alpha, self.dropout, self.targets) != (None, 0.0, (ALL_LINEAR,)):
+                raise ConfigError("--lora.rank is missing: adapters with these settings need a rank, such as 16")
+            return
+        for holds, name, value, rule in (
+            (self.rank >= 1, "rank", self.rank, "at least 1"),
+            (self.alpha is None or self.alpha >= 1, "alpha", self.alpha, "at least 1"),
+            (0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)"),
+            (bool(self.targets), "targets", self.targets, "at least one name"),
+        ):
+            if not holds:
+                raise ConfigError(f"--lora.{name} is {value}: it must be {rule}")
+
+
+def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
+    """`model`, of transformers, frozen and with adapters, in training mode. Its weights may wait on meta.
+
+    Raises ConfigError where peft is not installed, or finds none of the targets.
+    """
+    assert lora.rank is not None
+    peft = import_peft()
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, settings)
+    except ValueError as error:  # peft's word for what it cannot adapt
+        raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
+    return adapted.train()
+
+
+def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
+    """peft's settings of the one adapter that a model has, as JSON has them; None for any other model."""
+    configs = getattr(model, "peft_config", None)
+    if not callable(getattr(model, "get_base_model", None)) or not configs or list(configs) != [ADAPTER]:
+        return None
+    return {name: sorted(v) if isinstance(v, set) else v for name, v in configs[ADAPTER].to_dict().items()}
+
+
+def adapted_as(model: Any, settings: dict[str, Any]) -> Any:
+    """`model` with an adapter of these settings, as `adapter_settings` gave them."""
+    peft = import_peft()
+    config = peft.PeftConfig.from_peft_type(**{**settings, "base_model_name_or_path": None})
+    adapted = peft.get_peft_model(model, config)
+    config.base_model_name_or_path = settings.get("base_model_name_or_path")  # peft takes that of `model`
+    return adapted
+
+
+def import_peft() -> Any:
+    """The package; raises ConfigError where it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("adapters need peft: pip install 'pagoda-train[peft]'") from error
+    return peft

@@ -1,0 +1,162 @@
+"""`pagoda train --lora.rank`: adapters over weights that do not fit RAM, from the first step to what peft loads."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pagoda.checkpoint.reader import Checkpoint
+from pagoda.cli.main import main
+from pagoda.memory.sizes import parse_bytes
+from pagoda.train.metrics import read_metrics
+from tests.tiny import write_model
+
+HOST = "1MiB"
+TARGETS = ("q_proj", "v_proj")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory, with weights that take more than `HOST`."""
+    directory = tmp_path_factory.mktemp("base") / "model"
+    write_model(directory, hidden_size=96, intermediate_size=192, num_hidden_layers=8)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    assert sum(param.numel() * 4 for param in base.parameters()) > 2 * parse_bytes(HOST, "host")
+    base.save_pretrained(directory)
+    return directory
+
+
+def args(model: Path, root: Path, out: str, *flags: str, lora: bool = True) -> list[str]:
+    (root / "ssd").mkdir(exist_ok=True)
+    (root / "text").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    settings = {
+        "model": model,
+        "data": root / "text",
+        "steps": 4,
+        "batch-size": 2,
+        "seq-len": 16,
+        "precision": "fp32",
+        "optim.lr": 1e-2,
+        "optim.schedule": "constant",
+        "memory.host": HOST,
+        "memory.ssd": root / "ssd",
+        "checkpoint-every": 2,
+        "out": root / out,
+    }
+    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    if lora:
+        given += ["--lora.rank", "4", "--lora.dropout", "0.1", "--lora.targets", *TARGETS]
+    return ["train", *given, *flags]
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, in `run`."""
+    root = tmp_path_factory.mktemp("trained")
+    assert main(args(model, root, "run")) == 0
+    return root
+
+
+def curve(run: Path) -> list[Any]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(run / "metrics.jsonl")]
+
+
+def last_checkpoint(root: Path) -> Path:
+    return max((root / "run" / "checkpoints").iterdir())
+
+
+def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What has had updates: name -> fp32 weights."""
+    with Checkpoint(checkpoint) as opened:
+        specs = opened.specs("weight")
+        return {
+            name: opened.read("weight", name, 0, specs[name].shape[0] * specs[name].shape[1]).view(specs[name].shape)
+            for name in opened.steps
+        }
+
+
+def test_adapters_train_over_weights_that_exceed_ram(trained: Path) -> None:
+    metrics = read_metrics(trained / "run" / "metrics.jsonl")
+    assert metrics[-1]["peak_bytes"]["host"] <= parse_bytes(HOST, "host")
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    found = adapters(last_checkpoint(trained))
+    assert len(found) == 2 * 8 * len(TARGETS)
+    assert all(value.any() for value in found.values()), "lora_B starts as zeros"
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(
+    model: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args(model, tmp_path, "run", "--steps", "2")) == 0
+    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert curve(tmp_path / "run") == curve(trained / "run")
+    mine, other = adapters(last_checkpoint(tmp_path)), adapters(last_checkpoint(trained))
+    assert all(torch.equal(value, other[name]) for name, value in mine.items())
+    again = ["train", "--resume", "--out", str(tmp_path / "run"), "--steps", "6", "--lora.rank", "8"]
+    assert main(again) == 2
+    assert "--lora.rank 8 (the run has 4)" in capsys.readouterr().err
+
+
+def test_the_adapter_is_exported_for_peft_and_merged_for_transformers(
+    model: Path, trained: Path, tmp_path: Path
+) -> None:
+    run = str(trained / "run")
+    assert main(["export", run, str(tmp_path / "adapter")]) == 0
+    assert main(["export", run, str(tmp_path / "merged"), "--merge"]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    adapted = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
+    assert adapted.peft_config["default"].base_model_name_or_path == str(model)
+    for name, value in adapters(last_checkpoint(trained)).items():
+        assert torch.equal(adapted.get_parameter(name), value), name
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    ids = torch.arange(24).view(1, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-5)
+    changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if any(target in name for target in TARGETS)}
+
+
+def test_a_run_of_a_whole_model_has_nothing_to_merge(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ["--memory.host", "64MiB", "--steps", "1", "--checkpoint-every", "1"]
+    assert main(args(model, tmp_path, "run", *whole, lora=False)) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]) == 2
+    assert "no adapter to merge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--lora.rank", "0"), "--lora.rank is 0: it must be at least"),
+        (("--lora.rank", "None"), "--lora.rank is missing"),
+        (("--plan", "search"), "leave it out with --lora.rank"),
+        (("--tile-limit", "64KiB"), "leave out --tile-limit"),
+        (("--model", "gpt-moe-15m"), "is for models of transformers"),
+        (("--lora.targets", "no_such_layer"), "--lora.targets is no_such_layer"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(
+    flags: tuple[str, ...], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(args(model, tmp_path, "run", *flags))
+    except SystemExit as stopped:  # a flag that cannot be read
+        code = stopped.code
+    assert code == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_peft_the_message_says_how_to_get_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert main(args(model, tmp_path, "run")) == 2
+    assert "pip install 'pagoda-train[peft]'" in capsys.readouterr().err
