@@ -132,11 +132,12 @@ def wrap(
     they are instead of copying them, and training writes to others, so each takes as much of the SSD as the weights
     and moments there. Left out, it is one where that fits, else none: then checkpoints copy what is on SSD.
 
-    With clipping, `accumulation_steps` announced and state on SSD, units are also updated while backward still runs, as
-    if nothing would be clipped: each keeps its old states too, and where `step()` finds that the gradients are to be
-    clipped, these are taken back and updated anew. The bits are the same; `optimizer.stats` counts both outcomes.
-    `speculate` left out does so where there is room for the old states; True gives copies of weights, which that takes
-    where they live in RAM, precedence over moments in RAM; False does without.
+    With clipping or dynamic loss scaling, `accumulation_steps` announced and state on SSD, units are also updated while
+    backward still runs, as if nothing would be clipped or overflow: each keeps its old states too, and where `step()`
+    finds otherwise, these are taken back, and updated anew if the step counts. The bits are the same; `optimizer.stats`
+    counts both outcomes. `speculate` left out does so where there is room for the old states; True gives copies of
+    weights, which that takes where they live in RAM, precedence over moments in RAM, and does so with units that have
+    all their states in RAM, where copies of these fit; False does without.
 
     `update="async"` changes the algorithm: forward and backward do not wait for updates, so where these take longer
     than compute (states on SSD), weights lag. The forward of a unit reads weights that lack the gradients of at most

@@ -34,7 +34,7 @@ def last_that_fit(
     ram = ssd = 0
     for unit in sorted(pages, reverse=True):
         in_ram, on_ssd = pages[unit]
-        if on_ssd and ram + in_ram <= room[0] and ssd + on_ssd <= room[1]:
+        if (in_ram or on_ssd) and ram + in_ram <= room[0] and ssd + on_ssd <= room[1]:
             ram, ssd = ram + in_ram, ssd + on_ssd
             chosen.add(unit)
     return frozenset(chosen), (ram, ssd)

@@ -1,6 +1,6 @@
 """Layout: how many elements and pages every state of every unit takes, on one rank."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,12 @@ from pagoda.plan.units import UnitSpec, align, enclosing
 WEIGHT, GRAD = "weight", "grad"
 WEIGHT_BACK, GRAD_QUEUE = "weight_back", "grad_queue"
 """What asynchronous updates need beside: a second extent of every weight, and the gradients that wait."""
+
+
+def before(state: str) -> str:
+    """The extent in RAM that keeps what a state was before an update that may have to be undone."""
+    return f"{state}_before"
+
 
 RING_SLOTS = 4
 """Blocks in flight on SSD at once, at least: one being read, one updated, one written, one to spare."""
@@ -74,9 +80,8 @@ class Layout:
 
     @property
     def has_device_kernels(self) -> bool:
-        """Whether a GPU has kernels for it: by blocks, with gradients in the weights' own dtype, bf16 or fp32."""
-        plain = self.gradient_dtype is self.weight.dtype and self.weight.dtype is not torch.float16
-        return plain and self.weight.whole is None
+        """Whether a GPU has kernels for it: by blocks, with gradients in the weights' own dtype."""
+        return self.gradient_dtype is self.weight.dtype and self.weight.whole is None
 
     @property
     def offloaded_itemsize(self) -> int:
@@ -265,6 +270,13 @@ class Layout:
     def trained_weight_pages(self, unit: UnitSpec) -> int:
         """Pages of the weights that an update changes."""
         return pages_for(unit.trainable_numel * self.weight.dtype.itemsize, self.page_bytes)
+
+    def undo_pages(self, unit: UnitSpec, in_ram: Container[str]) -> dict[str, int]:
+        """State -> pages of a copy of what an update of a unit changes of it, for states whose home is RAM."""
+        copied = {s.name: self.pages(unit, s.name) for s in self.states if s.name in in_ram}
+        if WEIGHT in copied:
+            copied[WEIGHT] = self.trained_weight_pages(unit)
+        return {state: pages for state, pages in copied.items() if pages and unit.trainable_numel}
 
     def lease_of(self, unit: UnitSpec) -> int:
         """Pages of a lease: the whole unit, made of every rank's slice."""

@@ -51,7 +51,7 @@ class Placement:
     COLLECTIVE_BUFFERS hold whole gradients that several ranks add up; CHECKPOINT holds states that a checkpoint has not
     written yet when their next update comes; SPARE pages on SSD are for what changes while checkpoints keep theirs.
     WORK holds what the update of a rule that takes parameters whole computes with, one parameter at a time.
-    UNDO keeps the old states of speculated units beside the new: as pages on SSD, as copies of weights in RAM.
+    UNDO keeps the old states of speculated units beside the new: as pages on SSD, as copies in RAM.
     ACTIVATIONS has the buffers through which activations go to SSD; how much is offloaded, a step shows.
     """
 
@@ -63,7 +63,7 @@ class Placement:
     """Blocks the ring holds: RING_SLOTS, and more where RAM is left over, for reading ahead."""
     speculated: frozenset[int] = frozenset()
     """Units that are updated under backward as if nothing would be clipped; their old states are kept until that is
-    known. Each of their states is on SSD, except that weights may be in RAM."""
+    known."""
     updated_on_device: frozenset[int] = frozenset()
     """Units whose states, all of them in RAM, pass the device for their update."""
     resident: frozenset[int] = frozenset()
@@ -100,6 +100,7 @@ def place(
 
     With `speculate`, units with moments on SSD are updated before it is known whether that will stand, where there is
     room to keep their old states: on SSD after checkpoints, in RAM after moments, or before them if `split` says so.
+    Units with all their states in RAM are too, in what is left of it, if `split` says so.
 
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
@@ -129,7 +130,7 @@ class _Filler:
         speculate: bool,
     ) -> None:
         self.layout = layout
-        self.speculate = speculate and layout.ranks is None and not layout.small  # these live in RAM, without copies
+        self.speculate = speculate and layout.ranks is None
         self.keep_checkpoints = keep_checkpoints
         self.budgets = budgets
         self.transient = transient
@@ -195,7 +196,7 @@ class _Filler:
         staging, left, grads_in = self._gradients(left + least_staging, least_staging)
         moments_in = first_that_fit(self.moment, left)
         if self.speculate and self.split.undo_first:
-            copies = {u.index: self._undo_pages(u, weights_in)[0] for u in self.layout.units}
+            copies = {u.index: self._undo_pages(u, u.index in weights_in, False)[0] for u in self.layout.units}
             moments_in = beside_copies(moments_in, self.moment, copies, left)
         return self._placement(_InRam(weights_in, grads_in, moments_in), staging, device, lease_pages)
 
@@ -213,11 +214,16 @@ class _Filler:
         kept = first_that_fit(self.grad, min(int(self.split.grad_share * grads), left - least))
         return least, left - least - sum(self.grad[u] for u in kept), kept
 
-    def _undo_pages(self, unit: UnitSpec, weights_in: frozenset[int]) -> tuple[int, int]:
-        """Pages, in RAM and on SSD, that keep the old states of a unit with moments on SSD beside the new."""
-        if unit.index in weights_in:
-            return self.layout.trained_weight_pages(unit), self.moment[unit.index]
-        return 0, self.moment[unit.index] + self.weight[unit.index] if unit.trainable_numel else 0
+    def _undo_pages(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
+        """Pages, in RAM and on SSD, that keep the old states of a unit beside the new. `weight_in` and `moments_in` say
+        whether RAM is home to its weights, and to its moments."""
+        if not unit.trainable_numel:
+            return 0, 0
+        layout = self.layout
+        in_ram = {WEIGHT} if weight_in else set()
+        in_ram |= {state.name for state in (layout.states[1:] if moments_in else layout.small)}
+        on_ssd = self.weight[unit.index] * (not weight_in) + self.moment[unit.index] * (not moments_in)
+        return sum(layout.undo_pages(unit, in_ram).values()), on_ssd
 
     def _fixed_buffers(self) -> dict[str, int]:
         """Lines of host RAM that do not depend on where the other states live."""
@@ -318,9 +324,15 @@ class _Filler:
             host[STAGING] = staging
         if lease_pages:
             host[FETCH_RING if self.separate else LEASES] = lease_pages
-        ring_slots, speculated = self._stream(kept, host, ssd)
-        copied = sum(host.get(state.name, 0) for state in layout.states) // COPIED_SHARE
-        copied = min(copied, self.host - sum(host.values()))
+        speculated = self._speculated(kept, passing, host, ssd)
+        ring_slots = self._stream(kept, host, ssd)
+        if speculated:
+            whole = len(speculated & kept.weights & kept.moments)
+            self.reasons.append(
+                f"{len(speculated)} of {len(layout.units)} units, {whole} of them with all their states in RAM, are "
+                "updated under backward as if nothing would be clipped, and their old states kept until that is known."
+            )
+        copied = min(self._copied_pages(host), self.host - sum(host.values()))
         host.update(self.buffers)
         host[CHECKPOINT] += max(0, copied)
         if self.budgets.ssd is not None:
@@ -376,10 +388,40 @@ class _Filler:
             )
         return passing, {line: pages for line, pages in device.items() if passing or line != UPDATE_RING}
 
-    def _stream(self, kept: _InRam, host: dict[str, int], ssd: dict[str, int]) -> tuple[int, frozenset[int]]:
-        """What states on SSD need besides: adds the lines of undoing and of the ring; returns the ring's slots, and the
-        units that are speculated on."""
-        layout, count = self.layout, len(self.layout.units)
+    def _speculated(
+        self, kept: _InRam, passing: frozenset[int], host: dict[str, int], ssd: dict[str, int]
+    ) -> frozenset[int]:
+        """Units whose old states there is room for beside the new: adds the lines of undoing.
+
+        First those with moments on SSD, whose updates take longest; of the others what leaves room for a checkpoint.
+        """
+        if not self.speculate:
+            return frozenset()
+        layout = self.layout
+        streamed = self.everything - kept.moments
+        ring = 0
+        if streamed or kept.weights != self.everything:
+            ring = layout.least_ring_slots * self._slot_pages(weights_on_ssd=kept.weights != self.everything)
+        left = self.host - sum(host.values()) - ring
+        free = (self.budgets.ssd or 0) // layout.page_bytes - sum(ssd.values()) - self._spare_pages(ssd)
+        needs = {u.index: self._undo_pages(u, u.index in kept.weights, u.index in kept.moments) for u in layout.units}
+        chosen, (ram, pages) = last_that_fit({u: needs[u] for u in streamed}, (left, free))
+        if self.split.undo_in_ram:
+            resident = kept.moments - passing - self.resident
+            room = left - ram - self._copied_pages(host), free - pages
+            more, copies = last_that_fit({u: needs[u] for u in resident}, room)
+            chosen, ram, pages = chosen | more, ram + copies[0], pages + copies[1]
+        host.update({UNDO: ram} if ram else {})
+        ssd.update({UNDO: pages} if pages else {})
+        return chosen
+
+    def _copied_pages(self, host: Mapping[str, int]) -> int:
+        """Pages for what a checkpoint has not written of RAM's states when their next update comes, where they fit."""
+        return sum(host.get(state.name, 0) for state in self.layout.states) // COPIED_SHARE
+
+    def _stream(self, kept: _InRam, host: dict[str, int], ssd: dict[str, int]) -> int:
+        """What states on SSD need besides: adds the line of the ring; returns its slots."""
+        count = len(self.layout.units)
         weights, moments = (count - len(units) for units in (kept.weights, kept.moments))
         if not (weights or moments):
             self.reasons.append(
@@ -387,28 +429,15 @@ class _Filler:
                 if ssd
                 else "Every state fits in host RAM; SSD is not used."
             )
-            return 0, frozenset()
+            return 0
         slot_pages = self._slot_pages(weights_on_ssd=weights > 0)
-        speculated: frozenset[int] = frozenset()
-        if self.speculate:
-            left = self.host - sum(host.values()) - layout.least_ring_slots * slot_pages
-            free = (self.budgets.ssd or 0) // layout.page_bytes - sum(ssd.values()) - self._spare_pages(ssd)
-            needs = {u.index: self._undo_pages(u, kept.weights) for u in layout.units if u.index not in kept.moments}
-            speculated, undo = last_that_fit(needs, (left, free))
-            for tier, pages in zip((host, ssd), undo, strict=True):
-                tier.update({UNDO: pages} if pages else {})
         ring_slots = self._ring_slots(slot_pages, taken=sum(host.values()))
         host[RING] = ring_slots * slot_pages
         self.reasons.append(
             f"SSD holds the weights of {weights} and the moments of {moments} of {count} units: RAM goes first to "
             "weights (most transfers per byte), then gradients, then moments, in forward order (least slack)."
         )
-        if speculated:
-            self.reasons.append(
-                f"{len(speculated)} of the {moments} units with moments on SSD are updated under backward as if "
-                "nothing would be clipped, and their old states kept until that is known."
-            )
-        return ring_slots, speculated
+        return ring_slots
 
     def _add_checkpoints(self, ssd: dict[str, int], available: int) -> None:
         """Add the spare pages of checkpoints to the lines of SSD, which has `available` pages."""

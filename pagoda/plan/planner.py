@@ -53,7 +53,7 @@ class Options:
     """Bound of asynchronous updates, in steps; None: every update ends before the next forward of its unit."""
     speculate: bool | None = None
     """Update under backward as if nothing would be clipped: False never, None where there is room to undo it, True even
-    at the cost of moments in RAM."""
+    at the cost of moments in RAM, and where all states are there."""
     activations: ActivationMode = "keep"
     """What becomes of activations."""
     activation_bytes: int | None = None
@@ -303,7 +303,7 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     refusals: list[BudgetError] = []
     split = options.split or USUAL_SPLIT
     if options.speculate:
-        split = replace(split, undo_first=True)
+        split = replace(split, undo_first=True, undo_in_ram=True)
     splits = [split]
     if options.split is None and budgets.device is not None:  # where RAM and SSD do not hold all, the device may
         splits.append(replace(split, device_home_share=1.0))

@@ -123,7 +123,7 @@ def _compared(problem: Problem, usual: Candidate) -> list[Candidate]:
     """The usual plan and all others that are tried."""
     found = [usual]
     fastest = usual
-    for variations in (_unit_limits, _splits, _page_sizes, _device_updates):
+    for variations in (_unit_limits, _splits, _copies, _page_sizes, _device_updates):
         for name, tried in variations(problem, usual.options, fastest):
             _add(found, problem, name if fastest is usual else f"{fastest.name}, {name}", tried)
         fastest = min(found, key=_step_s)
@@ -158,6 +158,16 @@ def _splits(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[st
     if fixed.split is None and len(fastest.plan.placement.lines) > 1:
         for name, split in _SPLITS.items():
             yield name, replace(fastest.options, split=split)
+
+
+def _copies(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    """Speculative updates of what has all its states in RAM, where compute leaves the CPU time for copies of these."""
+    split = fastest.options.split or USUAL_SPLIT
+    if fixed.split is None and fastest.plan.options.may_speculate and not split.undo_in_ram:
+        yield (
+            "updates of states in RAM are speculative too",
+            replace(fastest.options, split=replace(split, undo_in_ram=True)),
+        )
 
 
 def _device_updates(problem: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:

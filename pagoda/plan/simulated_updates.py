@@ -68,6 +68,8 @@ class SimulatedUpdater:
         """Bytes of each unit that its update brings from elsewhere, and takes back."""
         self._elements = [layout.updated_elements(unit) for unit in plan.units]
         """Parameters of each unit that this rank updates."""
+        self._slower = [self._copying(unit) for unit in plan.units]
+        """By what factor each unit's update takes longer because its old states are copied."""
         elements = sum(self._elements)
         self._chunk = layout.block_elements * ceil(elements / layout.block_elements / _MOST_CHUNKS)
         slots = DEVICE_SLOTS if on_device else placement.ring_slots
@@ -169,7 +171,8 @@ class SimulatedUpdater:
         name = f"update {self._name(unit)}"
         touched = int((stop - start) * self._touched_per_element)
         rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
-        task = self._lanes.submit(self._path.update, name, touched, update.steps * rate(stop - start), reads)
+        seconds = update.steps * rate(stop - start) * self._slower[unit]
+        task = self._lanes.submit(self._path.update, name, touched, seconds, reads)
         self._computed.append(task)
         if streamed:
             seconds = self._rates.seconds(self._path.write, nbytes)
@@ -236,6 +239,15 @@ class SimulatedUpdater:
             return 0 if unit.index in homes.resident else state_bytes(states, numel)
         updated_bytes = self._plan.layout.updated_bytes
         return sum(updated_bytes(unit, s) for s in states if homes.home(unit.index, s.name) == SSD)
+
+    def _copying(self, unit: UnitSpec) -> float:
+        """The update of a speculated unit reads and writes its states in RAM once more."""
+        placement, layout = self._plan.placement, self._plan.layout
+        if unit.index not in placement.speculated:
+            return 1.0
+        homes = {state: placement.home(unit.index, state.name) for state in layout.states}
+        copied = sum(layout.updated_bytes(unit, state) for state, tier in homes.items() if tier == HOST)
+        return 1.0 + 2 * copied / (self._touched_per_element * layout.updated_elements(unit))
 
     def _weight_streams(self, unit: int) -> bool:
         return self._streamed[unit] > 0 and (self._on_device or self._plan.placement.home(unit, WEIGHT) == SSD)

@@ -29,6 +29,10 @@ class Split:
     """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
     RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
 
+    undo_in_ram: bool = False
+    """Where updates are speculative, so are those of units with all their states in RAM, if copies of these fit what is
+    left of it. A copy takes about as long as the update itself, so this is for a CPU that has time under backward."""
+
     def __post_init__(self) -> None:
         for name, share in (
             ("weight_share", self.weight_share),
@@ -47,7 +51,8 @@ class Split:
             f"at most {self.leases_ahead} leases are fetched ahead"
             f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
             f"{f'; {self.device_home_share:.0%} of the device is home to units' if self.device_home_share else ''}"
-            f"{'; copies for undoing updates come before moments' * self.undo_first} (as set)."
+            f"{'; copies for undoing updates come before moments' * self.undo_first}"
+            f"{'; updates of states in RAM are speculative too' * self.undo_in_ram} (as set)."
         )
 
 

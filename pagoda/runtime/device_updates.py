@@ -90,7 +90,7 @@ class DeviceBlockStream(BlockStream):
     ) -> None:
         assert not streamed, "units with states on SSD are updated by the CPU"
         assert weights == IN_PLACE, "asynchronous updates are the CPU's"
-        assert undo is None, "only units with states on SSD are speculated on"
+        assert undo is None, "what is updated on the device is not speculated on"
         if unit.index in self._store.plan.placement.resident:
             computed.append(self._update_at_home(unit, start, stop, pieces))
             return

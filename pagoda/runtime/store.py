@@ -15,7 +15,7 @@ from pagoda.memory.tier import MemoryTier
 from pagoda.optim.flat import split
 from pagoda.optim.rule import StateSpec
 from pagoda.parallel.shards import Shards
-from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK
+from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK, before
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO, WORK
 from pagoda.plan.planner import Plan
@@ -83,9 +83,12 @@ class Store:
                     run = self.device.alloc(pages)
                     numel = pages * page // layout.itemsize(state)
                     self._tensors[unit.index, state] = self.device.tensor(run, self.dtype(state), numel).zero_()
-            if unit.index in placement.speculated and placement.home(unit.index, WEIGHT) == HOST:
-                run = self.host.alloc(layout.trained_weight_pages(unit))
-                self._tensors[unit.index, UNDO] = self.host.tensor(run, self.dtype(WEIGHT), unit.trainable_numel)
+            if unit.index in placement.speculated:
+                in_ram = {s.name for s in layout.states if placement.home(unit.index, s.name) == HOST}
+                for state, pages in layout.undo_pages(unit, in_ram).items():
+                    run = self.host.alloc(pages)
+                    numel = pages * page // layout.itemsize(state)
+                    self._tensors[unit.index, before(state)] = self.host.tensor(run, self.dtype(state), numel)
         self._gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
         slots = placement.ring_slots
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0

@@ -58,10 +58,9 @@ class TensorStream(BlockStream):
         parts = {state: self._layout.part(spec, cut, state) for state in self._states}
         return {s.name: (part, self._layout.window(part, s)[0]) for s, part in parts.items() if part is not None}
 
-    def _state_bytes(self, unit: int, start: int, stop: int) -> int:
-        return sum(
-            part.count * self._store.dtype(name).itemsize for name, (part, _) in self._parts(unit, start).items()
-        )
+    def _changed(self, unit: int, start: int, stop: int) -> dict[str, range]:
+        parts = self._parts(unit, start)
+        return {name: range(part.first, part.first + part.count) for name, (part, _) in parts.items()}
 
     def _addresses(self, unit: LiveUnit, slot: int, start: int, weights: str) -> list[int]:
         """As `BlockStream`, with 0 for a state that the parameter has not."""

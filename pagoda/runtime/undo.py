@@ -2,18 +2,18 @@
 
 import ctypes
 import threading
+from collections.abc import Mapping
 
 from pagoda.memory.frozen import Fork
-from pagoda.plan.layout import WEIGHT
-from pagoda.plan.placement import UNDO
+from pagoda.plan.layout import before
 from pagoda.runtime.store import Store
 
 
 class Undo:
     """Keeps the old states of one unit beside the new ones, until `keep` or `revert`, one of which is called once.
 
-    States on SSD keep their pages, while the update writes to others. Weights in RAM are copied, block by block, just
-    before they change. `begin`, `save` and `ended` are the update's, on its threads; `_lock` guards the forks.
+    States on SSD keep their pages, while the update writes to others. What is in RAM is copied, block by block, just
+    before it changes. `begin`, `save` and `ended` are the update's, on its threads; `_lock` guards the forks.
     """
 
     def __init__(self, store: Store, unit: int) -> None:
@@ -21,27 +21,26 @@ class Undo:
         self._unit = unit
         self._lock = threading.Lock()
         self._forks: list[Fork] = []
-        self._saved: list[tuple[int, int]] = []
-        """Elements [start, stop) of the weights that have been copied."""
+        self._saved: list[tuple[str, range]] = []
+        """State, and which elements of its extent have been copied."""
         self._over = False
         """True once the update has ended."""
         self._kept = False
 
     def begin(self) -> None:
         """The update is about to begin: nothing of the unit is being stored."""
-        ssd = self._store.ssd
-        assert ssd is not None, "states of a unit whose update may be undone are on SSD"
         for state in self._store.plan.layout.states:
             run = self._store.run(self._unit, state.name)
             if run is not None:
-                self._forks.append(ssd.fork(run))
+                assert self._store.ssd is not None
+                self._forks.append(self._store.ssd.fork(run))
 
-    def save(self, start: int, stop: int) -> None:
-        """Elements [start, stop) of the weights are about to change."""
-        copy = self._store.tensor(self._unit, UNDO)
-        if copy is not None:
-            self._copy(WEIGHT, UNDO, start, stop)
-            self._saved.append((start, stop))
+    def save(self, changing: Mapping[str, range]) -> None:
+        """These elements of the unit's extents, by state, are about to change."""
+        for state, elements in changing.items():
+            if self._store.tensor(self._unit, state) is not None:
+                self._copy(state, before(state), elements)
+                self._saved.append((state, elements))
 
     def ended(self, _: BaseException | None) -> None:
         """The update has ended, however it did."""
@@ -59,18 +58,19 @@ class Undo:
         """Have the old states back; the update has ended."""
         for fork in self._forks:
             fork.undo()
-        for start, stop in self._saved:
-            self._copy(UNDO, WEIGHT, start, stop)
+        for state, elements in self._saved:
+            self._copy(before(state), state, elements)
 
     def _let_go(self) -> None:
         if self._over and self._kept:
             for fork in self._forks:
                 fork.keep()
 
-    def _copy(self, source: str, target: str, start: int, stop: int) -> None:
+    def _copy(self, source: str, target: str, elements: range) -> None:
         """One plain memcpy, without the GIL."""
         read, write = self._store.tensor(self._unit, source), self._store.tensor(self._unit, target)
         assert read is not None
         assert write is not None
         size = read.element_size()
-        ctypes.memmove(write.data_ptr() + start * size, read.data_ptr() + start * size, (stop - start) * size)
+        at = elements.start * size
+        ctypes.memmove(write.data_ptr() + at, read.data_ptr() + at, len(elements) * size)

@@ -408,7 +408,7 @@ class BlockStream:
             if old is not None:
                 ctypes.memmove(addresses[0], old.data_ptr() + start * itemsize, (stop - start) * itemsize)
             if undo is not None:
-                undo.save(start, stop)
+                undo.save(self._changed(index, start, stop))
             for record, piece in pieces:
                 self._apply(unit, start, addresses, record, piece)
 
@@ -441,9 +441,14 @@ class BlockStream:
                 addresses.append(self._store.ring_address(slot) + self._ring_offsets[state.name])
         return addresses
 
+    def _changed(self, unit: int, start: int, stop: int) -> dict[str, range]:
+        """State -> the elements of a unit's extent that the update of a block changes."""
+        return {s.name: range(s.elements(start), s.elements(stop)) for s in self._states}
+
     def _state_bytes(self, unit: int, start: int, stop: int) -> int:
         """Bytes of all states of a block."""
-        return sum(state.nbytes(stop - start) for state in self._states)
+        changed = self._changed(unit, start, stop)
+        return sum(len(elements) * self._store.dtype(name).itemsize for name, elements in changed.items())
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
         """Update a piece of the block from `start` on."""

@@ -10,7 +10,8 @@ from pagoda.memory import pages_for
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, Budgets, Placement, place
+from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budgets, Placement, place
+from pagoda.plan.split import Split
 
 from .strategies import STATES, Draw, layouts, unit
 
@@ -173,6 +174,26 @@ def test_bytes_by_state_are_the_pages_of_the_ledger(case: tuple[Layout, Budgets,
     assert list(table) == [tier for tier in (DEVICE, HOST, SSD) if tier in placement.lines]
     for tier, lines in table.items():
         assert {line: nbytes // layout.page_bytes for line, nbytes in lines.items()} == placement.lines[tier]
+
+
+@given(cases)
+def test_copies_of_old_states_take_what_is_left_and_move_none(case: tuple[Layout, Budgets, bool]) -> None:
+    layout, budgets, _ = case
+    plain = placed((layout, budgets, False))
+    undoing = place(layout, budgets, False, split=Split(undo_in_ram=True), speculate=True)
+    assert undoing.homes == plain.homes
+    for tier, budget in ((HOST, budgets.host), (SSD, budgets.ssd)):
+        assert sum(undoing.lines.get(tier, {}).values()) * layout.page_bytes <= (budget or 0)
+    kept = {HOST: 0, SSD: 0}
+    for held in (layout.units[index] for index in undoing.speculated):
+        for state in layout.states:
+            tier = undoing.home(held.index, state.name)
+            trained = state is layout.weight and tier == HOST
+            kept[tier] += layout.trained_weight_pages(held) if trained else layout.pages(held, state.name)
+    assert {tier: undoing.pages(tier, UNDO) for tier in kept} == kept
+    everything = sum(layout.pages(unit, state.name) for unit in layout.units for state in layout.states)
+    if budgets.host // layout.page_bytes > 3 * everything:
+        assert undoing.speculated == {unit.index for unit in layout.units if unit.trainable_numel}
 
 
 @given(layouts())

@@ -54,7 +54,7 @@ def plans(draw: Draw, separate: bool) -> Plan:
         unit_limit=draw(st.integers(64, 400_000)),
         accumulation_steps=draw(st.none() | st.integers(1, 2)),
         clipping=draw(st.booleans()),
-        split=Split(device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0]))),
+        split=Split(device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])), undo_in_ram=draw(st.booleans())),
     )
     budgets = Budgets(0, 0 if separate else None, LARGE)
     while True:
@@ -225,6 +225,27 @@ def test_a_plan_with_ssd_needs_a_machine_whose_drive_is_known() -> None:
     plan = make_plan(root, STATES["bf16"], Budgets(6 << 20, ssd=LARGE), options)
     with pytest.raises(ConfigError, match="says nothing"):
         simulate(plan, replace(FAST, ssd=None), [0.0] * (len(plan.trace.accesses) - 1))
+
+
+def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for_it() -> None:
+    """Beside a GPU the CPU has backward for updates and copies of old states; where it computes itself, it has not."""
+    root = tower(8, 256)
+    params = sum(param.numel for param in root.walk())
+    leaves = [matrix.name for layer in root.children for matrix in layer.children]
+    compute = Compute(dict.fromkeys(leaves, 0.1 / len(leaves)), dict.fromkeys(leaves, 0.3 / len(leaves)))
+    cpu = replace(FAST.cpu, update_params_per_s=figure(params / 0.18))
+    link = Link(*(figure(40.0 * params) for _ in range(3)))
+    device = Device(figure(1e13), figure(1e13), _RATE, _RATE, figure(1e12))
+    options = Options(page_bytes=4096, accumulation_steps=1, clipping=True)
+
+    def speculated(device: Device | None) -> frozenset[int]:
+        machine = Hardware("test", cpu, device=device, link=link if device else None)
+        budgets = Budgets(64 * params, 3 * params if device else None)
+        problem = Problem(root, STATES["bf16"], budgets, machine, compute)
+        return search(problem, options).best.plan.placement.speculated
+
+    assert speculated(device)
+    assert not speculated(None)
 
 
 # --- more is never worse ----------------------------------------------------------------------------------

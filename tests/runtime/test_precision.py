@@ -103,9 +103,11 @@ def test_asynchronous_updates_skip_the_same_steps() -> None:
     outcome.assert_same_bits(resident("fp16", None, 0.5))
 
 
-def test_speculating_on_finite_gradients_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_ram", [False, True])
+def test_speculating_on_finite_gradients_changes_no_bit(in_ram: bool, tmp_path: Path) -> None:
     """Without clipping, what may undo an update under backward is an overflow."""
-    memory = pagoda.Memory(host="900KiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE, unit_limit="128KiB")
+    on_ssd = pagoda.Memory(host="900KiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE, unit_limit="128KiB")
+    memory = RESIDENT if in_ram else on_ssd
     kept, undone = [], []
 
     def watched(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:

@@ -11,12 +11,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, batch, llama, loss_of, run, squeeze
+from zoo import (
+    ALL_ON_SSD,
+    ARENA,
+    ARENA_ALL_ON_SSD,
+    HOST_WEIGHTS,
+    PAGE,
+    RESIDENT,
+    Outcome,
+    batch,
+    llama,
+    loss_of,
+    run,
+    squeeze,
+)
 
 import pagoda
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd_tier import SSDTier
+from pagoda.optim import Rule
 from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import UNDO
 from pagoda.runtime import speculation
@@ -27,7 +41,8 @@ LIMIT = 0.5
 CLIPPED, CALM = 30.0, 1e-3
 """Factors of the loss with which its gradients are clipped, and are not."""
 PATTERNS = {"never": "......", "always": "xxxxxx", "every second": ".x.x.x", "random": "..x.xx..x"}
-PLACEMENTS = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
+ALL_IN_RAM, ARENA_ALL_IN_RAM = "all-in-ram", "arena-all-in-ram"
+PLACEMENTS = (ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
 Between = Callable[[nn.Module, Any, Outcome], None]
 """What a user does between backward and `step()`."""
 
@@ -43,7 +58,11 @@ def built() -> nn.Module:
 
 
 def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.Memory:
-    """The smallest budgets, and room for copies of weights in RAM."""
+    """The smallest budgets, and room for copies of what is in RAM."""
+    if placement == ALL_IN_RAM:
+        return RESIDENT
+    if placement == ARENA_ALL_IN_RAM:
+        return squeeze(built(), ARENA, directory, announced=accumulation)
     memory = squeeze(built(), placement, directory, announced=accumulation)
     if placement != HOST_WEIGHTS:
         return memory
@@ -112,10 +131,51 @@ def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int,
         assert (kept == 0 and undone > 1) if sign == "x" else (kept > 1 and undone == 0)
     plan = outcome.plan
     assert plan is not None
-    assert training.counts[-1][0] + training.counts[-1][1] <= len(plan.placement.speculated)
+    speculated = plan.placement.speculated
+    assert training.counts[-1][0] + training.counts[-1][1] <= len(speculated)
+    copied = sum(plan.layout.pages(plan.units[unit], GRAD) for unit in speculated) * PAGE
+    if placement == ALL_IN_RAM:
+        states = sum(plan.layout.pages(unit, state.name) for unit in plan.units for state in plan.layout.states) * PAGE
+        assert plan.bytes["host"][UNDO] == states
+        assert speculated == {unit.index for unit in plan.units}
+        return
     assert plan.bytes["ssd"][UNDO] > 0
-    copied = sum(plan.layout.pages(plan.units[unit], GRAD) for unit in plan.placement.speculated) * PAGE
     assert plan.bytes["host"].get(UNDO, 0) == (copied if placement == HOST_WEIGHTS else 0)
+
+
+def test_states_in_ram_are_speculated_on_only_where_asked_for(tmp_path: Path) -> None:
+    """Copies of them take time of the CPU, which computes here: `speculate` left out does without."""
+    training = Training("...")
+    train(training, RESIDENT, speculate=None).assert_same_bits(reference(training.pattern, 1))
+    assert set(training.counts) == {(0, 0)}
+    outcome = train(training, memory_of(ARENA_ALL_IN_RAM, tmp_path))
+    outcome.assert_same_bits(reference(training.pattern, 1))
+    assert all(kept for kept, _ in training.counts[3:])
+
+
+RULES: dict[str, Rule] = {
+    "adamw 8bit": pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments="8bit"),
+    "adafactor": pagoda.Adafactor(lr=1e-2, beta1=0.9),
+    "muon": pagoda.Muon(lr=1e-2),
+    "torch's adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("placement", [ALL_IN_RAM, ALL_ON_SSD])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_every_state_of_a_rule_is_undone(rule: Rule, placement: str, tmp_path: Path) -> None:
+    """Scales, factors and counts that live in RAM beside states on SSD, too."""
+    training = Training(".x.")
+    settings: dict[str, Any] = {"rule": rule, "clip_grad_norm": LIMIT, "accumulation_steps": 1}
+    memory = RESIDENT
+    if placement == ALL_ON_SSD:
+        memory = squeeze(built(), ALL_ON_SSD, tmp_path, announced=1, rule=rule)
+        assert isinstance(memory.host, int)
+        memory = replace(memory, host=memory.host + 64 * PAGE)
+    outcome = run(built(), memory, training, speculate=True, **settings)
+    outcome.assert_same_bits(run(built(), RESIDENT, Training(".x."), speculate=False, **settings))
+    assert training.counts[0][0] > 0
+    assert training.counts[1][1] > 0
 
 
 def test_without_it_no_update_is_begun_and_the_bits_are_the_same(tmp_path: Path) -> None:
@@ -220,7 +280,7 @@ BETWEEN = (
 )
 
 
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD])
+@pytest.mark.parametrize("placement", [ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD])
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
 def test_whatever_is_done_before_the_step_finds_the_old_state(between: Between, placement: str, tmp_path: Path) -> None:
     training = Training(".....", between=between)
