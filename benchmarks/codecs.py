@@ -22,11 +22,9 @@ from pagoda.models.build import build_model
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
 from pagoda.train.data import STDLIB, Batches, ByteText
-from training import train_on_text
+from training import WINDOW, smoothed, train_on_text
 
 CODECS = ("fp32", "bf16", "8bit")
-WINDOW = 20
-"""Steps that a smoothed point is the mean of."""
 
 
 def losses_of(codec: str, arguments: argparse.Namespace, batches: Batches) -> tuple[list[float], float]:
@@ -41,10 +39,6 @@ def losses_of(codec: str, arguments: argparse.Namespace, batches: Batches) -> tu
     return train_on_text(
         model, optimizer, batches, lambda step: optim.lr_factor(step, arguments.steps), arguments.steps
     )
-
-
-def smoothed(losses: list[float]) -> list[float]:
-    return [statistics.fmean(losses[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(losses))]
 
 
 def figures(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:

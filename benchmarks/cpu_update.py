@@ -3,9 +3,12 @@
 Each kernel runs over all parameters, block by block, on plain Python threads, beside a plain kernel that
 reads and writes the same streams and computes next to nothing (its roof). Repeats are interleaved, so that a
 noisy neighbour slows both; the ratio is the median over repeats of kernel to roof. State lies far outside the
-caches.
+caches. Beside it is the rate at which each kernel updates a block that stays in the cache, times the number of threads:
+what its arithmetic allows, whatever the memory.
 
     python benchmarks/cpu_update.py --out benchmarks/results/cpu_update.json
+
+With `--only WORD ...`, kernels are measured whose names have one of the words; the file keeps the others' figures.
 """
 
 import argparse
@@ -27,9 +30,14 @@ from rich.table import Table
 
 from pagoda.calibrate.cpu import SCALARS
 from pagoda.calibrate.meter import cpu_name
-from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, roof_fp32, states_of
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, Precision, kernels
+from pagoda.calibrate.streams import Sweeper, by_address, filled, roof_bf16, roof_fp32, states_of
+from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, Precision, formats, kernels
 from pagoda.optim.flat import encode_moment
+from pagoda.optim.rule import gradient_dtype
+
+CACHED = 1 << 14
+"""Elements of the block that stays in the cache: as many as `formats` converts at a time."""
+_IN_CACHE_S = 0.2
 
 
 @numba.njit(nogil=True)
@@ -95,6 +103,10 @@ class Row:
     sweep: Callable[[], None]
     seconds: list[float]
     roof: str | None = None
+    block: Callable[[int, int], None] | None = None
+    """What updates elements from the first one given on, as many as given."""
+    in_cache: float = 0.0
+    """Parameters a second of one thread, of a block that stays in the cache."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,8 @@ class Figure:
     gb_per_s: float
     roof: str | None
     ratio: float | None
+    in_cache: float | None
+    """G parameters a second of all threads, each on a block that stays in its cache."""
 
 
 def fused_sweep(params: int, gradient: torch.Tensor, states: list[torch.Tensor]) -> Callable[[], None]:
@@ -129,8 +143,8 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
         width = gradient.element_size()
         moved = 12 + width + 12
         roof = roof_bf16 if precision == "bf16" else roof_fp32
-        step = sweeper.addresses(kernels.update_kernel(AdamW(), precision), all_streams, *SCALARS)
-        made.append(Row(f"adamw {precision}", moved, step, [], f"roof {precision}"))
+        step = by_address(kernels.update_kernel(AdamW(), precision), all_streams, *SCALARS)
+        made.append(Row(f"adamw {precision}", moved, sweeper(step), [], f"roof {precision}", step))
         made.append(Row(f"roof {precision}", moved, sweeper.arrays(roof, all_streams), []))
         if precision == "fp32":
             made.append(Row("torch fused fp32", moved, fused_sweep(params, gradient, states), []))
@@ -140,10 +154,37 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
             made += compressed_rows(precision, moments, states, gradient, sweeper)
         pair = [filled(params, gradient.dtype, 1.0), gradient]
         for verb, plain, streams in (("store", roof_store, 2), ("add", roof_add, 3)):
-            sweep = sweeper.addresses(getattr(kernels.gradient_kernels(precision), f"{verb}_gradient"), pair)
+            block = by_address(getattr(kernels.gradient_kernels(precision), f"{verb}_gradient"), pair)
             name = f"roof {verb} {precision}"
-            made.append(Row(f"{verb} gradient {precision}", streams * width, sweep, [], name))
+            made.append(Row(f"{verb} gradient {precision}", streams * width, sweeper(block), [], name, block))
             made.append(Row(name, streams * width, sweeper.arrays(plain, pair), []))
+    for weights, gradients in (("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16")):
+        made += format_rows(weights, gradients, params, sweeper)
+    return made
+
+
+def format_rows(weights: Precision, gradients: Precision, params: int, sweeper: Sweeper) -> list[Row]:
+    """AdamW, and what takes gradients, where weights or gradients have a format without kernels of its own."""
+    kept = gradient_dtype(gradients)
+    formats.warm_up(AdamW(), weights, kept)
+    states = states_of(weights, params)
+    streams = [*states, filled(params, kept, 1.0)]
+    moved = 2 * sum(state.element_size() for state in states) + kept.itemsize
+    name = f"adamw {weights}, gradients {gradients}"
+    step = by_address(formats.update_kernel(AdamW(), weights, kept), streams, *SCALARS)
+    plain = roof_fp32 if weights == "fp32" else roof_bf16
+    made = [
+        Row(name, moved, sweeper(step), [], f"roof {name}", step),
+        Row(f"roof {name}", moved, sweeper.arrays(plain, streams), []),
+    ]
+    arriving = formats.arriving_dtype(kept, states[0].dtype)
+    if (kept, arriving) in ((torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
+        pair = [filled(params, kept, 1.0), filled(params, arriving, 1.0)]
+        for verb, roof, touched in (("store", roof_store, kept.itemsize), ("add", roof_add, 2 * kept.itemsize)):
+            block = by_address(getattr(formats.gradient_kernels(kept, arriving), f"{verb}_gradient"), pair)
+            name, touched = f"{verb} gradient {weights} to {gradients}", touched + arriving.itemsize
+            made.append(Row(name, touched, sweeper(block), [], f"roof {name}", block))
+            made.append(Row(f"roof {name}", touched, sweeper.arrays(roof, pair), []))
     return made
 
 
@@ -160,9 +201,9 @@ def rule_rows(
     streams = [*states[: len(rule.states(precision))], gradient]
     own = len(rule.own_states())
     moved = 2 * sum(stream.element_size() for stream in streams[:-1]) + gradient.element_size()
-    update = sweeper.addresses(kernels.update_kernel(rule, precision), streams, *rule.scalars(100, 0.9))
+    update = by_address(kernels.update_kernel(rule, precision), streams, *rule.scalars(100, 0.9))
     roof = Row(f"roof {name} {precision}", moved, sweeper.arrays(ROOFS[precision, own], streams), [])
-    return [Row(f"{name} {precision}", moved, update, [], roof.name), roof]
+    return [Row(f"{name} {precision}", moved, sweeper(update), [], roof.name, update), roof]
 
 
 def compressed_rows(
@@ -194,7 +235,7 @@ def compressed_rows(
     name = f"{precision}, moments {moments}"
     plain = roof_bf16 if precision == "bf16" else roof_fp32
     roof = Row(f"roof {name}", moved, sweeper.arrays(plain, [*streams, gradient]), [])
-    return [Row(f"adamw {name}", moved, sweeper(block), [], roof.name), roof]
+    return [Row(f"adamw {name}", moved, sweeper(block), [], roof.name, block), roof]
 
 
 def measure(made: list[Row], repeats: int) -> None:
@@ -207,7 +248,18 @@ def measure(made: list[Row], repeats: int) -> None:
             row.seconds.append(time.perf_counter() - start)
 
 
-def figures(made: list[Row], params: int) -> list[Figure]:
+def measure_in_cache(made: list[Row]) -> None:
+    """One thread, over and over on one block."""
+    for row in made:
+        if row.block is not None:
+            times, start = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - start) < _IN_CACHE_S:
+                row.block(0, CACHED)
+                times += 1
+            row.in_cache = times * CACHED / elapsed
+
+
+def figures(made: list[Row], params: int, threads: int) -> list[Figure]:
     by_name = {row.name: row for row in made}
     result = []
     for row in made:
@@ -217,9 +269,9 @@ def figures(made: list[Row], params: int) -> list[Figure]:
             pairs = zip(by_name[row.roof].seconds, row.seconds, strict=True)
             ratio = statistics.median(theirs / ours for theirs, ours in pairs)
         median = statistics.median(rates)
-        result.append(
-            Figure(row.name, median, min(rates), max(rates), median * row.bytes_per_parameter, row.roof, ratio)
-        )
+        in_cache = None if row.block is None else threads * row.in_cache / 1e9
+        gb_per_s = median * row.bytes_per_parameter
+        result.append(Figure(row.name, median, min(rates), max(rates), gb_per_s, row.roof, ratio, in_cache))
     return result
 
 
@@ -238,28 +290,36 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 8))
     parser.add_argument("--block", type=int, default=1 << 20, help="elements of one kernel call")
+    parser.add_argument("--only", nargs="+", help="words: measure kernels alone whose names have one of them")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
     made = rows(arguments.params, Sweeper(arguments.params, arguments.block, arguments.threads))
+    if arguments.only:
+        chosen = {row.name for row in made if any(word in row.name for word in arguments.only)}
+        made = [row for row in made if row.name in chosen or any(r.roof == row.name and r.name in chosen for r in made)]
     measure(made, arguments.repeats)
-    result = figures(made, arguments.params)
+    measure_in_cache(made)
+    result = figures(made, arguments.params, arguments.threads)
 
     machine = f"{cpu_name()}, {os.cpu_count()} CPUs; {arguments.threads} threads"
     table = Table(title=f"{arguments.params / 2**20:.0f} Mi parameters, {machine}, median of {arguments.repeats}")
-    for heading in ("kernel", "G parameters/s", "lowest - highest", "GB/s", "of roof"):
+    for heading in ("kernel", "G parameters/s", "lowest - highest", "GB/s", "of roof", "in cache"):
         table.add_column(heading, justify="left" if heading == "kernel" else "right")
     for figure in result:
         spread = f"{figure.lowest:.2f} - {figure.highest:.2f}"
         ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
-        table.add_row(figure.name, f"{figure.gparams_per_s:.2f}", spread, f"{figure.gb_per_s:.1f}", ratio)
+        cached = "" if figure.in_cache is None else f"{figure.in_cache:.2f}"
+        table.add_row(figure.name, f"{figure.gparams_per_s:.2f}", spread, f"{figure.gb_per_s:.1f}", ratio, cached)
     Console(width=120).print(table)
     call_us = dispatch_us()
     print(f"one call on nothing: {call_us:.2f} us")
 
     if arguments.out is not None:
-        settings = {name: value for name, value in vars(arguments).items() if name != "out"}
+        settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "only")}
+        kept = json.loads(arguments.out.read_text())["figures"] if arguments.only and arguments.out.exists() else []
+        of_before = {figure["name"]: figure for figure in kept}
         versions = {
             "torch": torch.__version__,
             "numba": numba.__version__,
@@ -270,7 +330,7 @@ def main() -> None:
             "versions": versions,
             "settings": settings,
             "call_us": call_us,
-            "figures": [asdict(figure) for figure in result],
+            "figures": list((of_before | {figure.name: asdict(figure) for figure in result}).values()),
         }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(report, indent=2) + "\n")

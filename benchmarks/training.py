@@ -3,6 +3,7 @@
 Both do the same arithmetic: bf16 weights, an fp32 master, fused AdamW, the same gradient checkpointing and clipping.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.train.data import Batches
 
 LR = 1e-4
+WINDOW = 20
+"""Steps that a smoothed point of a loss curve is the mean of."""
 CPU = torch.device("cpu")
 
 
@@ -64,6 +67,11 @@ def train_on_text(
     seconds = (time.perf_counter() - start) / steps
     optimizer.close()
     return losses, seconds
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Means of the last `WINDOW` steps."""
+    return [statistics.fmean(losses[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(losses))]
 
 
 class Plain:

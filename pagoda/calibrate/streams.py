@@ -61,11 +61,7 @@ class Sweeper:
         self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor], *scalars: float
     ) -> Callable[[], None]:
         """A sweep of a kernel that takes the address of each tensor's block, its elements, and scalars."""
-
-        def block(start: int, n: int) -> None:
-            kernel(*(tensor.data_ptr() + start * tensor.element_size() for tensor in tensors), n, *scalars)
-
-        return self(block)
+        return self(by_address(kernel, tensors, *scalars))
 
     def arrays(self, kernel: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """A sweep of a plain kernel that takes each tensor's block as integers, and a mask of zero."""
@@ -77,6 +73,15 @@ class Sweeper:
     def close(self) -> None:
         """Join the lane's threads."""
         self._lane.close()
+
+
+def by_address(kernel: Callable[..., Any], tensors: Sequence[torch.Tensor], *scalars: float) -> Callable[..., None]:
+    """`block(first element, elements)`, which calls a kernel as `Sweeper.addresses` says."""
+
+    def block(start: int, n: int) -> None:
+        kernel(*(tensor.data_ptr() + start * tensor.element_size() for tensor in tensors), n, *scalars)
+
+    return block
 
 
 def filled(numel: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
