@@ -21,7 +21,7 @@ from rich.table import Table
 
 import pagoda
 from pagoda.calibrate.meter import cpu_name
-from pagoda.memory.heap import keep_freed_memory
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from step_time import state_on_ssd
 from training import Paged, Workload
 
@@ -87,6 +87,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Print the ratios (target: 1.03), and write them to `out`."""
+    restart_spinning_briefly()
     keep_freed_memory()
     console = Console(width=120)
     workload = Workload(model, batch_size, seq_len)
