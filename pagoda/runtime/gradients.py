@@ -435,3 +435,12 @@ class Gradients:
             self._in_flight_bytes -= size
         if stalled:
             self._stalled("d2h", time.perf_counter() - start)
+
+
+def non_finite_message(name: str) -> str:
+    """The message for a gradient that is NaN or infinite."""
+    return (
+        f"The gradient of {name!r} is not finite, the first one in backward; no weight of its unit was changed. Lower "
+        "the learning rate, check the loss and the batch, or set clip_grad_norm if it is off. A parameter read outside "
+        "its module's forward gives NaN too: read it under `with pagoda.gathered([param]):`."
+    )

@@ -13,7 +13,7 @@ from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Hyper, Rule
 from pagoda.plan.planner import Options
 from pagoda.runtime.async_updates import AsyncUpdater
-from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
@@ -24,7 +24,6 @@ from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters
-from pagoda.runtime.updates import non_finite_message
 
 
 class Norms(NamedTuple):

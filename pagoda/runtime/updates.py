@@ -16,7 +16,7 @@ from pagoda.plan.ops import SSD
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
-from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
 from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
 from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
@@ -492,12 +492,3 @@ def update_lane(store: Store, unit: int) -> str:
     if homes[WEIGHT] == SSD:
         return "ssd_write"
     return "ssd_read" if SSD in homes.values() else "update"
-
-
-def non_finite_message(name: str) -> str:
-    """The message for a gradient that is NaN or infinite."""
-    return (
-        f"The gradient of {name!r} is not finite, the first one in backward; no weight of its unit was changed. Lower "
-        "the learning rate, check the loss and the batch, or set clip_grad_norm if it is off. A parameter read outside "
-        "its module's forward gives NaN too: read it under `with pagoda.gathered([param]):`."
-    )
