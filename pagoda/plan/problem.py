@@ -8,6 +8,8 @@ from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import SavedBlocks
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Hardware
+from pagoda.plan.layout import GRAD
+from pagoda.plan.ops import HOST
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks
@@ -16,7 +18,7 @@ from pagoda.plan.simulate import simulate
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.units import ModuleSpec, is_within
 
-MOST_UNITS = 160
+MOST_UNITS = 100
 """Of a plan that is compared with others whole; of larger ones, a part of the layers is."""
 _LEAST_LAYERS = 4
 
@@ -44,7 +46,7 @@ class Problem:
 
     def to_compare(self, plan: Plan) -> "Problem":
         """What to compare kinds of plans on, of which `plan` is one: if its units are many, the first of the layers,
-        with the share of RAM and SSD that their parameters are of all.
+        with the share of RAM, buffers apart, and of SSD that their parameters are of all.
 
         The device stays as large as it is, so that leases come and go as they do with all layers; where that part
         would fit it, or the layers are few, the whole problem.
@@ -57,10 +59,13 @@ class Problem:
         params, of_all = (sum(param.numel for param in root.walk()) for root in (part.root, self.root))
         if self.budgets.device is not None and 2 * self.budgets.device > params * self.states[0].dtype.itemsize:
             return self
+        homes = {GRAD, *(state.name for state in self.states)}
+        lines = plan.placement.lines.get(HOST, {})
+        buffers = sum(pages for line, pages in lines.items() if line not in homes) * plan.page_bytes
         host, ssd = self.budgets.host, self.budgets.ssd
         budgets = replace(
             self.budgets,
-            host=int(host * params / of_all),
+            host=int((host - buffers) * params / of_all) + buffers,
             ssd=None if ssd is None else int(ssd * params / of_all),
         )
         return replace(part, budgets=budgets)
