@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 
 BLOCK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 22}
 """Type of device -> logits that exist at once. On the CPU a block and what is made of it stay in its caches."""
+KEPT_BYTES = {"cpu": 48 << 20}
+"""Type of device -> most bytes of blocks that forward keeps for backward, which makes all others again."""
 BLOCK_TOKENS = 2048
 """Tokens of a block, at most; the rest of its logits are vocabulary. Products of matrices are fast with both long."""
 
@@ -81,7 +83,12 @@ def cross_entropy(
 
 
 class _Reduce(torch.autograd.Function):
-    """Goes over rows in the outer loop, so that a row's gradient is added up in fp32 and rounded once."""
+    """Goes over rows in the outer loop, so that a row's gradient is added up in fp32 and rounded once.
+
+    What backward needs of a block are its logits' exponentials over the largest of each token, in the logits' dtype. It
+    makes them again, but for those of the first blocks, which are kept: the bits are the same. What differs from token
+    to token is then a factor of rows of `hidden`, which are fewer. Targets go by themselves, in fp32.
+    """
 
     @staticmethod
     def forward(
@@ -97,18 +104,24 @@ class _Reduce(torch.autograd.Function):
         logsumexp = hidden.new_full((count,), -torch.inf, dtype=torch.float32)
         picked = torch.zeros_like(logsumexp)
         total = torch.zeros_like(logsumexp) if wants_total else None
+        room = (
+            KEPT_BYTES.get(hidden.device.type, 0) if any(ctx.needs_input_grad) and not maps and not wants_total else 0
+        )
+        kept: list[torch.Tensor] = []
         for rows in _blocks(len(weight), _rows_at_once(hidden)):
             for tokens in _blocks(count, BLOCK_TOKENS):
-                logits = _logits(hidden[tokens], weight[rows], bias, rows)
-                for each in maps:
-                    logits = each(logits)
-                logits = logits.float()
+                logits = _mapped(_logits(hidden[tokens], weight[rows], bias, rows), maps)
                 column, inside = _column(target[tokens], rows)
-                logsumexp[tokens] = torch.logaddexp(logsumexp[tokens], logits.logsumexp(1))
                 picked[tokens] += logits.gather(1, column)[:, 0].where(inside, 0.0)
                 if total is not None:
                     total[tokens] += logits.sum(1)
-        ctx.save_for_backward(hidden, weight, bias, target, logsumexp)
+                largest = _largest(logits)
+                powers = logits.sub(largest[:, None]).exp_()
+                logsumexp[tokens] = torch.logaddexp(logsumexp[tokens], powers.sum(1).log_().add_(largest))
+                room -= powers.numel() * hidden.element_size()
+                if room >= 0:
+                    kept += [powers.scatter_(1, column, _without(powers, column, inside)).to(hidden.dtype), largest]
+        ctx.save_for_backward(hidden, weight, bias, target, logsumexp, picked, *kept)
         ctx.maps = maps
         return logsumexp, picked, total
 
@@ -117,42 +130,98 @@ class _Reduce(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logsumexp: torch.Tensor, grad_picked: torch.Tensor, grad_total: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, target, logsumexp = ctx.saved_tensors
+        hidden, weight, bias, target, logsumexp, picked, *kept = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         grad_bias = torch.empty_like(bias) if for_bias else None
-        for rows in _blocks(len(weight), _rows_at_once(hidden)):
+        at_target = (picked - logsumexp).exp_().mul_(grad_logsumexp).add_(grad_picked)
+        if grad_total is not None:
+            at_target += grad_total
+        blocks = list(_blocks(len(weight), _rows_at_once(hidden)))
+        by_target = target.argsort(stable=True)
+        starts = target.new_tensor([rows.start for rows in blocks] + [len(weight)])
+        bounds = torch.searchsorted(target[by_target], starts).tolist()
+        remade = iter(kept)
+        for rows, first, last in zip(blocks, bounds, bounds[1:], strict=False):
             of_weight = weight.new_zeros(len(weight[rows]), weight.shape[1], dtype=torch.float32)
             of_bias = weight.new_zeros(len(weight[rows]), dtype=torch.float32)
             for tokens in _blocks(len(hidden), BLOCK_TOKENS):
-                made = _logits(hidden[tokens], weight[rows], bias, rows)
-                with torch.enable_grad():
-                    logits = made.requires_grad_(bool(ctx.maps))
-                    for each in ctx.maps:
-                        logits = each(logits)
-                    logits = logits.float()
-                column, inside = _column(target[tokens], rows)
-                grad = logits.detach().sub(logsumexp[tokens, None]).exp_().mul_(grad_logsumexp[tokens, None])
-                if grad_total is not None:
-                    grad += grad_total[tokens, None]
-                at_target = grad.gather(1, column) + grad_picked[tokens].where(inside, 0.0)[:, None]
-                grad.scatter_(1, column, at_target)
-                if ctx.maps:
-                    (grad,) = torch.autograd.grad(logits, made, grad)
+                powers = next(remade, None)
+                if powers is not None:
+                    largest = next(remade)
+                    factor = (largest - logsumexp[tokens]).exp_().mul_(grad_logsumexp[tokens])[:, None]
                 else:
-                    grad = grad.to(made.dtype)
+                    made = _logits(hidden[tokens], weight[rows], bias, rows)
+                    with torch.enable_grad():
+                        logits = _mapped(made.requires_grad_(bool(ctx.maps)), ctx.maps)
+                    column, inside = _column(target[tokens], rows)
+                    largest = _largest(logits.detach())
+                    powers = logits.detach().sub(largest[:, None]).exp_()
+                    factor = (largest - logsumexp[tokens]).exp_().mul_(grad_logsumexp[tokens])[:, None]
+                    if grad_total is not None:
+                        powers, factor = powers.mul_(factor).add_(grad_total[tokens, None]), torch.ones_like(factor)
+                    powers.scatter_(1, column, _without(powers, column, inside))
+                    powers = torch.autograd.grad(logits, made, powers)[0] if ctx.maps else powers.to(made.dtype)
                 if grad_hidden is not None:
-                    grad_hidden[tokens] += grad @ weight[rows]
+                    grad_hidden[tokens] += (powers @ weight[rows]) * factor
                 if for_weight:
-                    of_weight += grad.T @ hidden[tokens]
+                    of_weight += powers.T @ (hidden[tokens] * factor).to(hidden.dtype)
                 if for_bias:
-                    of_bias += grad.sum(0, dtype=torch.float32)
+                    of_bias += (powers * factor).sum(0)
+            if first < last:
+                mine = by_target[first:last]
+                row = target[mine] - rows.start
+                here, at_row = hidden[mine], weight[rows][row]
+                change = _at_target(here, at_row, None if bias is None else bias[rows][row], ctx.maps, at_target[mine])
+                if grad_hidden is not None:
+                    grad_hidden.index_add_(0, mine, change[:, None] * at_row)
+                if for_weight:
+                    of_weight += _summed_by_row(change[:, None] * here, row, len(of_weight))
+                if for_bias:
+                    of_bias += _summed_by_row(change[:, None], row, len(of_weight))[:, 0]
             if grad_weight is not None:
                 grad_weight[rows] = of_weight
             if grad_bias is not None:
                 grad_bias[rows] = of_bias
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+
+
+def _mapped(logits: torch.Tensor, maps: Sequence[Map]) -> torch.Tensor:
+    for each in maps:
+        logits = each(logits)
+    return logits.float()
+
+
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    """The largest logit of each token, [n]; 0 where that is infinite."""
+    largest = logits.amax(1)
+    return largest.where(largest.isfinite(), 0.0)
+
+
+def _without(values: torch.Tensor, column: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """What a block has in the columns of targets, [n, 1]: 0 for those that are there."""
+    return values.gather(1, column).where(~inside[:, None], 0.0)
+
+
+def _at_target(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, maps: Sequence[Map], grad: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the logits of n targets before `maps`, of that behind them: fp32, [n]. `hidden` and `weight` are
+    [n, H], a row for each."""
+    if not maps:
+        return grad
+    made = torch.linalg.vecdot(hidden.float(), weight.float())
+    made = (made if bias is None else made + bias).to(hidden.dtype)
+    with torch.enable_grad():
+        mapped = _mapped(made.requires_grad_(), maps)
+    return torch.autograd.grad(mapped, made, grad)[0].float()
+
+
+def _summed_by_row(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
+    """`values` [n, H] added up by their row, in an order that is always the same: [rows, H]."""
+    summed: torch.Tensor = torch.ops.aten.embedding_dense_backward(values, row, rows, -1, False)
+    return summed
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> torch.Tensor:
