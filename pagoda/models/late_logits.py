@@ -177,6 +177,13 @@ def _mapped(late: LateLogits, func: Any, args: Sequence[Any], kwargs: dict[str, 
     return _again(late, late.hidden, (*late.maps, partial(_apply, func, tuple(args[1:]), kwargs)), twin.dtype)
 
 
+def _only_widens(each: Map) -> bool:
+    """Whether one of `_mapped`'s functions changes no value."""
+    assert isinstance(each, partial), "made by _mapped"
+    func, others, _ = each.args
+    return func in (_T.float, _T.contiguous, _T.clone) or (func is _T.to and others == (torch.float32,))
+
+
 def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = func(logits, *args, **kwargs)
     return result
@@ -223,6 +230,7 @@ def _loss(
     if not plain or late.dim() != 2 or target.dim() != 1 or target.is_floating_point() or len(target) != len(late):
         return None
     parts: list[Reduced] = []
+    maps = () if all(map(_only_widens, late.maps)) else late.maps  # the loss is that of fp32 logits anyway
 
     def take(rows: torch.Tensor, bias: torch.Tensor | None, first: int) -> None:
         dtype = late._computes_in
@@ -232,7 +240,7 @@ def _loss(
                 rows.to(dtype),
                 _cast(bias, dtype),
                 target - first,
-                late.maps,
+                maps,
                 label_smoothing=label_smoothing,
             )
         )
