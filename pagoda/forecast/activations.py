@@ -19,9 +19,8 @@ from pagoda.plan.repeat import layers_of
 _LOGIT_BYTES = 12
 """Of a logit at the worst moment of the loss: itself in 16 bits and in fp32, its gradient in both. docs/plan.md has
 what was measured."""
-_CHUNK_BYTES = 72 << 20
-"""Of a chunked loss: what `models.linear_cross_entropy` has of a block, what it keeps of others for backward, and a few
-numbers a token, which is less. On the CPU; a GPU has larger blocks and keeps none."""
+_CHUNK_BYTES = 14 << 22
+"""Of a chunked loss: what `models.linear_cross_entropy` has of a block, and a few numbers a token, which is less."""
 _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 """Tensors of hidden and of MLP width that a layer keeps for backward, gradients in flight included. Megatron-LM's
 count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP four times as wide, which is

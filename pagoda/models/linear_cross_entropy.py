@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 BLOCK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 22}
 """Type of device -> logits that exist at once. On the CPU a block and what is made of it stay in its caches."""
-KEPT_BYTES = {"cpu": 64 << 20}
+KEPT_BYTES = {"cpu": 48 << 20}
 """Type of device -> most bytes of blocks that forward keeps for backward, which makes all others again."""
 BLOCK_TOKENS = 2048
 """Tokens of a block, at most; the rest of its logits are vocabulary. Products of matrices are fast with both long."""
