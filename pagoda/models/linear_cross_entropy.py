@@ -215,7 +215,8 @@ def _at_target(
     made = (made if bias is None else made + bias).to(hidden.dtype)
     with torch.enable_grad():
         mapped = _mapped(made.requires_grad_(), maps)
-    return torch.autograd.grad(mapped, made, grad)[0].float()
+    change: torch.Tensor = torch.autograd.grad(mapped, made, grad)[0].float()
+    return change
 
 
 def _summed_by_row(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
