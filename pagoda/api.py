@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pagoda.checkpoint.pretrained import attach_weights
 from pagoda.errors import ConfigError, UsageError
@@ -19,7 +20,7 @@ from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optim
 from pagoda.optim.rule import Gradients, Precision, Rule, check_precision, kept_dtype
-from pagoda.parallel.mesh import Mesh, open_mesh
+from pagoda.parallel.mesh import Mesh, as_mesh, open_mesh
 from pagoda.parallel.start import (
     FromFirst,
     agreed_plan,
@@ -29,6 +30,7 @@ from pagoda.parallel.start import (
     least_budgets,
     on_any_rank,
 )
+from pagoda.parallel.tensors import check_tensor_parallel, divided_in
 from pagoda.parallel.wire import Wire
 from pagoda.plan.activations import SHARE_OF_MEMORY, ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
@@ -101,11 +103,12 @@ def wrap(
     update: Update = "sync",
     max_staleness: int = 1,
     activations: ActivationMode = "keep",
+    partition_activations: bool = False,
     batch_tiles: BatchTiles | None = None,
     gradients: Gradients | None = None,
     loss_scale: LossScale | float | Literal["dynamic"] | None = None,
     tile_limit: str | int | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | DeviceMesh | None = None,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
@@ -152,7 +155,9 @@ def wrap(
     backward computes it again. "offload": what is large goes to RAM, where compute has a memory of its own, and else to
     SSD, and comes back ahead of backward. "recompute+offload": as "recompute", and the inputs go. "auto" follows a
     plan, block by block, made of the sizes that a first forward of each bucket of input shapes shows, for
-    `memory.activations`. The bits are the same. Compile blocks before `wrap`, if at all.
+    `memory.activations`. The bits are the same. Compile blocks before `wrap`, if at all. With
+    `partition_activations`, tensor-parallel ranks keep, or offload, an equal part each of those inputs that all of them
+    have, and gather the whole before they recompute; the bits are the same again.
 
     `batch_tiles=N` lets each of the model's repeated layers run the batch it is given in N micro-batches, or in as many
     as "auto" finds useful. Feed the whole batch of a step at once: weights are then fetched once for all of it, and
@@ -166,15 +171,18 @@ def wrap(
 
     Under torchrun, the ranks train one model, each with batches of its own and budgets of its own; gradients are the
     mean over ranks, and weights at the start are those of rank 0. `mesh` says what the ranks share out
-    (`pagoda.open_mesh`); left out, all of the state is divided over all of them (ZeRO stage 3). Then `step`,
-    `clip_grad_norm_`, `gathered`, `state_dict` and checkpoints need every rank, at the same point of the program.
+    (`pagoda.open_mesh`, or a torch mesh with dimensions replicate, shard and tensor); left out, all of the state is
+    divided over all of them (ZeRO stage 3). A model that torch's `parallelize_module` has divided stays so: each rank's
+    pages have its parts of the tensors, which ranks with other batches share out, and the norm and checkpoints are
+    those of the whole model. `step`, `clip_grad_norm_`, `gathered`, `state_dict` and checkpoints need every rank, at
+    the same point of the program.
 
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
     them, UsageError for a model wrapped already.
     """
     memory = memory or Memory()
-    mesh = mesh or open_mesh()
+    mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
     check_experts(model, mesh)
     wire = Wire(mesh.world) if mesh.size > 1 else None
     if wire is not None:
@@ -184,7 +192,7 @@ def wrap(
     check_rule(optimizer, tiled=tile_limit is not None)
     scaler = _scaler(precision, loss_scale)
     _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness, scaler)
-    _check_activations(activations, memory, model)
+    _check_activations(activations, partition_activations, memory, model)
     _check_model(model)
     groups = named_groups(model, param_groups)
     trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
@@ -194,6 +202,12 @@ def wrap(
     tiled_blocks = [] if batch_tiles is None else blocks_to_tile(model, batch_tiles)
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
+    check_tensor_parallel(model, mesh, optimizer, states, device.torch_device, tile_limit is not None)
+    if partition_activations and mesh.ranks.tensor_parallel == 1:
+        raise ConfigError(
+            "partition_activations divides them over tensor-parallel ranks, and there are none: leave it out, or use "
+            "pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
+        )
     tiled_bytes = None if tile_limit is None else parse_bytes(tile_limit, "tile_limit")
     if tiled_bytes is not None and tiled_bytes < PAGE_ALIGN:
         raise ConfigError(f"tile_limit is {tile_limit}; it must be at least {PAGE_ALIGN} bytes.")
@@ -209,6 +223,7 @@ def wrap(
         max_staleness=max_staleness if update == "async" else None,
         speculate=speculate,
         activations=activations,
+        partition_activations=partition_activations,
         gradients=kept_dtype(gradients),
         may_skip=scaler.dynamic,
     )
@@ -329,11 +344,16 @@ def _check_settings(
         )
 
 
-def _check_activations(activations: ActivationMode, memory: Memory, model: nn.Module) -> None:
+def _check_activations(activations: ActivationMode, partition: bool, memory: Memory, model: nn.Module) -> None:
     """Raises ConfigError for a policy that is none, or has nowhere to offload to; UsageError for a model that
     checkpoints by itself."""
     if activations not in get_args(ActivationMode):
         raise ConfigError(f"activations is {activations!r}; use one of {', '.join(get_args(ActivationMode))}.")
+    if partition and activations in ("keep", "offload"):
+        raise ConfigError(
+            f"partition_activations is for blocks that are recomputed, but activations is {activations!r}: use "
+            "'recompute', 'recompute+offload' or 'auto'."
+        )
     if activations == "keep":
         return
     refuse_own_checkpointing(model)

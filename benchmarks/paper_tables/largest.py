@@ -16,6 +16,7 @@ from pagoda.plan.machines import find_machine
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.rates import with_faster_gather
 from pagoda.plan.simulate import simulate
 from pagoda.plan.timeline import Timeline
 from paper_tables.common import STATES, UNIT_BYTES, tree
@@ -57,7 +58,8 @@ class Setting:
     @property
     def ranks(self) -> Ranks:
         per_node = self.hardware.gpus_per_node
-        return Ranks(per_node * self.nodes, per_node, expert_parallel=self.experts)
+        ranks = Ranks(per_node * self.nodes, per_node, expert_parallel=self.experts)
+        return with_faster_gather(ranks, self.hardware)[0]
 
 
 @dataclass(frozen=True)

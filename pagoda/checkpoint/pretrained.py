@@ -94,6 +94,7 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
         names.setdefault(id(tensor), []).append(name)
     _check_shapes(directory, loaded.tensors, held)
     tied: set[str] = set()
+    by_name: dict[str, LazyTensor] = {}
     given = 0
     for same in names.values():
         present = [name for name in same if name in loaded.tensors]
@@ -101,12 +102,14 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
             continue
         _check_tied(directory, present, loaded.tensors)
         _give(held[same[0]], loaded.tensors[present[0]])
+        by_name.update(dict.fromkeys(same, loaded.tensors[present[0]]))
         tied.update(same)
         given += 1
     if not given:
         raise ConfigError(
             f"{directory} has no weights for a {type(model).__name__}: its files have {_named(sorted(stored))}"
         )
+    setattr(model, _VALUES, by_name)
     _read_generation_config(model, directory)
     missing = [name for name in loaded.missing if name not in tied]
     return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, loaded.unexpected)
@@ -115,6 +118,13 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
 def values_of(param: nn.Parameter) -> LazyTensor | None:
     """The values of a parameter on meta that are still in files."""
     return getattr(param, _VALUES, None) if param.is_meta else None
+
+
+def values_by_name(model: nn.Module) -> dict[str, LazyTensor]:
+    """The values that a model's parameters have in files, by name, for those that torch's `parallelize_module` has put
+    in place of the ones that knew. The model forgets them."""
+    found: dict[str, LazyTensor] = model.__dict__.pop(_VALUES, {})
+    return found
 
 
 def _give(tensor: torch.Tensor, values: LazyTensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -11,12 +12,17 @@ import torch
 
 from pagoda.checkpoint.directory import MANIFEST, read_manifest
 from pagoda.checkpoint.paged import PAGED, Pages
+from pagoda.checkpoint.shards import JoinedShards
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec
 from pagoda.errors import CheckpointError
 from pagoda.plan.layout import WEIGHT
+from pagoda.plan.tensor_shards import TensorShard
 
 TILES = "tiles"
 """In a manifest: whole parameter -> its shape and the names of its parts, in order, under which it is stored."""
+SHARDS = "shards"
+"""In a manifest: whole parameter -> its shape, the dimension along which tensor-parallel ranks have divided it, and the
+names of its parts, in order, under which it is stored."""
 BUFFERS = "buffers"
 """What a checkpoint has beside its states: the model's persistent buffers."""
 _MANIFEST_KINDS = {
@@ -99,6 +105,9 @@ class Checkpoint:
                     self._merge(state, source)
             for whole, cut in self.manifest.get(TILES, {}).items():
                 self._join(whole, tuple(cut["shape"]), cut["parts"])
+            for whole, divided in self.manifest.get(SHARDS, {}).items():
+                shard = TensorShard(tuple(divided["shape"]), divided["dim"], len(divided["parts"]))
+                self._join_shards(whole, shard, divided["parts"])
             held = [state for state in self.manifest["states"] if self._sources[state] or state == WEIGHT]
             self.states = {state: self._dtype(state) for state in held}
             """Dtype of each state that a parameter has."""
@@ -148,17 +157,17 @@ class Checkpoint:
     def _join(self, whole: str, shape: tuple[int, ...], parts: list[str]) -> None:
         """Show the parts of a parameter as the one that they were cut from."""
         for sources in self._sources.values():
-            if parts[0] not in sources:
-                continue
-            joined = JoinedTensor(whole, shape, [(part, sources[part]) for part in parts])
-            shown: dict[str, Source] = {}
-            for name, source in sources.items():
-                if name == parts[0]:
-                    shown[whole] = joined
-                elif name not in parts:
-                    shown[name] = source
-            sources.clear()
-            sources.update(shown)
+            if parts[0] in sources:
+                joined = JoinedTensor(whole, shape, [(part, sources[part]) for part in parts])
+                _show(sources, whole, joined, parts)
+
+    def _join_shards(self, whole: str, shard: TensorShard, parts: list[str]) -> None:
+        """Show the parts of tensor-parallel ranks as the parameter that they divide."""
+        for sources in self._sources.values():
+            if parts[0] in sources:
+                dtype = sources[parts[0]].specs[parts[0]].dtype
+                joined = JoinedShards(whole, shard, dtype, [partial(sources[part].read, part) for part in parts])
+                _show(sources, whole, joined, parts)
 
     def _check_manifest(self) -> None:
         """What any reader relies on; whether it fits a model is for whoever has the model."""
@@ -180,3 +189,15 @@ class Checkpoint:
                 f"{self.directory} is damaged: its {state} is {sorted(map(str, found))}, where it should have one dtype"
             )
         return found.pop()
+
+
+def _show(sources: dict[str, Source], whole: str, joined: Source, parts: Sequence[str]) -> None:
+    """Put a parameter where its first part was, and take the parts away."""
+    shown: dict[str, Source] = {}
+    for name, source in sources.items():
+        if name == parts[0]:
+            shown[whole] = joined
+        elif name not in parts:
+            shown[name] = source
+    sources.clear()
+    sources.update(shown)

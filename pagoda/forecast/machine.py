@@ -12,6 +12,7 @@ from pagoda.plan.machines import MACHINES, find_machine
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.rates import with_faster_gather
 from pagoda.settings import MemoryConfig
 from pagoda.tiers import HOST_SHARE, Memory, free_ram
 
@@ -29,10 +30,12 @@ class Machine:
     """Whether it is the machine that this runs on."""
     ranks: Ranks | None = None
     """Who shares out the state; None for a single rank."""
+    gather_speedup: float = 1.0
+    """How often as fast the gathers that were chosen for them are as the others."""
 
     @property
     def rank_count(self) -> int:
-        return 1 if self.ranks is None else self.ranks.data_parallel
+        return 1 if self.ranks is None else self.ranks.count
 
 
 def find_machine_for(config: PlanConfig) -> Machine:
@@ -56,8 +59,10 @@ def find_machine_for(config: PlanConfig) -> Machine:
         raise ConfigError(
             f"--replicas is {config.replicas}, which does not divide the ranks, of which there are {count}"
         )
-    ranks = Ranks(count, per_node, config.zero_stage, experts, config.replicas) if count > 1 else None
-    return Machine(hardware, config.hardware == AUTO, ranks)
+    if count == 1:
+        return Machine(hardware, config.hardware == AUTO)
+    ranks, times = with_faster_gather(Ranks(count, per_node, config.zero_stage, experts, config.replicas), hardware)
+    return Machine(hardware, config.hardware == AUTO, ranks, times)
 
 
 def _hardware(name: str) -> Hardware:
@@ -102,9 +107,14 @@ def _ranks_note(machine: Machine) -> tuple[str, ...]:
     ranks = machine.ranks
     if ranks is None:
         return ()
+    gathers: tuple[str, ...] = ()
+    if ranks.per_node > 1 and ranks.count > ranks.per_node:
+        way = "once between nodes, then inside each" if ranks.two_step else "straight from every rank to every other"
+        gathers = (f"gathers: {way}, {machine.gather_speedup:.1f} times as fast as the other way.",)
     return (
         f"ranks: {ranks.data_parallel} share out the state as in ZeRO stage {ranks.stage}; bytes and budgets are one "
         "rank's.",
+        *gathers,
     )
 
 

@@ -1,16 +1,28 @@
 """The mesh: every rank as a place in a grid, and the ranks that hold the parts of one thing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pagoda.parallel.world import World, join, launched
+from pagoda.errors import ConfigError
+from pagoda.parallel.world import World, computes_on, from_rank_0, join, launched
+from pagoda.plan.hardware import hardware_file, read_hardware
 from pagoda.plan.ranks import Ranks, Stage
+from pagoda.plan.rates import with_faster_gather
 
 REPLICATE, SHARD = "replicate", "shard"
 """Dimensions of the mesh of dense weights: whole copies of the state, and the slices of one copy."""
+TENSOR = "tensor"
+"""Its third dimension: the parts of the parameters that tensor-parallel ranks have."""
+_DIMENSIONS = {
+    **dict.fromkeys((REPLICATE, "dp_replicate"), REPLICATE),
+    **dict.fromkeys((SHARD, "dp_shard", "dp"), SHARD),
+    **dict.fromkeys((TENSOR, "tp"), TENSOR),
+}
+"""What a torch mesh may call them."""
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 """Dimensions of the mesh of experts: ranks that share the same experts, and ranks that have different ones."""
 
@@ -22,9 +34,10 @@ Jointly = Callable[[str, Callable[[], None]], None]
 class Mesh:
     """The ranks of a run as two grids over the same processes.
 
-    Dense weights: rank r is at (r // S, r % S) of replicas x S slices; a replica's ranks are consecutive, so that it
-    lies inside a node where a node has as many. Experts: rank r is at (r // E, r % E); ranks of the same second
-    coordinate have the same experts and share out their state, consecutive ones have different experts.
+    Dense weights: rank r is at (r // ST, r // T % S, r % T) of replicas x S slices x T parts of tensors; ranks that
+    divide tensors are consecutive, and so are those of a replica, so that each lies inside a node where a node has as
+    many. Experts: rank r is at (r // E, r % E); ranks of the same second coordinate have the same experts and share out
+    their state, consecutive ones have different experts.
     """
 
     def __init__(self, world: World, ranks: Ranks) -> None:
@@ -54,9 +67,25 @@ class Mesh:
 
     @cached_property
     def dense(self) -> DeviceMesh:
-        """The grid (REPLICATE, SHARD); every rank has to ask for it at the same point."""
-        slices = self.ranks.data_parallel // self.ranks.replicas
-        return init_device_mesh("cpu", (self.ranks.replicas, slices), mesh_dim_names=(REPLICATE, SHARD))
+        """The grid (REPLICATE, SHARD, TENSOR); every rank has to ask for it at the same point."""
+        shape = (self.ranks.replicas, self.ranks.slices, self.ranks.tensor_parallel)
+        return init_device_mesh(computes_on(self.world), shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that have the parts of this one's parameters, for torch's `parallelize_module`."""
+        return self.dense[TENSOR]
+
+    @property
+    def tensor_index(self) -> int:
+        """Which part of each parameter this rank has, from 0."""
+        return self.rank % self.ranks.tensor_parallel
+
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """The ranks that have the parts of this one's parameters, in order."""
+        first = self.rank - self.tensor_index
+        return tuple(range(first, first + self.ranks.tensor_parallel))
 
     @cached_property
     def experts(self) -> DeviceMesh:
@@ -80,28 +109,76 @@ class Mesh:
         experts."""
         if expert:
             return tuple(range(self.expert_index, self.size, self.ranks.expert_parallel))
-        slices = self.ranks.data_parallel // self.ranks.replicas
-        first = self.rank // slices * slices
-        return tuple(range(first, first + slices))
+        each = self.ranks.tensor_parallel
+        replica = self.ranks.slices * each
+        first = self.rank // replica * replica + self.tensor_index
+        return tuple(range(first, first + replica, each))
 
     def copies(self, expert: bool = False) -> tuple[int, ...]:
         """Ranks that hold the same slice of a dense unit's state as this one, one a replica; `expert` for a unit of
         experts, whose state has no replicas."""
         if expert:
             return (self.rank,)
-        slices = self.ranks.data_parallel // self.ranks.replicas
-        return tuple(range(self.rank % slices, self.size, slices))
+        replica = self.ranks.slices * self.ranks.tensor_parallel
+        return tuple(range(self.rank % replica, self.size, replica))
+
+    def family(self) -> tuple[int, ...]:
+        """Ranks that hold slices of the parts of parameters that this one has, of any replica."""
+        return tuple(range(self.tensor_index, self.size, self.ranks.tensor_parallel))
 
 
-def open_mesh(stage: Stage = 3, replicas: int = 1, expert_parallel: int = 1) -> Mesh:
+def open_mesh(
+    stage: Stage = 3,
+    replicas: int = 1,
+    expert_parallel: int = 1,
+    tensor_parallel: int = 1,
+    two_step: bool | None = None,
+) -> Mesh:
     """The mesh of the processes that torchrun started, for `wrap(mesh=...)`; of one process without torchrun.
 
     `stage` is ZeRO's: what is divided over the ranks. `replicas` is the number of whole copies of the state (hybrid
-    sharding), `expert_parallel` the number of ranks over which experts are divided. Every rank calls it, equally.
+    sharding), `expert_parallel` the number of ranks over which experts are divided. `tensor_parallel` consecutive ranks
+    divide each parameter, as torch's `parallelize_module(model, mesh.tensor, ...)` says, and get the same batches; the
+    state of their parts is shared out over the ranks that have the same part. With `two_step`, gathers go once between
+    nodes, then on inside each; left out, they do where that is faster by what `pagoda calibrate` has measured on rank
+    0's machine, and wherever it has not measured. Every rank calls it, equally.
 
     Raises ConfigError where the ranks cannot be divided like that.
     """
     world = launched()
-    ranks = Ranks(world.size, world.local_size, stage, expert_parallel, replicas)
+    if tensor_parallel < 1 or world.size % tensor_parallel:
+        raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide {world.size} ranks")
+    ranks = Ranks(world.size // tensor_parallel, world.local_size, stage, expert_parallel, replicas, tensor_parallel)
     join(world)
-    return Mesh(world, ranks)
+    if two_step is None:
+        two_step = from_rank_0(world, lambda: _two_step_is_faster(ranks))
+    return Mesh(world, replace(ranks, two_step=two_step))
+
+
+def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
+    """The mesh, or that of a torch mesh whose dimensions are some of those in `_DIMENSIONS`, in this order.
+
+    Raises ConfigError for any other torch mesh. Every rank calls it.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    kinds = [_DIMENSIONS.get(name) for name in mesh.mesh_dim_names or ()]
+    ordered = [kind for kind in (REPLICATE, SHARD, TENSOR) if kind in kinds]
+    if kinds != ordered or mesh.mesh.flatten().tolist() != list(range(launched().size)):
+        raise ConfigError(
+            f"wrap cannot use {mesh}: it takes a mesh of all ranks in order, whose dimensions are some of replicate, "
+            "shard (or dp) and tensor (or tp), in this order. pagoda.open_mesh makes one."
+        )
+    sizes = dict(zip(ordered, mesh.shape, strict=True))
+    return open_mesh(replicas=sizes.get(REPLICATE, 1), tensor_parallel=sizes.get(TENSOR, 1))
+
+
+def _two_step_is_faster(ranks: Ranks) -> bool:
+    """Whether gathers in two steps are faster than straight ones. On a machine that has not been measured like this
+    they are taken to be, since they send a node's slices once to each other node, not once to each rank there."""
+    if ranks.per_node == 1 or ranks.count <= ranks.per_node:
+        return False
+    try:
+        return with_faster_gather(ranks, read_hardware(hardware_file()))[0].two_step
+    except ConfigError:
+        return True

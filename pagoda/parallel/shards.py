@@ -22,6 +22,14 @@ class Shards:
         """Ranks that have the slices of a unit, by their place there."""
         return self._sharers[unit.index]
 
+    def by_node(self, unit: UnitSpec) -> tuple[tuple[int, ...], ...]:
+        """The sharers of a unit, node by node."""
+        nodes: dict[int, list[int]] = {}
+        per_node = self._mesh.ranks.per_node if self._mesh is not None else 1
+        for rank in self.sharers(unit):
+            nodes.setdefault(rank // per_node, []).append(rank)
+        return tuple(map(tuple, nodes.values()))
+
     def copies(self, unit: UnitSpec) -> tuple[int, ...]:
         """Ranks that have the same slice of a unit as this one."""
         if self._mesh is None:
@@ -32,7 +40,23 @@ class Shards:
         """Ranks that have a slice of a unit, of any copy of it."""
         if self._mesh is None or unit.index in self._layout.expert_units:
             return frozenset(self.sharers(unit))
-        return frozenset(range(self._mesh.size))
+        return frozenset(self._mesh.family())
+
+    def having(self, unit: UnitSpec, slot: int) -> tuple[int, ...]:
+        """Ranks that have the same parameter, or the same part of it."""
+        whole = unit.slots[slot].param.shard is None and unit.index not in self._layout.expert_units
+        if self._mesh is not None and whole:
+            return tuple(range(self._mesh.size))
+        return tuple(sorted(self.family(unit)))
+
+    def writes(self, unit: UnitSpec, slot: int) -> bool:
+        """Whether this rank writes what `responsible` says of a parameter: of those that tensor-parallel ranks have
+        whole, the first does."""
+        return self._mesh is None or self._mesh.tensor_index == 0 or unit.slots[slot].param.shard is not None
+
+    def counts(self, unit: UnitSpec, slot: int) -> bool:
+        """Whether this rank's elements of a parameter are those of their copies that a norm counts."""
+        return self.writes(unit, slot) and self.copies(unit)[0] == self.rank
 
     def is_cut(self, unit: UnitSpec, state: str) -> bool:
         """Whether ranks have slices of a state of a unit, not all of it each."""

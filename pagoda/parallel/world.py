@@ -1,14 +1,16 @@
 """The world: the processes that torchrun started, and this one's place among them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 TIMEOUT_S = 600.0
 """Seconds that a rank waits for the others before it gives up, unless PAGODA_RANK_TIMEOUT says otherwise."""
@@ -45,13 +47,18 @@ def rank_timeout_s() -> float:
     return float(os.environ.get("PAGODA_RANK_TIMEOUT", TIMEOUT_S))
 
 
+def computes_on(world: World) -> str:
+    """Type of the device that each process has for itself: "cuda" where there are GPUs enough, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size else "cpu"
+
+
 def join(world: World) -> None:
     """Make the default process group of a world of several, gloo for the CPU and NCCL for GPUs; once is enough.
 
     Where each process of a node can have a GPU of its own, it gets that of its local rank.
     """
     if world.size > 1 and not dist.is_initialized():
-        if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size:
+        if computes_on(world) == "cuda":
             torch.cuda.set_device(world.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         timeout = timedelta(seconds=rank_timeout_s())
@@ -75,6 +82,14 @@ def _store_of_attempt(timeout: timedelta) -> Any:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     return dist.PrefixStore(f"attempt-{_attempt()}", store)  # type: ignore[attr-defined]
+
+
+def from_rank_0(world: World, value: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank; all ask at the same point."""
+    box = [value() if world.rank == 0 else None]
+    if world.size > 1:
+        dist.broadcast_object_list(box)
+    return cast("T", box[0])
 
 
 @contextmanager

@@ -31,6 +31,11 @@ PIECE_ELEMENTS = 1 << 20
 """Elements of a state that a checkpoint writes, and hashes, at a time."""
 BLOCK_ELEMENTS = 1 << 20
 """Elements the update kernel takes at a time: its streams then stay a few MiB, and two threads share a unit."""
+MOST_REDUCING_BYTES = 10 * BLOCK_ELEMENTS
+"""Most of what adding up ranks' gradients takes beside whole ones, for up to 4096 ranks: a block's worth of pieces as
+they arrive, the fp32 sums and the mean of one piece."""
+MESSAGE_BYTES = 4 << 20
+"""Slices of weights travel between ranks in messages of at most this many bytes."""
 _ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES = 16, 4 << 20
 """Most of one buffer between activations and SSD."""
 
@@ -314,6 +319,14 @@ class Layout:
             return 0
         reducing = self.landing_bytes + self.reduced_elements * (2 * 4 + self.offloaded_itemsize)
         return 2 * self.whole_gradient_pages + pages_for(reducing, self.page_bytes)
+
+    @cached_property
+    def serving_pages(self) -> int:
+        """What a slice on SSD passes on its way to a rank that asks for it alone: a message, wherever it begins."""
+        if self.ranks is None or not self.ranks.shards_weights:
+            return 0
+        widest = max(self.pages(unit, WEIGHT) for unit in self.units)
+        return min(widest, pages_for(MESSAGE_BYTES, self.page_bytes)) + 1
 
     @cached_property
     def block_elements(self) -> int:

@@ -14,6 +14,7 @@ from pagoda.plan.placement import (
     FETCH_RING,
     LEASES,
     RING,
+    SERVING,
     SPARE,
     STAGING,
     UNDO,
@@ -37,6 +38,7 @@ def bytes_by_state(
         CHECKPOINT,
         WORK,
         COLLECTIVE_BUFFERS,
+        SERVING,
         ACTIVATIONS,
     )
     order: Sequence[str] = (*(s.name for s in layout.states), WEIGHT_BACK, GRAD, SPARE, UNDO, *buffers)

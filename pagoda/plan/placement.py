@@ -15,7 +15,7 @@ from pagoda.plan.split import USUAL_SPLIT, Split
 from pagoda.plan.units import UnitSpec
 
 LEASES, STAGING, RING, FETCH_RING, BOUNCE = "leases", "staging", "ring", "fetch_ring", "bounce"
-COLLECTIVE_BUFFERS = "collective"
+COLLECTIVE_BUFFERS, SERVING = "collective", "serving"
 CHECKPOINT = "checkpoint"
 WORK = "work"
 SPARE = "spare"
@@ -45,14 +45,15 @@ class Budgets:
 class Placement:
     """Home of every extent, and the pages of every line of the ledger.
 
-    Lines named after states are homes; LEASES hold weights while they are used, STAGING holds gradients on their
-    way to the update or to SSD, RING blocks of weights and moments that stream through RAM, FETCH_RING pieces of
-    weights on their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
-    COLLECTIVE_BUFFERS hold whole gradients that several ranks add up; CHECKPOINT holds states that a checkpoint has not
-    written yet when their next update comes; SPARE pages on SSD are for what changes while checkpoints keep theirs.
-    WORK holds what the update of a rule that takes parameters whole computes with, one parameter at a time.
-    UNDO keeps the old states of speculated units beside the new: as pages on SSD, as copies in RAM.
-    ACTIVATIONS has the buffers through which activations go to SSD; how much is offloaded, a step shows.
+    Lines named after states are homes; LEASES hold weights while they are used, STAGING holds gradients on their way to
+    the update or to SSD, RING blocks of weights and moments that stream through RAM, FETCH_RING pieces of weights on
+    their way from SSD to a device of its own, and BOUNCE pieces of gradients on their way back from it;
+    COLLECTIVE_BUFFERS hold whole gradients that several ranks add up, and what that takes, SERVING a message of weights
+    that go from SSD to another rank; both are of the same size for any number of ranks. CHECKPOINT holds states that a
+    checkpoint has not written yet when their next update comes; SPARE pages on SSD are for what changes while
+    checkpoints keep theirs. WORK holds what the update of a rule that takes parameters whole computes with, one
+    parameter at a time. UNDO keeps the old states of speculated units beside the new: as pages on SSD, as copies in
+    RAM. ACTIVATIONS has the buffers through which activations go to SSD; how much is offloaded, a step shows.
     """
 
     homes: Mapping[tuple[int, str], str]
@@ -240,6 +241,8 @@ class _Filler:
             lines[BOUNCE] = 2 * self._bounce_pages()
         else:
             lines[COLLECTIVE_BUFFERS] = self.layout.collective_pages
+        if self.budgets.ssd is not None:
+            lines[SERVING] = self.layout.serving_pages
         if self.layout.offloads and self.budgets.ssd is not None:
             lines[ACTIVATIONS] = ACTIVATION_BUFFERS * self.layout.activation_buffer_pages
         if not self.separate and self.layout.ranks is not None and self.layout.ranks.shards_weights:

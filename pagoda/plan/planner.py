@@ -56,6 +56,8 @@ class Options:
     at the cost of moments in RAM, and where all states are there."""
     activations: ActivationMode = "keep"
     """What becomes of activations."""
+    partition_activations: bool = False
+    """Whether tensor-parallel ranks keep a part each of what blocks that are recomputed are given."""
     activation_bytes: int | None = None
     """Most bytes of activations beside the pages, where that is to be chosen; None for no limit."""
     gradients: torch.dtype | None = None
@@ -373,7 +375,10 @@ def _state_bytes(layout: Layout) -> str:
 def _shared(ranks: Ranks) -> str:
     what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "weights, gradients and optimizer states"}
     experts = f"; experts over {ranks.expert_parallel}" if ranks.expert_parallel > 1 else ""
-    return f"{ranks.data_parallel} ranks share out {what[ranks.stage]} (ZeRO stage {ranks.stage}){experts}."
+    steps = "; gathers go once between nodes, then inside each" if ranks.two_step else ""
+    tensors = f"; tensors over {ranks.tensor_parallel}" if ranks.tensor_parallel > 1 else ""
+    said = f"share out {what[ranks.stage]} (ZeRO stage {ranks.stage})"
+    return f"{ranks.data_parallel} ranks {said}{experts}{tensors}{steps}."
 
 
 def _paged(layout: Layout, asked: int | None) -> Layout:

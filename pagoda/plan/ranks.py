@@ -18,7 +18,7 @@ class Ranks:
     """
 
     data_parallel: int
-    """Ranks in all; each computes on sequences of its own."""
+    """Ranks, or groups of tensor-parallel ranks, that compute on sequences of their own."""
     per_node: int
     """Ranks on one node: of consecutive numbers, sharing its RAM, links and drives."""
     stage: Stage = 3
@@ -28,14 +28,23 @@ class Ranks:
     replicas: int = 1
     """Whole copies of the state (hybrid sharding): each is divided over data_parallel / replicas consecutive ranks, so
     that gathers stay among those, and only reduced gradients go between copies."""
+    tensor_parallel: int = 1
+    """Consecutive ranks that compute on the same sequences, each with its part of the parameters. A rank shares out
+    the state of its parts with those ranks of other groups that have the same ones."""
+    two_step: bool = False
+    """Whether a gather over several nodes goes once between them, then on inside each; else every rank sends its slice
+    straight to every other."""
 
     def __post_init__(self) -> None:
-        if min(self.data_parallel, self.per_node, self.expert_parallel, self.replicas) < 1:
-            raise ConfigError("data_parallel, per_node, expert_parallel and replicas must be at least 1")
+        counts = (self.data_parallel, self.per_node, self.expert_parallel, self.replicas, self.tensor_parallel)
+        if min(counts) < 1:
+            raise ConfigError(
+                "data_parallel, per_node, expert_parallel, replicas and tensor_parallel must be at least 1"
+            )
         if self.stage not in (1, 2, 3):
             raise ConfigError(f"there is no ZeRO stage {self.stage}; the stages are 1, 2 and 3")
-        if self.data_parallel > self.per_node and self.data_parallel % self.per_node:
-            raise ConfigError(f"{self.data_parallel} ranks are not whole nodes of {self.per_node}")
+        if self.count > self.per_node and self.count % self.per_node:
+            raise ConfigError(f"{self.count} ranks are not whole nodes of {self.per_node}")
         if self.data_parallel % self.expert_parallel:
             raise ConfigError(
                 f"expert_parallel={self.expert_parallel} does not divide data_parallel={self.data_parallel}"
@@ -44,6 +53,18 @@ class Ranks:
             raise ConfigError(f"{self.data_parallel} ranks cannot be divided into {self.replicas} equal replicas")
         if self.replicas > 1 and self.expert_parallel > 1:
             raise ConfigError("replicas and expert_parallel cannot be combined: leave one of them at 1")
+        if self.tensor_parallel > 1 and self.expert_parallel > 1:
+            raise ConfigError("tensor_parallel and expert_parallel cannot be combined: leave one of them at 1")
+
+    @property
+    def count(self) -> int:
+        """Ranks in all."""
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def slices(self) -> int:
+        """Ranks over which one copy of a dense unit's state is divided."""
+        return self.data_parallel // self.replicas
 
     @property
     def shards_weights(self) -> bool:
@@ -61,8 +82,8 @@ class Ranks:
 
     def members_per_node(self, group: int) -> int:
         """How many of `group` ranks that share an extent are on one node: ranks that share experts are
-        `expert_parallel` apart."""
-        return max(1, min(group, self.per_node * group * self.replicas // self.data_parallel))
+        `expert_parallel` apart, and `tensor_parallel` those that share what a group of tensor-parallel ranks has."""
+        return max(1, min(group, self.per_node * group * self.replicas // self.count))
 
 
 def ring_bytes(nbytes: int, group: int) -> int:

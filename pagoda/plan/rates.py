@@ -78,8 +78,7 @@ class Rates:
         (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
         Rings that follow the nodes cross each network once, and as many rings start at different ranks as there are on
         a node, so a node sends S (m - 1) / m at the rate of all its adapters while the ranks inside pass on what
-        arrives: the slower of the two is the time. That is what NCCL's rings and a hierarchical gather, once across
-        nodes and then inside them, both reach. Latency is not counted.
+        arrives: the slower of the two is the time, as NCCL's rings reach it. Latency is not counted.
         """
         if group == 1:
             return 0.0
@@ -91,6 +90,24 @@ class Rates:
             # Groups that are spread over nodes in the same way share the network.
             seconds.append(whole * (nodes - 1) / nodes * self._groups_beside(inside) / self._across())
         return max(seconds)
+
+    def gather_seconds(self, sent: int, group: int) -> float:
+        """How long a gather takes as the runtime does it, after which each of `group` ranks has sent `sent` bytes in a
+        ring's terms: each sends its slice to every other one that needs it.
+
+        Straight, a slice goes to each rank of another node by itself, while slices go round inside nodes. In two steps
+        (`Ranks.two_step`), a slice goes to one rank of each other node, and when that is done, on to the others there.
+        """
+        inside = self._members(group) if group > 1 else group
+        nodes = group // inside
+        if inside == 1 or nodes == 1:
+            return self.ring_seconds(sent, group)
+        each = sent / (group - 1)
+        sharing_network = inside * self._groups_beside(inside)
+        across = each * (nodes - 1) * sharing_network / self._across()
+        if self._ranks().two_step:
+            return across + each * nodes * (inside - 1) / self._inside()
+        return max(across * inside, each * (inside - 1) / self._inside())
 
     def exchange_seconds(self, sent: int, group: int) -> float:
         """How long an all-to-all takes in which each of `group` ranks sends `sent` bytes, as much to each other rank.
@@ -117,7 +134,7 @@ class Rates:
     def _groups_beside(self, inside: int) -> int:
         """Groups with ranks on one node, each with `inside` of them."""
         ranks = self._ranks()
-        return max(1, min(ranks.per_node, ranks.data_parallel) // inside)
+        return max(1, min(ranks.per_node, ranks.count) // inside)
 
     def _inside(self) -> float:
         return _known(self._hardware.intra_node_bytes_per_s, self._hardware, "collectives inside a node")
@@ -165,6 +182,15 @@ class Rates:
             return demand
         ram = cpu.memory_bytes_per_s.value / hardware.gpus_per_node
         return {UPDATE: 1.0, **{lane: rate / ram for lane, rate in self._bytes_per_s.items()}}
+
+
+def with_faster_gather(ranks: Ranks, hardware: Hardware) -> tuple[Ranks, float]:
+    """The ranks with gathers in two steps or straight, whichever is faster on this hardware; how often as fast that is
+    as the other one. Raises ConfigError as `Rates`."""
+    ways = [replace(ranks, two_step=two_step) for two_step in (False, True)]
+    seconds = [Rates(hardware, way).gather_seconds(1 << 30, ranks.slices) for way in ways]
+    faster = int(seconds[1] < seconds[0])
+    return ways[faster], seconds[1 - faster] / seconds[faster] if seconds[faster] else 1.0
 
 
 def _known(figure: Figure | None, hardware: Hardware, what: str) -> float:

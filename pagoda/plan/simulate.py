@@ -193,7 +193,9 @@ class Simulation:
         if ranks is None or not ranks.shards_weights or group == 1:
             return after[0]
         sent = ring_bytes(self._plan.layout.lease_of(unit) * self._plan.page_bytes, group)
-        return self._lanes.submit(COLLECTIVE, f"gather {unit.name}", sent, self._rates.ring_seconds(sent, group), after)
+        return self._lanes.submit(
+            COLLECTIVE, f"gather {unit.name}", sent, self._rates.gather_seconds(sent, group), after
+        )
 
     def _load(self, op: Op, name: str, after: list[Task]) -> Task:
         home = self._plan.placement.home(op.unit, WEIGHT)

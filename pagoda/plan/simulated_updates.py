@@ -191,7 +191,7 @@ class SimulatedUpdater:
         if layout.gathers_after_update(unit):
             group = layout.group(unit)
             sent = ring_bytes(unit.trainable_numel * layout.weight.dtype.itemsize, group)
-            seconds = self._rates.ring_seconds(sent, group)
+            seconds = self._rates.gather_seconds(sent, group)
             published = [self._lanes.submit(COLLECTIVE, f"gather {unit.name}", sent, seconds, published)]
         self._lanes.when_all(published, lambda: self._lanes.end(update.published))
         self._lanes.when_all([*self._computed, *self._writes], lambda: self._lanes.end(update.written))

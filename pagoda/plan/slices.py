@@ -52,7 +52,8 @@ class Slices:
             return 0
         if unit.index in self._experts:
             return rank // self._ranks.expert_parallel
-        return rank % self.group(unit)
+        each = 1 if self._ranks is None else self._ranks.tensor_parallel
+        return rank // each % self.group(unit)
 
     def trained(self, unit: UnitSpec, place: int) -> Span:
         """The trainable elements of a unit that the rank at a place updates."""

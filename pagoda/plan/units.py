@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from pagoda.errors import BudgetError
+from pagoda.plan.tensor_shards import TensorShard
 
 ALIGN_ELEMENTS = 256
 """Every parameter starts on a multiple of this many elements inside its extent: BLAS results may depend on alignment,
@@ -32,6 +33,8 @@ class ParamSpec:
     trainable: bool = True
     part: Part | None = None
     """None for a parameter that was not cut."""
+    shard: TensorShard | None = None
+    """What this is an equal part of, where tensor-parallel ranks have one each; `shape` is that of the part."""
 
     @property
     def numel(self) -> int:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pagoda.errors import BudgetError
 from pagoda.memory.sizes import format_bytes
+from pagoda.parallel.tensors import local
 from pagoda.plan.activations import (
     ActivationBytes,
     ActivationMode,
@@ -27,7 +28,8 @@ from pagoda.plan.activations import (
 from pagoda.runtime.blocks import Block, without_cache
 from pagoda.runtime.device import Device
 from pagoda.runtime.forward_trace import ForwardTrace
-from pagoda.runtime.packing import Packing, WeightReference
+from pagoda.runtime.packing import Packing, References
+from pagoda.runtime.partition import Partitioner
 from pagoda.runtime.saved import SavedStorage, SavedStorages
 
 _MOST_BUCKETS = 64
@@ -49,8 +51,10 @@ class Activations:
         device: Device,
         page_bytes: int,
         room: Callable[[StepSizes], Room],
+        partitioner: Partitioner | None = None,
     ) -> None:
         """`room` says what the activations of a step may use."""
+        self._partitioner = partitioner
         self._packing = packing
         self._saved = saved
         self._device = device
@@ -106,12 +110,13 @@ class Activations:
         """A block's forward, under its policy; `again` is the same forward when backward repeats it."""
         if self._in_block or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return forward(*args, **kwargs)
-        policy = self._policy(len(self._trace.blocks))
+        index = len(self._trace.blocks)
+        policy = self._policy(index)
         if policy.recomputes:
             kwargs = without_cache(block.module, kwargs)
         leaves, structure = _flatten((args, kwargs))
         trace, packing = self._trace, self._packing
-        account = trace.enter(policy, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        account = trace.enter(policy, [local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)])
         self._in_block = True
         packing.offloading = policy.offloads
         try:
@@ -123,10 +128,14 @@ class Activations:
                 args, kwargs = tree_unflatten(leaves, structure)
                 return (calls.pop() if calls else again)(*args, **kwargs)
 
+            if self._partitioner is not None:
+                self._partitioner.begin_block(index)
             watches = _Watch(packing), _Watch(packing, partial(trace.note_recomputed, account))
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: watches)
         finally:
             packing.offloading = False
+            if self._partitioner is not None:
+                self._partitioner.end_block()
             self._in_block = False
             trace.leave()
 
@@ -209,7 +218,7 @@ class _Watch:
 
         def unpacked(held: Any) -> torch.Tensor:
             found = unpack(held)
-            return packing.weight(found) if isinstance(found, WeightReference) else found
+            return packing.weight(found) if isinstance(found, References) else found
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(packed, unpacked)
         self._hooks.__enter__()

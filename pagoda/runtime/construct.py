@@ -12,12 +12,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from pagoda.checkpoint.pretrained import values_of
+from pagoda.checkpoint.pretrained import values_by_name, values_of
+from pagoda.checkpoint.shards import read_part
 from pagoda.checkpoint.tensors import chunks
 from pagoda.errors import ConfigError
 from pagoda.models.expert_tiles import TiledExperts
 from pagoda.models.mixture import Experts
 from pagoda.models.tiles import Tiled
+from pagoda.parallel.tensors import as_dtensor, local, shard_of
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.runtime.adapters import adapter_initialiser
 from pagoda.runtime.operator_tiles import Tiling
@@ -56,7 +58,8 @@ def init() -> Iterator[None]:
 def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleSpec:
     """The model as the planner sees it: every floating-point parameter once, under its first owner.
 
-    `trained` names the parameters with optimizer state, by default those that require a gradient.
+    `trained` names the parameters with optimizer state, by default those that require a gradient. Of a parameter that
+    tensor-parallel ranks divide, it is this rank's part. Raises ConfigError for one that they divide unequally.
     """
     names: dict[int, str] = {}
 
@@ -70,7 +73,8 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
                 continue
             names[id(param)] = full = _join(name, short)
             has_state = param.requires_grad if trained is None else full in trained
-            params.append(ParamSpec(full, tuple(param.shape), has_state, parts.get(id(param))))
+            shape, shard = shard_of(full, param)
+            params.append(ParamSpec(full, shape, has_state, parts.get(id(param)), shard))
         visited.add(module)
         if isinstance(module, Tiled):
             for short, shape in module.shapes.items():
@@ -178,6 +182,7 @@ class Builder:
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._owners = owners_of(model)
+        self._values = values_by_name(model)
         self._seed: int | None = None
         self._initial: dict[int, nn.Parameter] = {}
         """Identity of a parameter on meta that is being built in tiles -> its values."""
@@ -188,8 +193,7 @@ class Builder:
         if any(whole.is_meta and values_of(whole) is None for of_unit in wholes for whole in of_unit):
             self._seed = int(self._from_first(torch.randint(2**62, (1,))).item())
             for whole in {id(whole): whole for of_unit in wholes for whole in of_unit}.values():
-                meta = whole if whole.is_meta else nn.Parameter(torch.empty(whole.shape, device="meta"))
-                self._install(whole, meta)
+                self._install(whole, _on_meta(whole))
         for unit in units:
             for slot, param in enumerate(unit.params):
                 unit.params[slot] = self._build(unit, slot, param)
@@ -199,25 +203,32 @@ class Builder:
                     module._parameters[short] = param
 
     def _build(self, unit: LiveUnit, slot: int, param: nn.Parameter) -> nn.Parameter:
-        """Write one parameter's master; returns it, or what takes its place if it was on meta, as a placeholder."""
+        """Write one parameter's master; returns it, or what takes its place if it was on meta or is a DTensor, whose
+        dtype cannot be changed, as a placeholder."""
         whole, first = self._whole(param)
+        spec = unit.spec.slots[slot].param
         values = values_of(whole)
+        if as_dtensor(param) is not None and param.is_meta:
+            values = self._values.get(spec.name)
         if values is not None:
-            for start, count in chunks(param.numel()):
-                if self._store.holds_master(unit.spec, slot, start, count):
-                    self._store.write_master(unit.spec, slot, values.read(first + start, count), start)
-            return nn.Parameter(unit.placeholders[slot], param.requires_grad)
-        source = self._initialised(whole, unit.spec.slots[slot].param) if whole.is_meta else whole
-        mine = source.detach().reshape(-1)[first : first + param.numel()]
+            for start, count in chunks(spec.numel):
+                if not self._store.holds_master(unit.spec, slot, start, count):
+                    continue
+                if spec.shard is None:
+                    read = values.read(first + start, count)
+                else:
+                    read = read_part(values.read, spec.shard, unit.part_index(slot), start, count)
+                self._store.write_master(unit.spec, slot, read, start)
+            return nn.Parameter(unit.as_param(slot, unit.placeholders[slot]), param.requires_grad)
+        source = unit.part_of(slot, self._initialised(whole, spec)) if whole.is_meta else local(whole)
+        mine = source.detach().reshape(-1)[first : first + spec.numel]
         if not whole.is_meta:
-            mine = self._from_first(mine.cpu(), sorted(self._store.shards.family(unit.spec)))
+            mine = self._from_first(mine.cpu(), self._store.shards.having(unit.spec, slot))
         self._store.write_master(unit.spec, slot, mine)
-        if not param.is_meta:
-            param.data = unit.placeholders[slot]
-            return param
-        shown = nn.Parameter(unit.placeholders[slot], param.requires_grad)
-        shown.__dict__.update(param.__dict__)
-        return shown
+        if param.is_meta or as_dtensor(param) is not None:
+            return unit.new_param(slot, unit.placeholders[slot])
+        param.data = unit.placeholders[slot]
+        return param
 
     def _whole(self, param: nn.Parameter) -> tuple[nn.Parameter, int]:
         """The parameter of the untiled model that `param` is of, and where it starts there."""
@@ -269,7 +280,7 @@ class Builder:
                 f"Parameter {name!r} was left uninitialised: neither its module's reset_parameters() nor the model's "
                 "_init_weights(module) fills it. Define one, or build the model outside pagoda.init()."
             )
-        self._install(meta, meta)
+        self._install(meta, _on_meta(meta))
         return real
 
     def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -286,6 +297,13 @@ class Builder:
     def _seed_of(self, module: str, param: str) -> int:
         text = f"{self._seed}:{module}:{param}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    """A parameter itself if it is a plain one on meta, else a plain one there of its shape."""
+    if param.is_meta and as_dtensor(param) is None:
+        return param
+    return nn.Parameter(torch.empty(param.shape, device="meta"))
 
 
 def _can_wait(module: nn.Module, param: nn.Parameter) -> bool:

@@ -22,7 +22,9 @@ class Stored:
     whole: str
     """Name of the parameter that it was cut from, or its own."""
     start: int
-    """Its first element there."""
+    """Its first element there; or which of the equal parts it is, where tensor-parallel ranks have one each."""
+    dim: int | None
+    """The dimension along which those have divided it."""
     whole_shape: Shape
     whole_states: dict[str, Shape]
     """`states` of the parameter that it was cut from."""
@@ -32,14 +34,18 @@ class Stored:
     @classmethod
     def of(cls, unit: LiveUnit, slot: int, layout: Layout) -> "Stored":
         """A parameter of a unit."""
-        spec, part = unit.spec.slots[slot].param, unit.spec.slots[slot].param.part
+        spec = unit.spec.slots[slot].param
+        part, shard = spec.part, spec.shard
         having = [(state, span) for state in layout.states if (span := layout.span(unit.spec, slot, state)) is not None]
         states = {state.name: span.shape for state, span in having}
         steps = unit.steps[slot] if slot < unit.trainable else None
+        if shard is not None:
+            of_whole = {state.name: state.shape(spec.name, shard.shape) or shard.shape for state, _ in having}
+            return cls(states, spec.name, unit.part_index(slot), shard.dim, shard.shape, of_whole, steps)
         if part is None:
-            return cls(states, spec.name, 0, spec.shape, states, steps)
+            return cls(states, spec.name, 0, None, spec.shape, states, steps)
         of_whole = {state.name: state.shape(part.whole, part.shape) or part.shape for state, _ in having}
-        return cls(states, part.whole, part.start, part.shape, of_whole, steps)
+        return cls(states, part.whole, part.start, None, part.shape, of_whole, steps)
 
     @classmethod
     def said(cls, fields: dict[str, Any]) -> "Stored":
@@ -65,9 +71,10 @@ class Contents:
     ) -> "Contents":
         """What the units of all ranks hold; every rank asks for it at the same point of its program."""
         slots = [(unit, slot) for unit in units for slot in range(len(unit.params))]
+        names = {unit.name(slot): unit.stored_name(slot) for unit, slot in slots}
         mine = cls(
-            {unit.name(slot): Stored.of(unit, slot, layout) for unit, slot in slots},
-            [list(group["params"]) for group in groups],
+            {unit.stored_name(slot): Stored.of(unit, slot, layout) for unit, slot in slots},
+            [[names[name] for name in group["params"]] for group in groups],
         )
         if together is None:
             return mine
@@ -95,15 +102,29 @@ class Contents:
 
     def tiles(self) -> dict[str, Any]:
         """Parameter that was cut into tiles -> shape, and names of its parts in order."""
-        cut: dict[str, dict[int, str]] = {}
-        shapes: dict[str, list[int]] = {}
+        return {
+            whole: {"shape": list(first.whole_shape), "parts": names}
+            for whole, (first, names) in self._parts().items()
+            if first.dim is None
+        }
+
+    def shards(self) -> dict[str, Any]:
+        """Parameter that tensor-parallel ranks divide -> shape, dimension, and names of its parts in order."""
+        return {
+            whole: {"shape": list(first.whole_shape), "dim": first.dim, "parts": names}
+            for whole, (first, names) in self._parts().items()
+            if first.dim is not None
+        }
+
+    def _parts(self) -> dict[str, tuple[Stored, list[str]]]:
+        """Parameter that is stored in parts -> one of them, and the names of all, in order."""
+        found: dict[str, list[str]] = {}
         for name, one in self.stored.items():
             if one.whole != name:
-                cut.setdefault(one.whole, {})[one.start] = name
-                shapes[one.whole] = list(one.whole_shape)
+                found.setdefault(one.whole, []).append(name)
         return {
-            whole: {"shape": shapes[whole], "parts": [name for _, name in sorted(parts.items())]}
-            for whole, parts in cut.items()
+            whole: (self.stored[names[0]], sorted(names, key=lambda name: self.stored[name].start))
+            for whole, names in found.items()
         }
 
     def groups(self, mine: list[NamedGroup]) -> list[NamedGroup]:

@@ -34,6 +34,7 @@ from pagoda.runtime.graph_memory import GraphMemory
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, labelled
 from pagoda.runtime.leases import Lease
 from pagoda.runtime.loss_scale import LossScaler
+from pagoda.runtime.partition import Partitioner
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.regions import open_buffers, open_leases, open_staging
@@ -124,12 +125,18 @@ class Engine:
         self.together: Together | None = None
         """The dealings with other ranks, where there are any."""
         if ranks is not None:
-            buffers = open_buffers(self.store, self.gradients.arriving)
+            reduces = plan.layout.collective_pages > 0
+            buffers = open_buffers(self.store, self.gradients.arriving) if reduces else None
             self.together = Together(
                 *ranks, self.store, units, self.gradients, buffers, device, self._lanes["d2h"], self._meter.stalled
             )
             self._lanes[COLLECTIVE] = self.together.collectives.lane
-        self.graphs = GraphMemory(self, self.store, directories, self._lanes, device, self._meter.stalled, poison)
+        partitioner = None
+        if ranks is not None and plan.options.partition_activations:
+            partitioner = Partitioner(ranks[0].tensor.get_group())
+        self.graphs = GraphMemory(
+            self, self.store, directories, self._lanes, device, self._meter.stalled, poison, partitioner
+        )
         self.graphs.packing.register(units)
         self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
         stream: BlockStream

@@ -57,21 +57,21 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
                 raise UsageError(f"{unit.name(slot)!r} cannot be gathered while its module's forward is running.")
             placed = unit.spec.slots[slot]
             flat = engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
-            unit.params[slot].data = flat.view(placed.param.shape).to(engine.device.torch_device)
+            unit.set_part(slot, flat.view(placed.param.shape).to(engine.device.torch_device))
             unit.gathered.add(slot)
             taken.append((engine, unit, slot))
         yield
         if modify:
             for engine, unit, slot in homes.values():
-                overwrite(engine, unit, slot, unit.params[slot].data)
+                overwrite(engine, unit, slot, unit.part(slot))
     finally:
         for _, unit, slot in taken:
             unit.gathered.discard(slot)
-            unit.params[slot].data = unit.placeholders[slot]
+            unit.set_part(slot, unit.placeholders[slot])
 
 
 def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) -> None:
-    """Make `value` (any float dtype) the parameter's master weight.
+    """Make `value` (any float dtype), of what this rank has of the parameter, its master weight.
 
     Elements whose compute-dtype value does not change keep their low half when `value` has no more precision, unless an
     update that failed has left nothing worth keeping.

@@ -1,17 +1,18 @@
 """Gathering: whole weights of a unit, made of every rank's slice."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
 from pagoda.errors import RankError
-from pagoda.memory.arena import Arena
-from pagoda.memory.page import pages_for
 from pagoda.parallel.agreement import Asks, Call
-from pagoda.plan.layout import WEIGHT
+from pagoda.plan.layout import MESSAGE_BYTES, WEIGHT
+from pagoda.plan.ops import HOST
+from pagoda.plan.placement import SERVING
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.shards import Span
+from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives, askers
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.lanes import Handle
@@ -20,8 +21,8 @@ from pagoda.runtime.unit import LiveUnit
 
 _SECONDS_TO_UPDATE = 10.0
 
-_MESSAGE_BYTES = 4 << 20
-"""Slices travel in messages of at most this many bytes."""
+SpansOf = Callable[[int], Sequence[Span]]
+"""What a rank has of a unit."""
 
 
 class Gathering:
@@ -35,6 +36,10 @@ class Gathering:
         self._units = units
         self._device = device
         self._dtype = store.dtype(WEIGHT)
+        pages = store.plan.placement.pages(HOST, SERVING)
+        self._window = store.host.view(store.host.alloc(pages), 0, pages * store.plan.page_bytes) if pages else None
+        """What a slice on SSD passes, message by message: one has been sent before the next is read."""
+        self._two_step = collectives.mesh.ranks.two_step
         self._updated: dict[int, Handle] = {}
         """unit -> this rank's latest update of a slice that is shared."""
         collectives.serve(Asks.GATHER, self._serve)
@@ -43,20 +48,12 @@ class Gathering:
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
         """Complete a lease, shape [numel], in which this rank's slice lies once `own` has ended, and which others'
         slices may overwrite once compute has passed `free`."""
-        spec, me = unit.spec, self._shards.rank
+        spec = unit.spec
 
         def work(calls: Sequence[Call]) -> None:
             asking = askers(call, calls, self._shards.family(spec))
             free.synchronize()
-            mine = self._messages(weights, self._shards.spans(spec, WEIGHT))
-            sharers = [rank for rank in self._shards.sharers(spec) if rank != me]
-            sends = [(rank, message) for message in mine for rank in sharers if rank in asking]
-            receives = [
-                (rank, message)
-                for rank in sharers
-                for message in self._messages(weights, self._shards.spans(spec, WEIGHT, rank))
-            ]
-            self._collectives.wire.trade(sends, receives)
+            self._complete(spec, weights, lambda rank: self._shards.spans(spec, WEIGHT, rank), asking)
 
         call = Call(Asks.GATHER, unit.index, unit.version)
         sent = ring_bytes(weights.nbytes, len(self._shards.sharers(spec)))
@@ -64,26 +61,54 @@ class Gathering:
 
     def share(self, unit: LiveUnit, updated: Handle) -> Handle:
         """Have every rank's updated slice of a unit's weights in this rank's home, once its own is `updated`."""
-        spec, me = unit.spec, self._shards.rank
+        spec = unit.spec
         home = self._store.tensor(unit.index, WEIGHT)
         assert home is not None, "ranks that have all weights have them in RAM"
 
         def work(calls: Sequence[Call]) -> None:
             asking = askers(call, calls, self._shards.family(spec))
-            mine = self._messages(home, [self._shards.updated(spec)])
-            sharers = [rank for rank in self._shards.sharers(spec) if rank != me]
-            sends = [(rank, message) for message in mine for rank in sharers if rank in asking]
-            receives = [
-                (rank, message)
-                for rank in sharers
-                for message in self._messages(home, [self._shards.updated(spec, rank)])
-            ]
-            self._collectives.wire.trade(sends, receives)
+            self._complete(spec, home, lambda rank: [self._shards.updated(spec, rank)], asking)
 
         self._updated[unit.index] = updated
         call = Call(Asks.SHARE, unit.index, unit.version)
         sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
         return self._collectives.submit(call, work, (updated,), sent, f"share {spec.name}")
+
+    def _complete(self, spec: UnitSpec, whole: torch.Tensor, spans_of: SpansOf, asking: Collection[int]) -> None:
+        """Fill in what the other ranks have of a unit, of which this rank's slice lies in `whole`, shape [numel].
+
+        In two steps, where that is wanted and all ask: first each rank trades slices with those that have the same
+        place on other nodes, then what it has by then with the others on its own. Both write where slices belong.
+        """
+        me, sharers, nodes = self._shards.rank, self._shards.sharers(spec), self._shards.by_node(spec)
+        if not self._two_step or not set(sharers).issubset(asking) or not _is_grid(nodes):
+            self._trade(whole, spans_of, [me], [(rank, [rank]) for rank in sharers if rank != me], asking)
+            return
+        place = next(node.index(me) for node in nodes if me in node)
+        alike = [node[place] for node in nodes]
+        """The ranks at one place of each node, in the order of nodes."""
+        self._trade(whole, spans_of, [me], [(rank, [rank]) for rank in alike if rank != me], asking)
+        near = next(node for node in nodes if me in node)
+        brought = [(rank, [node[other] for node in nodes]) for other, rank in enumerate(near) if rank != me]
+        self._trade(whole, spans_of, alike, brought, asking)
+
+    def _trade(
+        self,
+        whole: torch.Tensor,
+        spans_of: SpansOf,
+        given: Sequence[int],
+        brought: Sequence[tuple[int, Sequence[int]]],
+        asking: Collection[int],
+    ) -> None:
+        """Send the slices that the ranks `given` have to others that ask, and receive theirs: `brought` are ranks to
+        trade with, and whose slices each of them sends."""
+
+        def messages(ranks: Sequence[int]) -> list[torch.Tensor]:
+            return [message for rank in ranks for message in self._messages(whole, spans_of(rank))]
+
+        mine = messages(given)
+        sends = [(rank, message) for message in mine for rank, _ in brought if rank in asking]
+        self._collectives.wire.trade(sends, [(rank, m) for rank, theirs in brought for m in messages(theirs)])
 
     def _serve(self, call: Call, calls: Sequence[Call]) -> None:
         """Send this rank's slice of a unit's weights to those who ask for it."""
@@ -117,21 +142,25 @@ class Gathering:
 
     def _messages(self, weights: torch.Tensor, spans: Iterable[Span]) -> list[torch.Tensor]:
         """The spans of a whole unit's weights, in messages."""
-        most = _MESSAGE_BYTES // self._dtype.itemsize
+        most = MESSAGE_BYTES // self._dtype.itemsize
         return [message for span in spans for message in torch.split(weights[span.start : span.stop], most)]
 
     def _home_messages(self, unit: LiveUnit, span: Span) -> Iterator[torch.Tensor]:
         """A span of this rank's home of a unit's weights, in the same messages, where the wire can send them from."""
         home, itemsize = self._store.tensor(unit.index, WEIGHT), self._dtype.itemsize
         first = span.at if self._shards.is_cut(unit.spec, WEIGHT) else span.start
-        most = _MESSAGE_BYTES // itemsize
+        most = MESSAGE_BYTES // itemsize
         for start in range(first, first + len(span), most):
             count = min(most, first + len(span) - start)
             if home is not None:
                 message = home[start : start + count]
             else:
-                page = self._store.plan.page_bytes
-                window = Arena((pages_for(count * itemsize, page) + 1) * page)
-                data = self._store.read_into(window.view(0, window.nbytes), unit.index, WEIGHT, start, count)
-                message = torch.frombuffer(data, dtype=self._dtype).clone()
+                assert self._window is not None, "a plan with weights on SSD has room to serve them"
+                data = self._store.read_into(self._window, unit.index, WEIGHT, start, count)
+                message = torch.frombuffer(data, dtype=self._dtype)
             yield message.to(self._device.torch_device)
+
+
+def _is_grid(nodes: Sequence[Sequence[int]]) -> bool:
+    """Whether there are several nodes, each with as many of the ranks, and more than one."""
+    return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(node) for node in nodes}) == 1

@@ -22,6 +22,7 @@ from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Lane
 from pagoda.runtime.offload import Offloader
 from pagoda.runtime.packing import Packing
+from pagoda.runtime.partition import Partitioner
 from pagoda.runtime.places import Place, open_places
 from pagoda.runtime.saved import SavedStorages
 from pagoda.runtime.store import Store
@@ -44,6 +45,7 @@ class GraphMemory:
         device: Device,
         stalled: Callable[[str, float], None],
         poison: bool,
+        partitioner: Partitioner | None = None,
     ) -> None:
         options = store.plan.options
         page = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
@@ -56,8 +58,10 @@ class GraphMemory:
             required = options.activations != "auto"
             self._offloader = Offloader(self._places, page, required, lanes, device, self._saved, stalled)
         self._rates: list[tuple[float, float]] | None = None
-        self.packing = Packing(engine, self._saved, self._offloader)
-        self.activations = Activations(options.activations, self.packing, self._saved, device, page, self._room)
+        self.packing = Packing(engine, self._saved, self._offloader, partitioner)
+        self.activations = Activations(
+            options.activations, self.packing, self._saved, device, page, self._room, partitioner
+        )
 
     @property
     def plan(self) -> ActivationPlan:

@@ -86,7 +86,7 @@ class ModelHooks:
         for block in self._blocks:
             self._follow(block, needed.get(block.module, []))
         for unit in engine.units:
-            unit.markers = [unit.placeholders[slot].as_subclass(_GradientElsewhere) for slot in range(unit.trainable)]
+            unit.markers = [unit.blanks[slot].as_subclass(_GradientElsewhere) for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
         self._routed = [module for module in model.modules() if isinstance(module, Experts | TiledExperts)]
@@ -185,7 +185,7 @@ class ModelHooks:
                 param.grad = None
                 return
             param.grad = marker
-            self._engine.stepper.on_gradient(unit, slot, grad, accumulate)
+            self._engine.stepper.on_gradient(unit, slot, unit.part_of(slot, grad), accumulate)
 
         # The node that accumulates, not the tensor: a tensor's own hooks also run for torch.autograd.grad, which leaves
         # param.grad alone. Whoever holds the node makes every later graph use it, also once a frozen one is unfrozen.

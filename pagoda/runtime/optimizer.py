@@ -178,8 +178,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Write `state` and `param_groups` by parameter name, as torch's `get_optimizer_state_dict` gives them, to a
         file for `torch.load`.
 
-        One parameter's states are in RAM at a time. The file appears, or is replaced, whole. Raises StorageError.
+        One parameter's states are in RAM at a time. The file appears, or is replaced, whole. Raises StorageError;
+        UsageError where tensor-parallel ranks divide parameters.
         """
+        if any(form is not None for unit in self._engine.units for form in unit.forms):
+            raise UsageError(
+                "Tensor-parallel ranks have a part of each state: use save_checkpoint, or torch.distributed.checkpoint "
+                "with pagoda.OptimizerState."
+            )
         shapes = {}
         for unit, slot in self._members():
             if unit.steps[slot] and (blank := self._states.blank(unit, slot)):

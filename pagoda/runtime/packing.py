@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from pagoda.errors import UsageError
+from pagoda.parallel.tensors import Form, local
 from pagoda.plan.trace import Phase
 from pagoda.runtime.offload import OffloadedTensor, Offloader, modified
+from pagoda.runtime.partition import PartitionedTensor, Partitioner
 from pagoda.runtime.saved import SavedStorage, SavedStorages
 
 if TYPE_CHECKING:
@@ -55,7 +57,30 @@ class KeptTensor:
         self.position = position
 
 
-Packed = KeptTensor | WeightReference | OffloadedTensor
+Kept = KeptTensor | WeightReference | OffloadedTensor
+Whole = Kept | PartitionedTensor
+"""What a graph keeps of a tensor that one rank has all of."""
+
+
+class PackedPart:
+    """What a graph keeps of a DTensor: what it keeps of this rank's part, and how that is shown."""
+
+    __slots__ = ("device", "dtype", "form", "part", "position", "shape")
+
+    requires_grad = False
+
+    def __init__(self, form: Form, tensor: torch.Tensor, part: Whole) -> None:
+        self.form = form
+        self.part = part
+        self.position = part.position
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+
+
+Packed = Whole | PackedPart
+References = (WeightReference, PackedPart)
+"""What `Packing.reference` gives."""
 
 
 class Packing:
@@ -65,10 +90,13 @@ class Packing:
     backward hook. Hooks hide those around them, so what becomes of activations is decided here too.
     """
 
-    def __init__(self, engine: Engine, saved: SavedStorages, offloader: Offloader | None) -> None:
+    def __init__(
+        self, engine: Engine, saved: SavedStorages, offloader: Offloader | None, partitioner: Partitioner | None
+    ) -> None:
         self._engine = engine
         self._saved = saved
         self._offloader = offloader
+        self._partitioner = partitioner
         self.offloading = False
         """Whether what is saved now is to be offloaded."""
         self.noted: Callable[[SavedStorage], None] | None = None
@@ -110,7 +138,22 @@ class Packing:
         hooks.__exit__(None, None, None)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        reference = self.reference(tensor)
+        form = Form.of(tensor)
+        if form is not None:
+            part = local(tensor)
+            return PackedPart(form, tensor, self._pack(part) if form.replicated else self._keep(part))
+        return self._pack(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Whole:
+        if self._partitioner is not None and _plain(tensor) and self._reference(tensor) is None:
+            storage = self._saved.find(tensor)
+            partitioned = self._partitioner.partition(tensor, storage, self._keep, self._position)
+            if partitioned is not None:
+                return partitioned
+        return self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> Kept:
+        reference = self._reference(tensor)
         if reference is not None:
             return reference
         storage = self.count(tensor)
@@ -123,8 +166,13 @@ class Packing:
                     return offloaded
         return KeptTensor(tensor, self._position)
 
-    def reference(self, tensor: torch.Tensor) -> WeightReference | None:
+    def reference(self, tensor: torch.Tensor) -> WeightReference | PackedPart | None:
         """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
+        form = Form.of(tensor)
+        found = self._reference(local(tensor))
+        return found if form is None or found is None else PackedPart(form, tensor, found)
+
+    def _reference(self, tensor: torch.Tensor) -> WeightReference | None:
         if not _plain(tensor):
             return None
         address = tensor.untyped_storage()._cdata
@@ -138,6 +186,7 @@ class Packing:
 
     def count(self, tensor: torch.Tensor) -> SavedStorage | None:
         """Count a tensor that a graph saves; None where that keeps nothing that would not live anyway."""
+        tensor = local(tensor)
         if not _plain(tensor):
             return None
         address = tensor.untyped_storage()._cdata
@@ -146,6 +195,11 @@ class Packing:
         return self._saved.add(tensor)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
+        if isinstance(packed, PackedPart):
+            return packed.form.around(self.unpack(packed.part))
+        if isinstance(packed, PartitionedTensor):
+            assert self._partitioner is not None
+            return self._partitioner.whole(packed, self.unpack(packed.storage.kept))
         if self._offloader is not None:
             self._offloader.read_ahead(packed.position)
         if isinstance(packed, KeptTensor):
@@ -155,10 +209,16 @@ class Packing:
         if isinstance(packed, OffloadedTensor):
             assert self._offloader is not None
             return self._offloader.unpack(packed)
-        return self.weight(packed)
+        return self._weight(packed)
 
-    def weight(self, packed: WeightReference) -> torch.Tensor:
-        """The weight, leased again."""
+    def weight(self, packed: WeightReference | PackedPart) -> torch.Tensor:
+        """The weight that a reference names, leased again."""
+        if isinstance(packed, PackedPart):
+            assert isinstance(packed.part, WeightReference)
+            return packed.form.around(self._weight(packed.part))
+        return self._weight(packed)
+
+    def _weight(self, packed: WeightReference) -> torch.Tensor:
         unit = packed.unit
         if unit.version != packed.version:
             raise UsageError(

@@ -22,8 +22,12 @@ class RuleStates:
         self._rule = rule
 
     def read(self, unit: LiveUnit, slot: int) -> dict[str, Any]:
-        """A parameter's entry in a torch `state_dict`; all are copies."""
-        return self._rule.torch_state(unit.steps[slot], self._kept(unit, slot))
+        """A parameter's entry in a torch `state_dict`; all are copies, and DTensors where the parameter is one."""
+        shape = unit.spec.slots[slot].param.shape
+        return {
+            name: unit.as_param(slot, value) if isinstance(value, torch.Tensor) and value.shape == shape else value
+            for name, value in self._rule.torch_state(unit.steps[slot], self._kept(unit, slot)).items()
+        }
 
     def blank(self, unit: LiveUnit, slot: int) -> dict[str, Any]:
         """What `read` gives, with every tensor on meta."""
@@ -33,8 +37,14 @@ class RuleStates:
         }
 
     def write(self, unit: LiveUnit, slot: int, state: Mapping[str, Any]) -> None:
-        """Take over such an entry, of any float dtypes and on any device; an empty one is a fresh parameter's."""
-        param = unit.spec.slots[slot].param
+        """Take over such an entry, of any float dtypes and on any device; an empty one is a fresh parameter's.
+
+        Of tensors that tensor-parallel ranks divide as the parameter, each takes its part.
+        """
+        param, form = unit.spec.slots[slot].param, unit.forms[slot]
+        if form is not None:
+            wholes = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
+            state = {**state, **{key: unit.part_of(slot, value) for key, value in wholes.items()}}
         unit.steps[slot] = self._rule.steps_in(state)
         for name, value in self._rule.kept_states(state, param.name, param.shape).items():
             span = self._spans(unit, slot)[name]

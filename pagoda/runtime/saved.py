@@ -9,7 +9,7 @@ import torch
 class SavedStorage:
     """One storage that a block was given or that a graph has saved, as long as the storage lives."""
 
-    __slots__ = ("_alive", "copy", "counted", "given_to", "nbytes", "seen", "version")
+    __slots__ = ("_alive", "copy", "counted", "given_to", "nbytes", "part", "seen", "version")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -21,6 +21,8 @@ class SavedStorage:
         """The forward that has counted it as an argument of a block."""
         self.copy: object = None
         """A weak reference to what holds its bytes elsewhere, if they were offloaded."""
+        self.part: object = None
+        """A weak reference to what this rank keeps of it, if tensor-parallel ranks have divided it."""
         self.version = 0
         """Version of the tensor that `copy` was made of."""
         self._alive: object = None

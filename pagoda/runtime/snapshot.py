@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 from pagoda.checkpoint.directory import MANIFEST, check_absent, commit_of, remove, write_manifest
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.paged import PAGED, PagedParameter, PagedUnit, describe_pages
-from pagoda.checkpoint.reader import BUFFERS, TILES, Checkpoint
+from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
+from pagoda.checkpoint.shards import read_part
 from pagoda.checkpoint.tensors import TensorSpec, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.rule import StateSpec, plain_setting
@@ -67,6 +69,7 @@ class Snapshot:
             "parameters": list(contents.stored),
             "steps": contents.steps,
             TILES: contents.tiles(),
+            SHARDS: contents.shards(),
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in contents.groups(groups)],
             "loss_scale": self._engine.stepper.scaler.state_dict(),
             "rng": generators[0],
@@ -201,7 +204,12 @@ class Snapshot:
                 first = span.first + start
                 if not self._engine.store.holds(unit.spec, state.name, first, first + count):
                     continue
-                values = checkpoint.read(state.name, name, state.elements(before) + start, count)
+                read = partial(checkpoint.read, state.name, name)
+                shard = unit.spec.slots[slot].param.shard
+                if shard is None:
+                    values = read(state.elements(before) + start, count)
+                else:
+                    values = read_part(read, shard, unit.part_index(slot), start, count)
                 self._engine.store.write(unit.index, state.name, first, values)
 
     def _spans(self, unit: LiveUnit, state: StateSpec) -> Iterator[tuple[int, Span]]:
@@ -219,6 +227,8 @@ class Snapshot:
                 continue
             for slot, span in self._spans(unit, state):
                 placed = unit.spec.slots[slot]
+                if not self._engine.store.shards.writes(unit.spec, slot):
+                    continue
                 for start, count in chunks(span.count):
                     first = span.first + start
                     for begin, end, at in self._engine.store.written_here(unit.spec, state.name, first, first + count):
@@ -226,7 +236,8 @@ class Snapshot:
                         changed = placed.offset, placed.offset + placed.param.numel
                         if state.shape_of is None:
                             changed = begin * state.per, end * state.per
-                        yield Piece(index, state.name, unit.name(slot), begins, begin, end - begin, at, *changed)
+                        name = unit.stored_name(slot)
+                        yield Piece(index, state.name, name, begins, begin, end - begin, at, *changed)
 
     def _generators(self) -> list[dict[str, Any]]:
         """The state of every rank's random number generators, as JSON."""

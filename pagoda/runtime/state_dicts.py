@@ -18,6 +18,8 @@ class WeightStateDicts:
 
     `state_dict()` copies weights to RAM in their compute dtype; tied names share one tensor, as they do in any
     model. `load_state_dict()` takes values at whatever precision they have, straight to the master.
+
+    A parameter that is a DTensor has one in its place; of a plain value of the whole, each rank takes its part.
     """
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
@@ -63,6 +65,7 @@ class WeightStateDicts:
                 value = value.view(placed.param.shape)
                 if placed.param.part is not None:
                     value = self._within_whole(placed.param.part, value, (unit.version, id(state_dict)))
+                value = unit.as_param(slot, value)
                 self._copies[key] = weakref.ref(value)
             state_dict[prefix + name] = value
 
@@ -84,12 +87,16 @@ class WeightStateDicts:
             value = state_dict.get(prefix + name)
             if home is None or value is None or value.shape != param.shape:
                 continue  # torch reports what is missing or has the wrong shape
-            overwrite(self._engine, *home, value)
-            param.data = torch.empty(param.shape, dtype=param.dtype)  # takes the copy torch makes after this hook
+            unit, slot = home
+            part = unit.part_of(slot, value)
+            overwrite(self._engine, unit, slot, part)
+            # Takes the copy torch makes after this hook.
+            unit.set_part(slot, torch.empty(part.shape, dtype=param.dtype))
+            state_dict[prefix + name] = unit.as_param(slot, part)
 
     def _hide(self, module: nn.Module, _incompatible: Any) -> None:
         for param in module.parameters(recurse=False):
             home = self._homes.get(id(param))
             if home is not None:
                 unit, slot = home
-                param.data = unit.placeholders[slot]
+                unit.set_part(slot, unit.placeholders[slot])

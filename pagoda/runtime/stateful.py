@@ -29,7 +29,8 @@ class ModelState:
     Weights are the fp32 master, exact, so plain PyTorch can load them too; a tied parameter is there once, under its
     first name. All of them are in RAM at once while saving or loading, 4 bytes a parameter (and 8 for the optimizer's
     state): `optimizer.save_checkpoint` is for what does not fit. Where ranks divide experts, each has its own, by their
-    names in the whole model, and `dcp.save` joins them: any number of ranks can load what it wrote.
+    names in the whole model, and `dcp.save` joins them: any number of ranks can load what it wrote. Of a
+    parameter that tensor-parallel ranks divide there is a DTensor, of which each rank has its part.
 
     Raises UsageError for a model that is not wrapped.
     """
@@ -53,11 +54,12 @@ class ModelState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Raises CheckpointError, with nothing changed, where names or shapes differ."""
         buffers = dict(unpaged(self._model))
-        shapes = {name: unit.spec.slots[slot].param.shape for name, (_, unit, slot) in self._homes.items()}
+        shapes = {name: tuple(unit.params[slot].shape) for name, (_, unit, slot) in self._homes.items()}
         _check(state_dict, shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()})
         for name, (engine, unit, slot) in self._homes.items():
             with engine.overwriting():
-                engine.store.write_master(unit.spec, slot, state_dict[name].detach().cpu().float().reshape(-1))
+                part = unit.part_of(slot, state_dict[name].detach())
+                engine.store.write_master(unit.spec, slot, part.cpu().float().reshape(-1))
                 engine.weights_replaced(unit, slot)
         for name, buffer in buffers.items():
             buffer.detach().copy_(state_dict[name])
@@ -114,7 +116,7 @@ class OptimizerState:
         states = {
             name: {"step": torch.tensor(float(unit.steps[slot]))}
             | {
-                moment.name: self._engine.store.read(unit.index, moment.name, span.first, span.count).view(span.shape)
+                moment.name: self._read(unit, slot, moment, span)
                 for moment in self._moments
                 if (span := self._span(name, moment)) is not None
             }
@@ -132,7 +134,7 @@ class OptimizerState:
         for moment in self._moments:
             spans = {name: span for name in self._slots if (span := self._span(name, moment)) is not None}
             found = {name: state[moment.name] for name, state in states.items() if moment.name in state}
-            _check(found, {name: span.shape for name, span in spans.items()})
+            _check(found, {name: self._shape(name, span) for name, span in spans.items()})
         if states.keys() != self._slots.keys():
             raise CheckpointError("The state does not belong to this optimizer: it has other parameters.")
         live = self._groups()
@@ -146,7 +148,8 @@ class OptimizerState:
                 for moment in self._moments:
                     span = self._span(name, moment)
                     if span is not None:
-                        flat = states[name][moment.name].detach().cpu().to(moment.dtype).reshape(-1)
+                        part = unit.part_of(slot, states[name][moment.name].detach())
+                        flat = part.cpu().to(moment.dtype).reshape(-1)
                         self._engine.store.write(unit.index, moment.name, span.first, flat)
             for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in given.items() if key != "params"})
@@ -162,6 +165,16 @@ class OptimizerState:
         if together is None or together.parts == 1:
             return groups
         return Contents.of(self._engine.units, self._engine.plan.layout, groups, together).groups(groups)
+
+    def _read(self, unit: LiveUnit, slot: int, moment: StateSpec, span: Span) -> torch.Tensor:
+        """A parameter's moment."""
+        flat = self._engine.store.read(unit.index, moment.name, span.first, span.count)
+        return unit.as_param(slot, flat.view(span.shape))
+
+    def _shape(self, name: str, span: Span) -> tuple[int, ...]:
+        """Shape of a moment, of the whole parameter where this rank has a part of it."""
+        unit, slot = self._slots[name]
+        return span.shape if unit.forms[slot] is None else tuple(unit.params[slot].shape)
 
     def _span(self, name: str, state: StateSpec) -> Span | None:
         """Where a parameter's state lies."""
@@ -188,7 +201,7 @@ def _master(engine: Engine, unit: LiveUnit, slot: int) -> torch.Tensor:
         join(weight, store.read(unit.index, LOW, placed.offset, placed.param.numel), master)
     else:
         master = weight.float()
-    return master.view(placed.param.shape)
+    return unit.as_param(slot, master.view(placed.param.shape))
 
 
 def _check(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:

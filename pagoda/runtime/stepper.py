@@ -21,7 +21,7 @@ from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_
 from pagoda.runtime.packing import outside_use
 from pagoda.runtime.segments import segments_of
 from pagoda.runtime.speculation import Speculation
-from pagoda.runtime.together import Together
+from pagoda.runtime.together import Counts, Together
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters
 
@@ -68,7 +68,7 @@ class Stepper:
         self._stalled = stalled
         self.scaler = scaler
         self._together = together
-        self._arrivals = gradients if together is None else together.reducer
+        self._arrivals = gradients if together is None else together.arrivals
         """Where gradients go from autograd."""
         self.group_of: Callable[[LiveUnit, int], Group]
         """The param group of a parameter; set by the optimizer, as is `groups`."""
@@ -146,7 +146,7 @@ class Stepper:
         NonFiniteGradientError when a gradient is NaN or infinite.
         """
         if self._together is not None:
-            self._together.reducer.flush()
+            self._together.flush()
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
         start = time.perf_counter()
         for record in terms.values():
@@ -213,11 +213,15 @@ class Stepper:
         self._clear_step()
         return norms
 
-    def _square_sums(self, records: Iterable[UnitGradient]) -> list[list[float]]:
-        """Square sums of the gradients that this step uses, by param group."""
+    def _square_sums(
+        self, records: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
+    ) -> list[list[float]]:
+        """Square sums of the gradients that this step uses and a norm counts, by param group."""
         by_group: dict[int, list[float]] = {id(group): [] for group in self.groups()}
         for record in records:
             for slot in self._used(record):
+                if not counts(record.unit.spec, slot):
+                    continue
                 by_group[id(self.group_of(record.unit, slot))].append(record.square_sums[slot])
         return list(by_group.values())
 

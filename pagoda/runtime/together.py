@@ -23,7 +23,9 @@ from pagoda.runtime.unit import LiveUnit
 
 _MESSAGE_ELEMENTS = 1 << 20
 
-SquareSums = Callable[[Iterable[UnitGradient]], list[list[float]]]
+Counts = Callable[[UnitSpec, int], bool]
+"""Whether a norm counts what this rank has of a unit's parameter."""
+SquareSums = Callable[[Iterable[UnitGradient], Counts], list[list[float]]]
 """The square sums of the gradients that a step uses, by param group."""
 
 
@@ -47,11 +49,12 @@ class Together:
         store: Store,
         units: Sequence[LiveUnit],
         gradients: Gradients,
-        buffers: Buffers,
+        buffers: Buffers | None,
         device: Device,
         copies: Lane,
         stalled: Callable[[str, float], None],
     ) -> None:
+        """`buffers` are for gradients of several ranks; None where no two have any of the same elements."""
         self._store = store
         self._units = units
         self._gradients = gradients
@@ -59,7 +62,11 @@ class Together:
         self.collectives = Collectives(mesh, wire, store.shards, slots)
         self._gathering = Gathering(self.collectives, store, units, device)
         early = store.plan.options.update_under_backward
-        self.reducer = Reducer(self.collectives, gradients, units, buffers, device, copies, stalled, early)
+        self._reducer = (
+            None
+            if buffers is None
+            else Reducer(self.collectives, gradients, units, buffers, device, copies, stalled, early)
+        )
         self._shares: dict[int, Handle] = {}
         """unit -> its updated weights on their way from and to other ranks."""
         self.saver_wire = Wire(mesh.world)
@@ -99,6 +106,16 @@ class Together:
         self.collectives.jointly(what, work)
         return found
 
+    @property
+    def arrivals(self) -> Gradients | Reducer:
+        """Where gradients go from autograd."""
+        return self._reducer or self._gradients
+
+    def flush(self) -> None:
+        """Reduce what has arrived since the last time."""
+        if self._reducer is not None:
+            self._reducer.flush()
+
     def announce(self, what: str, data: bytes) -> list[bytes]:
         """Every rank's bytes, which each of them gives at the same point of its program."""
         found: list[bytes] = []
@@ -129,7 +146,7 @@ class Together:
         All ranks ask for it at the same point (`what` says which), and whatever was asked for before is done then.
         `terms` are gradients whose update has been queued; the others of this step are found when all ranks are there.
         """
-        self.reducer.flush()
+        self.flush()
         found: list[NormTerms] = []
 
         def work(_: object) -> None:
@@ -137,8 +154,8 @@ class Together:
             for record in records.values():
                 self._mark(record)
             wire = self.collectives.wire
-            counted = [record for record in records.values() if self._counts(record.unit.spec)]
-            finite = [[s for s in sums if math.isfinite(s)] for sums in square_sums(counted)]
+            of_groups = square_sums(records.values(), self._store.shards.counts)
+            finite = [[s for s in sums if math.isfinite(s)] for sums in of_groups]
             sums = [wire.announce_floats(exact_parts(of_group)) for of_group in finite]
             found.append(NormTerms(sums, self._first_non_finite(records.values())))
 
@@ -147,9 +164,9 @@ class Together:
 
     def drop_gradients(self) -> None:
         """Forget gradients that no step has used, on every rank at once."""
-        if self.reducer.is_empty and not self._gradients.records():
+        if self._reducer is None or (self._reducer.is_empty and not self._gradients.records()):
             return
-        self.reducer.drop()
+        self._reducer.drop()
         self.collectives.jointly("optimizer.zero_grad() with gradients to drop", lambda _: None)
 
     def close(self) -> None:
@@ -165,10 +182,6 @@ class Together:
             return None
         _, unit, slot = min(found)
         return self._units[unit].name(slot)
-
-    def _counts(self, spec: UnitSpec) -> bool:
-        """Whether this rank's slice is the one of its copies that a norm counts."""
-        return self._store.shards.copies(spec)[0] == self._store.shards.rank
 
     def _mark(self, record: UnitGradient) -> None:
         """Let parameters show a gradient that has arrived on other ranks only: this step updates them."""

@@ -1,10 +1,12 @@
 """A unit of the live model: its parameters, what they look like between uses, and what is pending for them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from pagoda.parallel.tensors import Form
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.lanes import Handle
 
@@ -16,7 +18,8 @@ class LiveUnit:
     """The parameters of one unit, in the order of its slots.
 
     Invariant: outside its modules' forward every parameter is a placeholder, a NaN expanded to the parameter's
-    shape, so that shape, dtype and device stay true while a use of the value cannot go unseen.
+    shape, so that shape, dtype and device stay true while a use of the value cannot go unseen. Of a DTensor, that is
+    said of this rank's part: the parameter itself stays, and shows another part.
     """
 
     def __init__(
@@ -55,7 +58,12 @@ class LiveUnit:
         """Slots for which the modules hold a new object while the unit is shown."""
         self.markers: list[torch.Tensor] = []
         """What each trainable parameter shows as its gradient while that lies in its extent."""
-        self.placeholders = [torch.full((), torch.nan, dtype=dtype, device=device).expand(p.shape) for p in params]
+        self.forms = [Form.of(param) for param in params]
+        """How each parameter that is a DTensor shows this rank's part; None for others."""
+        blank = [torch.full((), torch.nan, dtype=dtype, device=device) for _ in params]
+        self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(blank, spec.slots, strict=True)]
+        self.blanks = [nan.expand(param.shape) for nan, param in zip(blank, params, strict=True)]
+        """The same in the whole parameter's shape."""
 
     @property
     def index(self) -> int:
@@ -64,6 +72,47 @@ class LiveUnit:
     def name(self, slot: int) -> str:
         """Qualified name of a parameter."""
         return self.spec.slots[slot].param.name
+
+    def part_index(self, slot: int) -> int:
+        """Which of its equal parts this rank has of a parameter; 0 where it has all of it."""
+        form = self.forms[slot]
+        return 0 if form is None or self.spec.slots[slot].param.shard is None else form.mesh.get_local_rank()
+
+    def stored_name(self, slot: int) -> str:
+        """What this rank's part of a parameter is called in a checkpoint; the parameter's name where it has all."""
+        shard = self.spec.slots[slot].param.shard
+        return self.name(slot) if shard is None else shard.name_of_part(self.name(slot), self.part_index(slot))
+
+    def part(self, slot: int) -> torch.Tensor:
+        """What a parameter shows of itself now, on this rank."""
+        param: Any = self.params[slot]
+        part: torch.Tensor = param.data if self.forms[slot] is None else param._local_tensor
+        return part
+
+    def set_part(self, slot: int, part: torch.Tensor) -> None:
+        """Let a parameter show this. It stays the leaf that autograd knows."""
+        param: Any = self.params[slot]
+        if self.forms[slot] is None:
+            param.data = part
+        else:
+            param._local_tensor = part
+
+    def as_param(self, slot: int, part: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor in a parameter's shape, as the parameter is: a DTensor where that is one."""
+        form = self.forms[slot]
+        return part if form is None else form.around(part)
+
+    def part_of(self, slot: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor in a parameter's shape, be that a DTensor or one that every rank has."""
+        form = self.forms[slot]
+        return value if form is None else form.part_of(value)
+
+    def new_param(self, slot: int, part: torch.Tensor) -> nn.Parameter:
+        """Another parameter that shows this, with the attributes of the one in a slot."""
+        param = self.params[slot]
+        made = nn.Parameter(self.as_param(slot, part), param.requires_grad)
+        made.__dict__.update(param.__dict__)
+        return made
 
     @property
     def expected(self) -> list[int]:
@@ -80,17 +129,15 @@ class LiveUnit:
         for slot, (placed, param) in enumerate(zip(self.spec.slots, self.params, strict=True)):
             view = base.narrow(0, placed.offset, placed.param.numel).view(placed.param.shape)
             if param.requires_grad:
-                param.data = view
+                self.set_part(slot, view)
             else:
-                shown = nn.Parameter(view, requires_grad=False)
-                shown.__dict__.update(param.__dict__)
-                self._install(slot, shown)
+                self._install(slot, self.new_param(slot, view))
                 self._replaced.append(slot)
 
     def hide(self) -> None:
         """Put the placeholders back."""
-        for param, placeholder in zip(self.params, self.placeholders, strict=True):
-            param.data = placeholder
+        for slot, placeholder in enumerate(self.placeholders):
+            self.set_part(slot, placeholder)
         for slot in self._replaced:
             self._install(slot, self.params[slot])
         self._replaced.clear()

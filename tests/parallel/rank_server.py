@@ -1,10 +1,10 @@
 """Runs scenarios in groups of forked processes: a program for tests, which imports everything once.
 
-It says "ready", then reads one request a line from stdin, as JSON: "ranks", "scenario" (a name in `scenarios`),
-"arguments", "out" (a directory), "timeout_s", "environment", "kill" (rank -> number of the signal that it is sent once
-it has made the file `kill-RANK`) and "kill_after" (rank -> seconds from the fork to SIGKILL). Each rank calls the
-scenario, and what it returns goes to `rank-R.pt`; an error goes to `error-R.txt`. The answer is a line: {"status": each
-rank's exit status, minus the signal, or null if it was still running}.
+It says "ready", then reads one request a line from stdin, as JSON: "ranks", "scenario" (a name in `scenarios` or
+`divided`), "arguments", "out" (a directory), "timeout_s", "environment", "kill" (rank -> number of the signal that it
+is sent once it has made the file `kill-RANK`) and "kill_after" (rank -> seconds from the fork to SIGKILL). Each rank
+calls the scenario, and what it returns goes to `rank-R.pt`; an error goes to `error-R.txt`. The answer is a line:
+{"status": each rank's exit status, minus the signal, or null if it was still running}.
 """
 
 import faulthandler
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import scenarios
+from . import divided, scenarios
 
 
 def play(request: dict[str, Any], rank: int, port: int) -> int:
@@ -41,7 +41,8 @@ def play(request: dict[str, Any], rank: int, port: int) -> int:
     stacks = (out / f"hang-{rank}.txt").open("w")
     faulthandler.dump_traceback_later(request["timeout_s"] - 2, file=stacks)
     try:
-        result = getattr(scenarios, request["scenario"])(out, **request["arguments"])
+        module = divided if hasattr(divided, request["scenario"]) else scenarios
+        result = getattr(module, request["scenario"])(out, **request["arguments"])
         torch.save(result, out / f"rank-{rank}.pt")
         if dist.is_initialized():
             dist.destroy_process_group()

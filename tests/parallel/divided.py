@@ -1,0 +1,343 @@
+"""Models that torch's tensor parallelism divides, trained in Pagoda's pages and without them: scenarios of a rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from zoo import BATCH, LENGTH, VOCABULARY, Outcome, Recipe, batch, loss_of, take_step
+
+import pagoda
+from pagoda.optim import reference
+
+PAGE = 4096
+LR, DECAY = 1e-2, 0.1
+
+
+class Mixer(nn.Module):
+    """Blocks of two layers each; with tensor parallelism, what is between blocks is divided along the sequence."""
+
+    def __init__(self, width: int = 64, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"norm": nn.LayerNorm(width), "up": nn.Linear(width, 128), "down": nn.Linear(128, width, bias=False)}
+            )
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block["down"](nn.functional.gelu(block["up"](block["norm"](hidden))))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
+
+
+def _llama_plan() -> dict[str, Any]:
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    columns = [f"{attention}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    columns += [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    rows = [f"{attention}.o_proj", f"{mlp}.down_proj"]
+    return {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
+
+
+def _mixer_plan() -> dict[str, Any]:
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.*.norm": SequenceParallel(use_local_output=True),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def build(name: str) -> nn.Module:
+    if name == "mixer":
+        torch.manual_seed(0)
+        return Mixer()
+    return Recipe(name).build()
+
+
+def divide(model: nn.Module, name: str, mesh: pagoda.Mesh) -> nn.Module:
+    """Divide a model over the tensor-parallel ranks of a mesh; of one, leave it."""
+    if mesh.ranks.tensor_parallel == 1:
+        return model
+    return parallelize_module(model, mesh.tensor, _mixer_plan() if name == "mixer" else _llama_plan())
+
+
+class PlainAdamW:
+    """AdamW with Pagoda's arithmetic on tensors that torch alone holds, with the methods of Pagoda's optimizer."""
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        self.rule = pagoda.AdamW(lr=LR, weight_decay=DECAY)
+        self.params = list(model.parameters())
+        self.steps = 0
+        self.stats = SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
+        self.states = []
+        for param in self.params:
+            part = part_of(param)
+            states = {"weight": part, "exp_avg": torch.zeros_like(part).float(), "exp_avg_sq": torch.zeros(part.shape)}
+            self.states.append(states)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for param, states in zip(self.params, self.states, strict=True):
+            grad = param.grad
+            if isinstance(grad, DTensor):
+                grad = grad.redistribute(placements=param.placements).to_local()
+            reference.update(self.rule, states, grad, self.rule.scalars(self.steps))
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def plain(name: str, mesh: pagoda.Mesh, precision: str) -> tuple[nn.Module, PlainAdamW]:
+    """A divided model in torch's own memory."""
+    model = build(name)
+    masters = {key: part_of(param).clone() for key, param in divide(build(name), name, mesh).named_parameters()}
+    if precision == "bf16":
+        for param in model.parameters():
+            param.data = param.data.bfloat16()
+    model = divide(model, name, mesh)
+    optimizer = PlainAdamW(model, precision)
+    if precision == "bf16":
+        for (key, _), states in zip(model.named_parameters(), optimizer.states, strict=True):
+            high, states["weight_low"] = reference.split(masters[key])
+            states["weight"].copy_(high)
+    return model, optimizer
+
+
+def take_steps(
+    name: str, model: nn.Module, optimizer: Any, mesh: pagoda.Mesh, parts: int, steps: range, larger: int = 1
+) -> Outcome:
+    """Each group of tensor-parallel ranks takes its share of the `parts` micro-batches of a step, which have `larger`
+    times as many sequences."""
+    outcome = Outcome()
+    groups = mesh.ranks.data_parallel
+    group = mesh.rank // mesh.ranks.tensor_parallel
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps.stop):
+        for part in range(parts):
+            data = {key: values.repeat(larger, 1) for key, values in batch(name, generator).items()}
+            if step < steps.start or part * groups // parts != group:
+                continue
+            loss = loss_of(model(**data))
+            (loss / (parts // groups)).backward()
+            outcome.losses.append(loss.item())
+        if step >= steps.start:
+            take_step(optimizer, outcome)
+    return outcome
+
+
+def wrapped(
+    out: Path,
+    name: str,
+    tensor: int,
+    precision: str = "bf16",
+    kind: str = "ram",
+    on_meta: bool = False,
+    **settings: Any,
+) -> tuple[nn.Module, Any, pagoda.Mesh]:
+    """A divided model in pages."""
+    chosen = {key: settings.pop(key) for key in ("stage", "replicas") if key in settings}
+    by_torch = settings.pop("by_torch", False)
+    mesh = pagoda.open_mesh(tensor_parallel=tensor, **chosen)
+    if on_meta:
+        torch.manual_seed(mesh.rank)
+        with pagoda.init():
+            model = build_anew(name)
+    else:
+        model = build(name)
+    if by_torch:
+        of_torch = init_device_mesh("cpu", (mesh.ranks.data_parallel, tensor), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(model, of_torch["tp"], _llama_plan())
+    else:
+        model = divide(model, name, mesh)
+    sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB"}
+    if kind == "ssd":
+        sizes |= {"host": PAGE, "ssd": f"{out}:64MiB"}
+    if kind == "arena":
+        sizes["device"] = "cpu:1MiB"
+
+    def wrap(**sizes: Any) -> tuple[nn.Module, Any]:
+        return pagoda.wrap(
+            model,
+            pagoda.AdamW(lr=LR, weight_decay=DECAY),
+            memory=pagoda.Memory(**sizes),
+            precision=precision,
+            mesh=of_torch if by_torch else mesh,
+            **settings,
+        )
+
+    try:
+        wrapped_model, optimizer = wrap(**sizes)
+    except pagoda.BudgetError as refused:  # a page of RAM is not enough: what is says the refusal
+        wrapped_model, optimizer = wrap(**{**sizes, "host": refused.needed_bytes})
+    return wrapped_model, optimizer, mesh
+
+
+def build_anew(name: str) -> nn.Module:
+    """A model that draws its weights from whatever torch's generator is at."""
+    return Mixer()
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Weights and moments, whole, and this rank's parts of both."""
+    weights = model.state_dict()
+    states = optimizer.state_dict()["state"]
+    return {
+        "weights": {key: whole_of(value) for key, value in weights.items()},
+        "states": {index: {k: whole_of(v) for k, v in state.items()} for index, state in states.items()},
+        "parts": {key: part_of(value).clone() for key, value in weights.items()},
+    }
+
+
+def train_divided(
+    out: Path,
+    name: str,
+    tensor: int,
+    parts: int,
+    steps: int = 3,
+    precision: str = "bf16",
+    larger: int = 1,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train in pages."""
+    model, optimizer, mesh = wrapped(out, name, tensor, precision, **settings)
+    outcome = take_steps(name, model, optimizer, mesh, parts, range(steps), larger)
+    plan = pagoda.plan_of(model)
+    result = {
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "kept": optimizer.stats.activation_bytes.kept,
+        "hidden": BATCH * LENGTH * 64 * larger * (2 if precision == "bf16" else 4),
+        "peak": optimizer.stats.peak_bytes,
+        "plan_peak": dict(plan.peak_bytes),
+        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
+        "moved": outcome.moved,
+        **state_of(model, optimizer),
+    }
+    optimizer.close()
+    return result
+
+
+def train_plain(
+    out: Path, name: str, tensor: int, parts: int, steps: int = 3, precision: str = "bf16"
+) -> dict[str, Any]:
+    """Train by torch alone."""
+    mesh = pagoda.open_mesh(tensor_parallel=tensor)
+    model, optimizer = plain(name, mesh, precision)
+    outcome = take_steps(name, model, optimizer, mesh, parts, range(steps))
+    return {
+        "losses": outcome.losses,
+        "parts": {key: part_of(value).clone() for key, value in model.state_dict().items()},
+    }
+
+
+def save_divided(
+    out: Path, name: str, tensor: int, directory: str, parts: int = 1, way: str = "checkpoint", **settings: Any
+) -> dict[str, Any]:
+    """Train two steps, save, and go on for one; what was saved, and the losses after it."""
+    model, optimizer, mesh = wrapped(out, name, tensor, **settings)
+    take_steps(name, model, optimizer, mesh, parts, range(2))
+    saved = state_of(model, optimizer)
+    if way == "checkpoint":
+        optimizer.save_checkpoint(directory, {"step": 2}, wait=True)
+    else:
+        dcp.save(_stateful(model, optimizer), checkpoint_id=directory)
+    after = take_steps(name, model, optimizer, mesh, parts, range(2, 3))
+    optimizer.close()
+    return {"losses": after.losses, **saved}
+
+
+def resume_divided(
+    out: Path, name: str, tensor: int, directory: str, parts: int = 1, way: str = "checkpoint", **settings: Any
+) -> dict[str, Any]:
+    """Load what `save_divided` has saved, and take the step after it."""
+    model, optimizer, mesh = wrapped(out, name, tensor, **settings)
+    if way == "checkpoint":
+        optimizer.load_checkpoint(directory)
+    else:
+        dcp.load(_stateful(model, optimizer), checkpoint_id=directory)
+    loaded = state_of(model, optimizer)
+    after = take_steps(name, model, optimizer, mesh, parts, range(2, 3))
+    optimizer.close()
+    return {"losses": after.losses, **loaded}
+
+
+def _stateful(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+
+
+def change_divided(out: Path, name: str) -> dict[str, Any]:
+    """Read and change a divided parameter, and load a state dict of plain tensors."""
+    model, optimizer, _ = wrapped(out, name, 2)
+    before = state_of(model, optimizer)["weights"]
+    with pagoda.gathered(model.head, modify=True), torch.no_grad():
+        shown = model.head.weight.full_tensor()
+        model.head.weight.mul_(2)
+    doubled = state_of(model, optimizer)["weights"]
+    model.load_state_dict(before)
+    after = state_of(model, optimizer)["weights"]
+    optimizer.close()
+    return {"before": before, "shown": shown, "doubled": doubled, "after": after}
+
+
+def drawn(out: Path, tensor: int) -> dict[str, Any]:
+    """The weights of a model that was built on meta and divided there, with another seed on every rank."""
+    model, optimizer, _ = wrapped(out, "mixer", tensor, on_meta=True)
+    found = state_of(model, optimizer)["weights"]
+    optimizer.close()
+    return found
+
+
+REFUSED: dict[str, Callable[[pagoda.Mesh], Any]] = {
+    "not divided": lambda mesh: pagoda.wrap(build("mixer"), pagoda.AdamW(), mesh=mesh),
+    "other mesh": lambda mesh: pagoda.wrap(
+        divide(build("mixer"), "mixer", mesh), pagoda.AdamW(), mesh=pagoda.open_mesh()
+    ),
+    "uneven": lambda mesh: pagoda.wrap(
+        parallelize_module(nn.Sequential(nn.Linear(4, 5)), mesh.tensor, {"0": ColwiseParallel()}),
+        pagoda.AdamW(),
+        mesh=mesh,
+    ),
+    "taken whole": lambda mesh: pagoda.wrap(divide(build("mixer"), "mixer", mesh), pagoda.Muon(), mesh=mesh),
+    "8bit": lambda mesh: pagoda.wrap(divide(build("mixer"), "mixer", mesh), pagoda.AdamW(moments="8bit"), mesh=mesh),
+}
+
+
+def refuse(out: Path) -> dict[str, str]:
+    """What wrap says of what it does not support."""
+    mesh = pagoda.open_mesh(tensor_parallel=2)
+    said = {}
+    for name, wrap in REFUSED.items():
+        try:
+            wrap(mesh)
+            said[name] = "wrapped"
+        except pagoda.ConfigError as error:
+            said[name] = str(error)
+    return said

@@ -1,0 +1,152 @@
+"""Models that torch's parallelize_module has divided train in pages with the bits they have without them."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import RankServer
+
+Result = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def plain(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two tensor-parallel ranks give without Pagoda, by rank."""
+
+    @cache
+    def train(settings: str) -> list[Result]:
+        return ranks.run("train_plain", 2, tmp_path_factory.mktemp("plain"), tensor=2, **json.loads(settings))
+
+    return train
+
+
+SLOW = pytest.mark.slow
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    # name: ranks, what is trained, placement
+    "two ranks, of a mesh of torch's": (2, {"name": "llama", "parts": 1}, {"by_torch": True}),
+    "two ranks, along the sequence, in an arena": (2, {"name": "mixer", "parts": 1}, {"kind": "arena"}),
+    "four ranks, on ssd": (4, {"name": "llama", "parts": 2}, {"kind": "ssd"}),
+    "four ranks, along the sequence, fp32": (4, {"name": "mixer", "parts": 2, "precision": "fp32"}, {}),
+    "four ranks, stage 2": (4, {"name": "llama", "parts": 2}, {"stage": 2}),
+    "four ranks, two replicas": (4, {"name": "mixer", "parts": 2}, {"replicas": 2}),
+}
+QUICK = ("two ranks, of a mesh of torch's", "two ranks, along the sequence, in an arena", "four ranks, on ssd")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
+def test_a_divided_model_has_the_bits_that_it_has_without_pages(
+    name: str, ranks: RankServer, plain: Any, tmp_path: Path
+) -> None:
+    count, model, placement = CASES[name]
+    expected = plain(json.dumps(model))
+    results = ranks.run("train_divided", count, tmp_path, tensor=2, **model, **placement)
+    for rank, result in enumerate(results):
+        group = rank // 2
+        assert result["losses"] == expected[rank % 2]["losses"][group :: count // 2]
+        for param, part in expected[rank % 2]["parts"].items():
+            assert torch.equal(result["parts"][param], part), param
+        assert all(peak <= result["plan_peak"][tier] for tier, peak in result["peak"].items())
+        assert result["norms"] == results[0]["norms"]
+    if placement.get("kind") == "ssd":
+        assert all("exp_avg" in result["lines"]["ssd"] for result in results)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(2, 1), pytest.param(4, 2, marks=SLOW)])
+@pytest.mark.parametrize("name", ["llama", "mixer"])
+def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only(
+    name: str, count: int, parts: int, ranks: RankServer, tmp_path: Path
+) -> None:
+    """In fp32: a layer's sums are cut in two, and each later step sees the difference."""
+    shared = {"name": name, "parts": parts, "precision": "fp32", "clip_grad_norm": 0.5}
+    alone = ranks.run("train_divided", 1, tmp_path / "alone", tensor=1, **shared)[0]
+    for result in ranks.run("train_divided", count, tmp_path / "divided", tensor=2, **shared):
+        assert result["losses"] == pytest.approx(
+            alone["losses"][: len(result["losses"])] if parts == 1 else result["losses"], rel=1e-4
+        )
+        assert result["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert result["weights"].keys() == alone["weights"].keys()
+        for param, weight in alone["weights"].items():
+            apart = (result["weights"][param] - weight).abs()
+            assert apart.mean() < 1e-5, param
+            assert apart.max() < 1e-2, param
+
+
+"""The mean difference is a thousandth of a step; an element whose gradient is rounding noise may step the other way."""
+
+
+def assert_same_state(first: Result, second: Result) -> None:
+    for name, weight in first["weights"].items():
+        assert torch.equal(weight, second["weights"][name]), name
+    assert first["states"].keys() == second["states"].keys()
+    for index, states in first["states"].items():
+        assert all(torch.equal(value, second["states"][index][name]) for name, value in states.items()), index
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "dcp"])
+def test_a_checkpoint_of_divided_tensors_resumes_however_they_are_divided(
+    way: str, ranks: RankServer, tmp_path: Path
+) -> None:
+    shared = {"name": "mixer", "directory": str(tmp_path / "step-2"), "way": way}
+    saved = ranks.run("save_divided", 2, tmp_path / "save", tensor=2, **shared)
+    for result in ranks.run("resume_divided", 2, tmp_path / "same", tensor=2, kind="ssd", **shared):
+        assert_same_state(saved[0], result)
+        assert result["losses"] == saved[0]["losses"]
+    assert_same_state(saved[0], ranks.run("resume_divided", 1, tmp_path / "alone", tensor=1, **shared)[0])
+
+
+@SLOW
+def test_a_checkpoint_of_four_ranks_resumes_on_others(ranks: RankServer, tmp_path: Path) -> None:
+    shared = {"name": "llama", "directory": str(tmp_path / "step-2"), "parts": 4}
+    saved = ranks.run("save_divided", 4, tmp_path / "save", tensor=2, **shared)
+    for count, tensor, placement in ((4, 2, {"stage": 1}), (2, 2, {}), (2, 1, {"kind": "ssd"}), (4, 1, {})):
+        out = tmp_path / f"{count}-{tensor}"
+        for result in ranks.run("resume_divided", count, out, tensor=tensor, **shared, **placement):
+            assert_same_state(saved[0], result)
+
+
+def test_divided_parameters_are_read_changed_and_loaded_as_wholes(ranks: RankServer, tmp_path: Path) -> None:
+    for result in ranks.run("change_divided", 2, tmp_path, name="mixer"):
+        before = result["before"]
+        assert torch.equal(result["shown"], before["head.weight"])
+        assert torch.equal(result["doubled"]["head.weight"], 2 * before["head.weight"])
+        assert all(torch.equal(result["after"][name], value) for name, value in before.items())
+
+
+def test_weights_drawn_on_meta_do_not_depend_on_how_tensors_are_divided(ranks: RankServer, tmp_path: Path) -> None:
+    alone = ranks.run("drawn", 1, tmp_path / "alone", tensor=1)[0]
+    for result in ranks.run("drawn", 2, tmp_path / "divided", tensor=2):
+        assert all(torch.equal(result[name], value) for name, value in alone.items())
+
+
+def test_what_tensor_parallelism_cannot_do_is_refused(ranks: RankServer, tmp_path: Path) -> None:
+    for said in ranks.run("refuse", 2, tmp_path):
+        assert "no parameter is a DTensor" in said["not divided"]
+        assert "tensor_parallel of the mesh is 1" in said["other mesh"]
+        assert "cannot be divided in 2 equal parts" in said["uneven"]
+        assert "element-wise" in said["taken whole"]
+        assert "moments" in said["8bit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("llama", "recompute"), ("llama", "recompute+offload"), pytest.param("mixer", "recompute", marks=SLOW)],
+)
+def test_partitioned_activations_change_no_bit(name: str, policy: str, ranks: RankServer, tmp_path: Path) -> None:
+    shared = {"name": name, "tensor": 2, "parts": 1, "activations": policy, "kind": "arena", "larger": 16}
+    whole = ranks.run("train_divided", 2, tmp_path / "whole", **shared)
+    divided = ranks.run("train_divided", 2, tmp_path / "divided", partition_activations=True, **shared)
+    for before, after in zip(whole, divided, strict=True):
+        assert after["losses"] == before["losses"]
+        assert all(torch.equal(after["parts"][param], part) for param, part in before["parts"].items())
+        halves = 6 * after["hidden"] // 2 if name == "llama" else 0
+        """Of the inputs of all blocks; those of the other model are divided along the sequence already."""
+        small = 16 << 10
+        if policy == "recompute":
+            assert halves <= before["kept"] - after["kept"] <= halves + small
+        else:
+            moved = [step["d2h"] - other["d2h"] for step, other in zip(before["moved"], after["moved"], strict=True)]
+            assert all(halves <= saved <= halves + small for saved in moved)
