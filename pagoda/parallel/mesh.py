@@ -68,7 +68,7 @@ class Mesh:
     @cached_property
     def dense(self) -> DeviceMesh:
         """The grid (REPLICATE, SHARD, TENSOR); every rank has to ask for it at the same point."""
-        shape = (self.ranks.replicas, self.ranks.slices, self.ranks.tensor_parallel)
+        shape = (self.ranks.replicas, self.ranks.sharers(expert=False), self.ranks.tensor_parallel)
         return init_device_mesh(computes_on(self.world), shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
     @property
@@ -110,7 +110,7 @@ class Mesh:
         if expert:
             return tuple(range(self.expert_index, self.size, self.ranks.expert_parallel))
         each = self.ranks.tensor_parallel
-        replica = self.ranks.slices * each
+        replica = self.ranks.sharers(expert=False) * each
         first = self.rank // replica * replica + self.tensor_index
         return tuple(range(first, first + replica, each))
 
@@ -119,7 +119,7 @@ class Mesh:
         experts, whose state has no replicas."""
         if expert:
             return (self.rank,)
-        replica = self.ranks.slices * self.ranks.tensor_parallel
+        replica = self.ranks.sharers(expert=False) * self.ranks.tensor_parallel
         return tuple(range(self.rank % replica, self.size, replica))
 
     def family(self) -> tuple[int, ...]:

@@ -62,11 +62,6 @@ class Ranks:
         return self.data_parallel * self.tensor_parallel
 
     @property
-    def slices(self) -> int:
-        """Ranks over which one copy of a dense unit's state is divided."""
-        return self.data_parallel // self.replicas
-
-    @property
     def shards_weights(self) -> bool:
         """Whether a weight must be gathered before use."""
         return self.stage == 3 and self.data_parallel > 1

@@ -188,7 +188,7 @@ def with_faster_gather(ranks: Ranks, hardware: Hardware) -> tuple[Ranks, float]:
     """The ranks with gathers in two steps or straight, whichever is faster on this hardware; how often as fast that is
     as the other one. Raises ConfigError as `Rates`."""
     ways = [replace(ranks, two_step=two_step) for two_step in (False, True)]
-    seconds = [Rates(hardware, way).gather_seconds(1 << 30, ranks.slices) for way in ways]
+    seconds = [Rates(hardware, way).gather_seconds(1 << 30, ranks.sharers(expert=False)) for way in ways]
     faster = int(seconds[1] < seconds[0])
     return ways[faster], seconds[1 - faster] / seconds[faster] if seconds[faster] else 1.0
 

@@ -20,7 +20,8 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
     Of several ranks the first one gets it, the others nothing, unless `all_ranks`; as torch's
     `get_model_state_dict(full_state_dict=True, cpu_offload=True)`. Weights come parameter by parameter, so the other
-    ranks hold one at a time, whole also where tensor-parallel ranks divide it. Where ranks divide experts, those of all are in it, by their numbers in the whole model:
+    ranks hold one at a time, whole also where tensor-parallel ranks divide it. Where ranks divide experts, those of all
+    are in it, by their numbers in the whole model:
     `model.load_state_dict(full, strict=False)` takes a rank's own from it.
 
     Every rank calls it at the same point of its program. Raises UsageError for a model that is not wrapped.

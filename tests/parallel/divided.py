@@ -297,6 +297,7 @@ def change_divided(out: Path, name: str) -> dict[str, Any]:
     """Read and change a divided parameter, and load a state dict of plain tensors."""
     model, optimizer, _ = wrapped(out, name, 2)
     before = state_of(model, optimizer)["weights"]
+    full = pagoda.full_state_dict(model)
     with pagoda.gathered(model.head, modify=True), torch.no_grad():
         shown = model.head.weight.full_tensor()
         model.head.weight.mul_(2)
@@ -304,7 +305,7 @@ def change_divided(out: Path, name: str) -> dict[str, Any]:
     model.load_state_dict(before)
     after = state_of(model, optimizer)["weights"]
     optimizer.close()
-    return {"before": before, "shown": shown, "doubled": doubled, "after": after}
+    return {"before": before, "full": full, "shown": shown, "doubled": doubled, "after": after}
 
 
 def drawn(out: Path, tensor: int) -> dict[str, Any]:

@@ -109,8 +109,10 @@ def test_a_checkpoint_of_four_ranks_resumes_on_others(ranks: RankServer, tmp_pat
 
 
 def test_divided_parameters_are_read_changed_and_loaded_as_wholes(ranks: RankServer, tmp_path: Path) -> None:
-    for result in ranks.run("change_divided", 2, tmp_path, name="mixer"):
+    for rank, result in enumerate(ranks.run("change_divided", 2, tmp_path, name="mixer")):
         before = result["before"]
+        assert result["full"].keys() == (before.keys() if rank == 0 else set())
+        assert all(torch.equal(value, before[name]) for name, value in result["full"].items())
         assert torch.equal(result["shown"], before["head.weight"])
         assert torch.equal(result["doubled"]["head.weight"], 2 * before["head.weight"])
         assert all(torch.equal(result["after"][name], value) for name, value in before.items())
