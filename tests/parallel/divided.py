@@ -87,23 +87,31 @@ class PlainAdamW:
         self.steps = 0
         self.stats = SimpleNamespace(grad_norm=None, faults=0, bytes_moved={})
         self.states = []
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.params)
         for param in self.params:
             part = part_of(param)
             states = {"weight": part, "exp_avg": torch.zeros_like(part).float(), "exp_avg_sq": torch.zeros(part.shape)}
             self.states.append(states)
 
     @torch.no_grad()
-    def step(self) -> None:
-        self.steps += 1
-        for param, states in zip(self.params, self.states, strict=True):
+    def take(self) -> None:
+        """Add the gradients of a micro-batch to those before; torch would add up partial sums of ranks first."""
+        for index, param in enumerate(self.params):
             grad = param.grad
             if isinstance(grad, DTensor):
                 grad = grad.redistribute(placements=param.placements).to_local()
-            reference.update(self.rule, states, grad, self.rule.scalars(self.steps))
+            before = self.gradients[index]
+            self.gradients[index] = grad if before is None else before + grad
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for gradient, states in zip(self.gradients, self.states, strict=True):
+            reference.update(self.rule, states, gradient, self.rule.scalars(self.steps))
 
     def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
+        self.gradients = [None] * len(self.params)
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,6 +156,8 @@ def take_steps(
             loss = loss_of(model(**data))
             (loss / (parts // groups)).backward()
             outcome.losses.append(loss.item())
+            if isinstance(optimizer, PlainAdamW):
+                optimizer.take()
         if step >= steps.start:
             take_step(optimizer, outcome)
     return outcome

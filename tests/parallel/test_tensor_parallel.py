@@ -64,10 +64,9 @@ def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only
     shared = {"name": name, "parts": parts, "precision": "fp32", "clip_grad_norm": 0.5}
     alone = ranks.run("train_divided", 1, tmp_path / "alone", tensor=1, **shared)[0]
     for result in ranks.run("train_divided", count, tmp_path / "divided", tensor=2, **shared):
-        assert result["losses"] == pytest.approx(
-            alone["losses"][: len(result["losses"])] if parts == 1 else result["losses"], rel=1e-4
-        )
-        assert result["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        if parts == 1:
+            assert result["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+        assert result["norms"] == pytest.approx(alone["norms"], rel=1e-3)
         assert result["weights"].keys() == alone["weights"].keys()
         for param, weight in alone["weights"].items():
             apart = (result["weights"][param] - weight).abs()
