@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from .conftest import RankServer
 
@@ -55,3 +56,13 @@ def test_gathered_parameters_are_whole_on_every_rank_and_changes_stay(ranks: Ran
     first, second = ranks.run("gather_some", 2, tmp_path)
     assert torch.equal(first["after"], second["after"])
     assert torch.equal(first["before"] + 1, first["after"])
+
+
+def test_ranks_that_are_started_anew_do_not_look_for_those_before(ranks: RankServer, tmp_path: Path) -> None:
+    """torchrun has one store for all attempts, in which the addresses of those before stay."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for attempt in range(2):
+        (tmp_path / str(attempt)).mkdir()
+        environment = {**shared, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        assert errors_of(ranks, "gather_some", 2, tmp_path / str(attempt), environment=environment) == ["", ""]
