@@ -13,6 +13,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import tyro
@@ -55,10 +56,16 @@ def seconds_of(trainer: Paged, workload: Workload, steps: int) -> float:
 
 
 def measure(
-    state_in: str, memory: pagoda.Memory, workload: Workload, limit: float, rounds: int, steps: int, console: Console
+    state_in: str,
+    memory: dict[bool, pagoda.Memory],
+    workload: Workload,
+    limit: float,
+    rounds: int,
+    steps: int,
+    console: Console,
 ) -> Figure:
-    """Alternate steps without and with clipping."""
-    trainers = {on: Paged(replace(workload, clip=limit if on else None), memory) for on in (False, True)}
+    """Alternate steps without and with clipping, each with the memory that is given for it."""
+    trainers = {on: Paged(replace(workload, clip=limit if on else None), memory[on]) for on in (False, True)}
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(rounds + 1):
         for on in (False, True) if number % 2 else (True, False):
@@ -91,8 +98,14 @@ def main(
     keep_freed_memory()
     console = Console(width=120)
     workload = Workload(model, batch_size, seq_len)
-    places = {"RAM": pagoda.Memory(host="4GiB"), "SSD": state_on_ssd(ssd, workload, speculate=True)}
-    figures = [measure(name, memory, workload, limit, rounds, steps, console) for name, memory in places.items()]
+    with TemporaryDirectory(dir=ssd) as off, TemporaryDirectory(dir=ssd) as on:
+        places = {
+            "RAM": dict.fromkeys((False, True), pagoda.Memory(host="4GiB")),
+            "SSD": {
+                used: state_on_ssd(folder, workload, speculate=True) for used, folder in ((False, off), (True, on))
+            },
+        }
+        figures = [measure(name, memory, workload, limit, rounds, steps, console) for name, memory in places.items()]
     table = Table("state in", "off s", "on s", "ratio", "lowest - highest", "updates kept, undone")
     for f in figures:
         counts = f"{f.updates_kept}, {f.updates_undone}"

@@ -192,7 +192,7 @@ def wrap(
     check_rule(optimizer, tiled=tile_limit is not None)
     scaler = _scaler(precision, loss_scale)
     _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness, scaler)
-    _check_activations(activations, partition_activations, memory, model)
+    _check_activations(activations, partition_activations, memory, model, mesh)
     _check_model(model)
     groups = named_groups(model, param_groups)
     trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
@@ -203,14 +203,7 @@ def wrap(
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
     check_tensor_parallel(model, mesh, optimizer, states, device.torch_device, tile_limit is not None)
-    if partition_activations and mesh.ranks.tensor_parallel == 1:
-        raise ConfigError(
-            "partition_activations divides them over tensor-parallel ranks, and there are none: leave it out, or use "
-            "pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
-        )
-    tiled_bytes = None if tile_limit is None else parse_bytes(tile_limit, "tile_limit")
-    if tiled_bytes is not None and tiled_bytes < PAGE_ALIGN:
-        raise ConfigError(f"tile_limit is {tile_limit}; it must be at least {PAGE_ALIGN} bytes.")
+    tiled_bytes = _tile_bytes(tile_limit)
     if device.torch_device.type == "cpu":
         check_batch_norms(model, states[0].dtype)
     options = Options(
@@ -233,28 +226,9 @@ def wrap(
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
     try:
-        root, budgets = describe(model, trained), memory.budgets()
-        if wire is not None:
-            budgets = least_budgets(wire, budgets)
-            check_equal(
-                wire,
-                model=on_any_rank(root, root),
-                optimizer=optimizer,
-                precision=precision,
-                options=options,
-                clip=clip_grad_norm,
-            )
-        if wire is None:
-            plan = make_plan(root, states, budgets, options)
-        else:
-            make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
-            plan = agreed_plan(wire, make, root)
-        check_extents(optimizer, plan)
-        if activations == "auto":
-            budget = memory.activation_bytes
-            room = _free_beside(plan, device.torch_device) if budget is None else budget
-            options = replace(options, activation_bytes=room, activations_limited=budget is not None)
-            plan = replace(plan, options=options)
+        plan = _plan(
+            model, trained, optimizer, precision, options, clip_grad_norm, memory, device.torch_device, mesh, wire
+        )
         units = live_units(model, plan.units, states[0].dtype, device.torch_device)
         ranks = (mesh, wire) if wire is not None else None
         engine = Engine(
@@ -265,12 +239,7 @@ def wrap(
             tiling.undo()
         raise
     try:
-        with nullcontext() if tiling is None else tiling.undone():
-            from_first = FromFirst(wire) if wire is not None else None
-            Builder(model, engine.store, tiling, from_first).build(units)
-        if from_first is not None:
-            from_first.copy(model.buffers())
-        move_buffers(model, device.torch_device)
+        _move_in(model, engine, tiling, wire)
         paged = PagedOptimizer(model, optimizer, engine, groups)
         if batch_tiles is not None:
             tile_batches(tiled_blocks, batch_tiles)
@@ -303,6 +272,62 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     for message in attach_weights(model, Path(directory)).warnings():
         warnings.warn(f"{directory}: {message}", stacklevel=2)
     return model
+
+
+def _plan(
+    model: nn.Module,
+    trained: set[str],
+    optimizer: Rule,
+    precision: Precision,
+    options: Options,
+    clip_grad_norm: float | None,
+    memory: Memory,
+    device: torch.device,
+    mesh: Mesh,
+    wire: Wire | None,
+) -> Plan:
+    """Where everything goes, which all ranks agree on. Raises BudgetError."""
+    root, states, budgets = describe(model, trained), optimizer.states(precision), memory.budgets()
+    if wire is None:
+        plan = make_plan(root, states, budgets, options)
+    else:
+        budgets = least_budgets(wire, budgets)
+        check_equal(
+            wire,
+            model=on_any_rank(root, root),
+            optimizer=optimizer,
+            precision=precision,
+            options=options,
+            clip=clip_grad_norm,
+        )
+        make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
+        plan = agreed_plan(wire, make, root)
+    check_extents(optimizer, plan)
+    if options.activations != "auto":
+        return plan
+    budget = memory.activation_bytes
+    room = _free_beside(plan, device) if budget is None else budget
+    return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
+
+
+def _move_in(model: nn.Module, engine: Engine, tiling: Tiling | None, wire: Wire | None) -> None:
+    """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
+    with nullcontext() if tiling is None else tiling.undone():
+        from_first = FromFirst(wire) if wire is not None else None
+        Builder(model, engine.store, tiling, from_first).build(engine.units)
+    if from_first is not None:
+        from_first.copy(model.buffers())
+    move_buffers(model, engine.device.torch_device)
+
+
+def _tile_bytes(limit: str | int | None) -> int | None:
+    """Most bytes of a tile's weights. Raises ConfigError."""
+    if limit is None:
+        return None
+    nbytes = parse_bytes(limit, "tile_limit")
+    if nbytes < PAGE_ALIGN:
+        raise ConfigError(f"tile_limit is {limit}; it must be at least {PAGE_ALIGN} bytes.")
+    return nbytes
 
 
 def _scaler(precision: Precision, loss_scale: LossScale | float | Literal["dynamic"] | None) -> LossScaler:
@@ -344,15 +369,22 @@ def _check_settings(
         )
 
 
-def _check_activations(activations: ActivationMode, partition: bool, memory: Memory, model: nn.Module) -> None:
-    """Raises ConfigError for a policy that is none, or has nowhere to offload to; UsageError for a model that
-    checkpoints by itself."""
+def _check_activations(
+    activations: ActivationMode, partition: bool, memory: Memory, model: nn.Module, mesh: Mesh
+) -> None:
+    """Raises ConfigError for a policy that is none, has nowhere to offload to, or divides where nothing is divided;
+    UsageError for a model that checkpoints by itself."""
     if activations not in get_args(ActivationMode):
         raise ConfigError(f"activations is {activations!r}; use one of {', '.join(get_args(ActivationMode))}.")
     if partition and activations in ("keep", "offload"):
         raise ConfigError(
             f"partition_activations is for blocks that are recomputed, but activations is {activations!r}: use "
             "'recompute', 'recompute+offload' or 'auto'."
+        )
+    if partition and mesh.ranks.tensor_parallel == 1:
+        raise ConfigError(
+            "partition_activations divides them over tensor-parallel ranks, and there are none: leave it out, or use "
+            "pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
         )
     if activations == "keep":
         return

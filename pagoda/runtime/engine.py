@@ -12,7 +12,7 @@ import torch
 
 from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.formats import arriving_dtype, gradient_kernels, update_kernel, warm_up
+from pagoda.optim.formats import arriving_dtype, gradient_kernels, warm_up
 from pagoda.optim.rule import ElementwiseRule, Precision, Rule
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.shards import Shards
@@ -27,7 +27,6 @@ from pagoda.runtime.async_updates import AsyncUpdater
 from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device, Event
-from pagoda.runtime.device_updates import DeviceBlockStream, DeviceRing
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
@@ -44,11 +43,9 @@ from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
-from pagoda.runtime.tensor_stream import TensorStream
 from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updaters import Updaters
-from pagoda.runtime.updates import BlockStream, Updater
+from pagoda.runtime.updaters import Updaters, open_updater
 
 _SSD_LANE_THREADS = 2 * SSD_THREADS
 """Threads of `ssd_read` for each drive, and of `ssd_write`: while some hash what was read, or is to be written, the
@@ -62,6 +59,18 @@ def _close_all() -> None:
     with ExitStack() as stack:
         for engine in _OPEN:
             stack.callback(engine.close)
+
+
+def _open_lanes(drives: int, update_threads: int) -> dict[str, Lane]:
+    ssd_threads = _SSD_LANE_THREADS * max(1, drives)
+    return {
+        "h2d": Lane("h2d"),
+        "d2h": Lane("d2h"),
+        "ssd_read": Lane("ssd_read", ssd_threads),
+        "ssd_write": Lane("ssd_write", ssd_threads),
+        "update": Lane("update", update_threads),
+        "device_update": Lane("device_update"),
+    }
 
 
 class Engine:
@@ -96,15 +105,8 @@ class Engine:
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, ranks[0] if ranks is not None else None)
         self.store = Store(plan, directories, poison, device, shards)
-        ssd_threads = _SSD_LANE_THREADS * max(1, len(directories))
-        self._lanes = {
-            "h2d": Lane("h2d"),
-            "d2h": Lane("d2h"),
-            "ssd_read": Lane("ssd_read", ssd_threads),
-            "ssd_write": Lane("ssd_write", ssd_threads),
-            "update": Lane("update", torch.get_num_threads() if isinstance(rule, ElementwiseRule) else 1),
-            "device_update": Lane("device_update"),
-        }
+        update_threads = torch.get_num_threads() if isinstance(rule, ElementwiseRule) else 1
+        self._lanes = _open_lanes(len(directories), update_threads)
         self.rule = rule
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)
@@ -139,32 +141,16 @@ class Engine:
         )
         self.graphs.packing.register(units)
         self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
-        stream: BlockStream
-        if isinstance(rule, ElementwiseRule):
-            kernel = update_kernel(rule, precision, kept)
-            stream = BlockStream(self.store, kernel, self._lanes, lambda record: self.gradients.release(record))
-        else:
-            stream = TensorStream(self.store, self._lanes, lambda record: self.gradients.release(record))
-        self._streams = [stream]
-        self._updater: Updaters | AsyncUpdater
+        self._updater, self._streams = open_updater(
+            self.store, self.gradients, self._lanes, rule, precision, device, units
+        )
         self._publisher: Publisher | None = None
-        on_device = plan.placement.updated_on_device | plan.placement.resident
-        if on_device:
-            assert isinstance(rule, ElementwiseRule)
-            on_tensors, ring = device.update_kernel(rule, precision), DeviceRing(self.store)
-            passing = DeviceBlockStream(self.store, on_tensors, self._lanes, stream.finished, device, ring)
-            passing.damage = stream.damage
-            self._streams.append(passing)
-            through_device = Updater(self.store, self.gradients, passing)
-            self._updater = Updaters(Updater(self.store, self.gradients, stream), through_device, on_device)
-        elif plan.options.max_staleness is None:
-            self._updater = Updaters(Updater(self.store, self.gradients, stream))
-        else:
-            self._updater = AsyncUpdater(self.store, units, stream)
+        if isinstance(self._updater, AsyncUpdater):
+            assert plan.options.max_staleness is not None
             self._publisher = Publisher(
                 self._updater, units, plan.options.max_staleness, self._show_published, self._meter.stalled
             )
-        self.damage = stream.damage
+        self.damage = self._streams[0].damage
         self.saver = Saver()
         speculated_on = self._updater.cpu if isinstance(self._updater, Updaters) else None
         self._speculation = Speculation(

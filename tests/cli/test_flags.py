@@ -13,8 +13,8 @@ OF_A_RUN = {
     # Which values states take, not how many.
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
     "optim.schedule", "optim.min_lr_ratio", "routing.top_k", "routing.capacity_factor", "routing.balance_coefficient",
-    # Not simulated.
-    "update", "max_staleness",
+    # Not planned.
+    "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
 }  # fmt: skip
 OF_A_MACHINE = {"hardware", "nodes", "gpus_per_node", "max_model", "json", "plot"}
 

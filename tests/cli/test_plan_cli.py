@@ -124,7 +124,7 @@ def test_the_largest_model_trains_and_a_seventh_more_is_refused_before_anything_
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    memory = ("--memory.host", "60MiB", "--memory.ssd", f"{disk}:80MiB")
+    memory = ("--memory.host", "90MiB", "--memory.ssd", f"{disk}:120MiB")
     # The usual plan, which a machine that was not measured takes.
     done = plan("--max-model", "--hardware", machine, "--seq-len", 32, "--json", "--plan", "usual", *memory)
     assert done.returncode == 0
@@ -138,8 +138,8 @@ def test_the_largest_model_trains_and_a_seventh_more_is_refused_before_anything_
     trained = train(answer["model"])
     assert trained.returncode == 0, trained.stderr
     metrics = json.loads((tmp_path / answer["model"] / "metrics.jsonl").read_text().splitlines()[-1])
-    assert metrics["peak_bytes"]["host"] <= sum(answer["bytes"]["host"].values()) <= 60 << 20
-    assert metrics["peak_bytes"].get("ssd", 0) <= sum(answer["bytes"].get("ssd", {}).values()) <= 80 << 20
+    assert metrics["peak_bytes"]["host"] <= sum(answer["bytes"]["host"].values()) <= 90 << 20
+    assert metrics["peak_bytes"].get("ssd", 0) <= sum(answer["bytes"].get("ssd", {}).values()) <= 120 << 20
     shapes = map(gpt_of_step, count())
     larger = next(shape for shape in shapes if shape.params >= 1.15 * answer["params"])
     refused = train(larger.name)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.optim import SGD, Adam, ElementwiseRule, Lion, Precision, flat, jit, kernels, reference
+from pagoda.jit import OPTIONS
+from pagoda.optim import SGD, Adam, ElementwiseRule, Lion, Precision, flat, kernels, reference
 
 from .blocks import EDGES, copy_of, random_block, same_bits
 
@@ -86,7 +87,7 @@ def test_the_bf16_weight_is_its_own_fp32_master(rule: ElementwiseRule) -> None:
 def test_kernels_compile_to_vectors_without_fused_operations(rule: ElementwiseRule) -> None:
     if numba.core.config.CPU_NAME == "generic":
         pytest.skip("compiled for a generic CPU")
-    fresh = numba.njit(**jit.OPTIONS)(kernels.update_kernel(rule, "bf16").py_func)
+    fresh = numba.njit(**OPTIONS)(kernels.update_kernel(rule, "bf16").py_func)
     fresh(*[0] * (len(rule.states("bf16")) + 2), *rule.scalars(1))
     (assembly,) = fresh.inspect_asm().values()
     assert "fmadd" not in assembly

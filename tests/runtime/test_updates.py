@@ -216,7 +216,7 @@ def test_the_most_urgent_update_comes_first_and_equals_in_the_order_they_came(tm
 def test_an_urgent_update_whose_gradient_waits_for_an_earlier_one_does_not_go_first(tmp_path: Path) -> None:
     """As on ranks that have all weights: collectives go in order, and one that shares an earlier update's result may
     stand before one that brings a later gradient."""
-    with updates(tmp_path, [[100]] * 3, placement=RESIDENT) as running:
+    with updates(tmp_path, [[100]] * 3, placement=RESIDENT, update_threads=1) as running:
         gate, behind = Gate(), Gate()
         for index, waits_for, urgency in ((0, gate, 99.0), (1, None, 9.0), (2, behind, 1.0)):
             record = running.part.arrive(running.part.units[index])
