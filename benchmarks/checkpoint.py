@@ -13,6 +13,7 @@ import shutil
 import statistics
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import tyro
@@ -100,13 +101,14 @@ def main(
     restart_spinning_briefly()
     keep_freed_memory()
     console = Console()
-    memories = {"ssd": all_on_ssd(model, seq_len, ssd), "ram": pagoda.Memory()}
     results = {}
-    for name, memory in memories.items():
-        folder = checkpoints / f"benchmark-{name}"
-        folder.mkdir(parents=True)
-        results[name] = measure(model, batch_size, seq_len, memory, folder, count)
-        console.print(name, {key: value for key, value in results[name].items() if key != "all"})
+    with TemporaryDirectory(dir=ssd) as pages:  # what commits keep goes with it
+        memories = {"ssd": all_on_ssd(model, seq_len, pages), "ram": pagoda.Memory()}
+        for name, memory in memories.items():
+            folder = checkpoints / f"benchmark-{name}"
+            folder.mkdir(parents=True)
+            results[name] = measure(model, batch_size, seq_len, memory, folder, count)
+            console.print(name, {key: value for key, value in results[name].items() if key != "all"})
     if out is not None:
         machine = {"processor": platform.processor(), "cores": torch.get_num_threads(), "torch": torch.__version__}
         out.write_text(json.dumps({"model": model, "machine": machine, "results": results}, indent=1))

@@ -173,8 +173,8 @@ def t5_shape(params: float) -> PaperShape:
 
 def with_device_homes(shape: PaperShape, setting: Setting) -> tuple[float, float]:
     """Parameters that would fit if GPU memory that leases leave free were home to state: (in it alone, with the other
-    tiers). A closed form, because no plan has homes on the device: 12 bytes a parameter, and four units, tiled, for
-    leases and collective buffers."""
+    tiers). A closed form, because no plan of several ranks has homes on the device: 12 bytes a parameter, and four
+    units, tiled, for leases and collective buffers."""
     budgets = budgets_of(setting, shape)
     unit = 2 * max(shape.ffn, shape.vocab) * shape.hidden / tiles_of(shape)
     alone = max(0.0, (budgets.device or 0) - 4 * unit)

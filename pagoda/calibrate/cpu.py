@@ -1,5 +1,6 @@
 """The processors and RAM: products, memory bandwidth, and the kernels and copies of the runtime's lanes."""
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 
@@ -20,6 +21,12 @@ SCALARS = AdamW().scalars(100, 0.9)
 """Of some step of AdamW; timing does not depend on them."""
 _UNIT_BYTES = 32 << 20
 """Weights copied at a time."""
+_HANDOVER_SIZE = 512
+"""Of products as long as a small model's operators: a millisecond or so."""
+_HANDOVER_NUMEL = 1 << 12
+_HANDOVERS = 32
+_LEAST_TURNS = 5
+_LEAST_HANDOVER_S = 1e-6
 
 
 def measure_cpu(meter: Meter, threads: int) -> Cpu:
@@ -35,6 +42,7 @@ def measure_cpu(meter: Meter, threads: int) -> Cpu:
         fp32=matmul_rate(meter, torch.float32, device, effort.tokens, effort.width),
         copy_bytes_per_s=_copy_rate(meter),
         gradient_bytes_per_s=_gradient_rate(meter),
+        handover_s=_handover(meter),
     )
 
 
@@ -82,6 +90,35 @@ def _gradient_rate(meter: Meter) -> Figure:
             store(target.data_ptr() + ahead, source.data_ptr() + ahead, min(BOUNCE_ELEMENTS, numel - start))
 
     return _on_lane(meter, "d2h", numel * source.element_size(), take)
+
+
+def _handover(meter: Meter) -> Figure:
+    """What a product loses when a lane's thread takes up a small piece of work beside it."""
+    meter.report("work handed to other threads")
+    left = torch.ones(_HANDOVER_SIZE, _HANDOVER_SIZE)
+    gradient = filled(_HANDOVER_NUMEL, torch.bfloat16, 1.0)
+    into = filled(_HANDOVER_NUMEL, torch.bfloat16, 1.0)
+    store = gradient_kernels("bf16").store_gradient
+
+    def piece() -> None:
+        store(into.data_ptr(), gradient.data_ptr(), _HANDOVER_NUMEL)
+
+    def seconds(handing: bool) -> float:
+        start = time.perf_counter()
+        for _ in range(_HANDOVERS):
+            left @ left
+            if handing:
+                lane.submit(piece)
+        return (time.perf_counter() - start) / _HANDOVERS
+
+    with closing(Lane("d2h")) as lane:
+        seconds(handing=True)
+        samples: list[float] = []
+        end = time.perf_counter() + meter.effort.figure_s
+        while len(samples) < _LEAST_TURNS or time.perf_counter() < end:
+            alone = seconds(handing=False)
+            samples.append(max(_LEAST_HANDOVER_S, seconds(handing=True) - alone))
+    return meter.figure(samples, f"beside products of {_HANDOVER_SIZE} x {_HANDOVER_SIZE} fp32")
 
 
 def _on_lane(meter: Meter, name: str, nbytes: int, work: Callable[[], None]) -> Figure:

@@ -23,6 +23,7 @@ _LABELS = {
     "reached_flop_per_s": "transformer block",
     "copy_bytes_per_s": "copy to a device in RAM",
     "gradient_bytes_per_s": "gradient stored",
+    "handover_s": "compute lost to each piece of other work",
     "h2d_bytes_per_s": "RAM to GPU",
     "d2h_bytes_per_s": "GPU to RAM",
     "both_bytes_per_s": "both at once",
@@ -69,6 +70,8 @@ def _walk(part: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 def _value(name: str, value: float) -> str:
     """The base unit is in the field's name."""
+    if name == "handover_s":
+        return f"{value * 1e3:.2f} ms"
     if name.endswith("flop_per_s"):
         return f"{value / 1e12:,.2f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"
     if name.endswith("params_per_s"):

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from pagoda.errors import ConfigError
 
 FORMAT = "pagoda-hardware"
-VERSION = 3
+VERSION = 4
 """Of the JSON file; a file of another version is refused, because measuring again takes a minute."""
 
 MatmulType = Literal["bf16", "fp32"]
@@ -91,6 +91,8 @@ class Cpu:
     """Bytes copied from RAM to an arena that stands in for a device, by one lane thread: each is read and written."""
     gradient_bytes_per_s: Figure | None = None
     """Bytes of gradient through the kernel that stores it and sums its squares, on one lane thread."""
+    handover_s: Figure | None = None
+    """Seconds that compute loses to each piece of work that another thread takes up, beside that work."""
 
     def __post_init__(self) -> None:
         if self.cores < 1:

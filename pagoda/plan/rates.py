@@ -64,6 +64,9 @@ class Rates:
         """Lanes that make do with what the others leave: threads that transfer sleep most of the time, so a CPU that
         computes runs them first."""
         self._shares: dict[frozenset[str], dict[str, float]] = {}
+        computes = hardware.device is None and cpu.handover_s is not None
+        self.handover_s = cpu.handover_s.value if computes and cpu.handover_s is not None else 0.0
+        """What compute loses to each piece of work of a lane, where the CPU computes."""
 
     def seconds(self, lane: str, nbytes: int) -> float:
         """How long a lane that moves bytes takes for `nbytes` alone. Raises ConfigError if there is no such lane."""

@@ -245,7 +245,8 @@ class Simulation:
         for blocker in self._gradients.make_room(unit):
             self._wait(blocker)
         seconds = self._rates.seconds("d2h", nbytes)
-        task = self._lanes.submit("d2h", f"offload {spec.name}", nbytes, seconds, self._reduce(spec))
+        arrivals = sum(slot.param.trainable for slot in spec.slots)
+        task = self._lanes.submit("d2h", f"offload {spec.name}", nbytes, seconds, self._reduce(spec), arrivals)
         self._offloads.append((task, spec.trainable_numel * plan.layout.offloaded_itemsize))
         self._last_offload[unit] = task
         while self._offloads and (

@@ -33,8 +33,18 @@ class SimulatedLanes:
         self._rates = rates
         self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES, COLLECTIVE)}
         self._active: dict[str, Task] = {}
+        self._handed_over = 0
+        """Pieces of work that lanes have been given since compute last began something."""
 
-    def submit(self, lane: str, name: str, nbytes: int, seconds: float, after: Iterable[Task] = ()) -> Task:
+    def submit(
+        self, lane: str, name: str, nbytes: int, seconds: float, after: Iterable[Task] = (), pieces: int = 1
+    ) -> Task:
+        """Work of `seconds` at the lane's full rate; the runtime gives it to the lane in so many `pieces`."""
+        if lane == COMPUTE:
+            seconds += self._handed_over * self._rates.handover_s
+            self._handed_over = 0
+        else:
+            self._handed_over += pieces
         task = Task(lane, name, seconds, nbytes)
         for other in after:
             if not other.done:

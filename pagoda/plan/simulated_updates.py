@@ -66,6 +66,9 @@ class SimulatedUpdater:
         self._touched_per_element = layout.bytes_per_update
         self._streamed = [self._streamed_bytes(unit) for unit in plan.units]
         """Bytes of each unit that its update brings from elsewhere, and takes back."""
+        homes = [[placement.home(unit.index, state.name) for state in layout.states] for unit in plan.units]
+        self._streams = [len(layout.states) if on_device else of_unit.count(SSD) for of_unit in homes]
+        """States of each unit that its update moves, each by itself."""
         self._elements = [layout.updated_elements(unit) for unit in plan.units]
         """Parameters of each unit that this rank updates."""
         self._slower = [self._copying(unit) for unit in plan.units]
@@ -167,16 +170,19 @@ class SimulatedUpdater:
             if ahead is None and not self._slots:
                 return False
             gradient = (stop - start) * self._plan.layout.itemsize(GRAD) if self._on_device else 0
-            reads = [ahead or self._read(unit, nbytes + gradient)]
+            reads = [ahead or self._read(unit, nbytes + gradient, stop - start)]
         name = f"update {self._name(unit)}"
         touched = int((stop - start) * self._touched_per_element)
         rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
         seconds = update.steps * rate(stop - start) * self._slower[unit]
-        task = self._lanes.submit(self._path.update, name, touched, seconds, reads)
+        blocks = ceil((stop - start) / self._plan.layout.block_elements)
+        pieces = 2 * blocks if streamed else blocks  # the updater too wakes for each block's slot
+        task = self._lanes.submit(self._path.update, name, touched, seconds, reads, pieces)
         self._computed.append(task)
         if streamed:
             seconds = self._rates.seconds(self._path.write, nbytes)
-            write = self._lanes.submit(self._path.write, f"write {self._name(unit)}", nbytes, seconds, [task])
+            pieces = blocks * self._streams[unit]
+            write = self._lanes.submit(self._path.write, f"write {self._name(unit)}", nbytes, seconds, [task], pieces)
             self._writes.append(write)
             write.then.append(self._slot_is_free)
         self._next_chunk = stop
@@ -214,7 +220,7 @@ class SimulatedUpdater:
         if start >= total:
             return False
         elements = min(start + self._chunk, total) - start
-        self._ahead[start] = self._read(unit, elements * self._streamed[unit] // total)
+        self._ahead[start] = self._read(unit, elements * self._streamed[unit] // total, elements)
         return True
 
     def _drop_ahead(self) -> None:
@@ -222,10 +228,11 @@ class SimulatedUpdater:
             self._lanes.when_all([task], self._slot_is_free)
         self._ahead, self._ahead_unit = {}, -1
 
-    def _read(self, unit: int, nbytes: int) -> Task:
+    def _read(self, unit: int, nbytes: int, elements: int) -> Task:
         self._slots -= 1
         seconds = self._rates.seconds(self._path.read, nbytes)
-        return self._lanes.submit(self._path.read, f"read {self._name(unit)}", nbytes, seconds)
+        pieces = self._streams[unit] * ceil(elements / self._plan.layout.block_elements)
+        return self._lanes.submit(self._path.read, f"read {self._name(unit)}", nbytes, seconds, pieces=pieces)
 
     def _slot_is_free(self) -> None:
         self._slots += 1

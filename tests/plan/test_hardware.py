@@ -185,7 +185,7 @@ def damaged(**changes: Any) -> str:
         ("", "Expecting value"),
         ("[]", "not JSON with"),
         ('{"format": "other"}', "not JSON with"),
-        (damaged(version=1), "version 1; this Pagoda reads version 3"),
+        (damaged(version=1), "version 1; this Pagoda reads version 4"),
         (damaged(hardware=3), "hardware is not an object"),
         (damaged(**{"hardware.cpu": ...}), r"hardware lacks \['cpu'\]"),
         (damaged(**{"hardware.tpu": 1}), r"unknown \['tpu'\]"),
