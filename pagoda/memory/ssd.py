@@ -413,12 +413,12 @@ class StripedFile:
         drives, pages = self._drive[slots].tolist(), self._page[slots].tolist()
         for index, file in enumerate(self.files):
             mine = [i for i, drive in enumerate(drives) if drive == index]
-            while mine:
-                count = 1
-                while count < len(mine) and pages[mine[count]] == pages[mine[0]] + count:
-                    count += 1
-                part, mine = mine[:count], mine[count:]
-                if part[-1] - part[0] == count - 1:
+            start = stop = 0
+            while start < len(mine):
+                while stop < len(mine) and pages[mine[stop]] - pages[mine[start]] == stop - start:
+                    stop += 1
+                part, start = mine[start:stop], stop
+                if part[-1] - part[0] == len(part) - 1:
                     views = [data[part[0] * size : (part[-1] + 1) * size]]
                 else:
                     views = [data[i * size : (i + 1) * size] for i in part]

@@ -15,7 +15,7 @@ from pagoda.plan.activations import BUFFERED
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.places import Place
-from pagoda.runtime.saved import SavedStorage, SavedStorages
+from pagoda.runtime.saved import AbsentTensor, SavedStorage, SavedStorages
 
 _MOST_OF_STORAGE = 8
 """A tensor that is less than one in so many bytes of its storage stays: moving it would move all of that."""
@@ -66,27 +66,14 @@ class Offloaded:
             at += nbytes
 
 
-class OffloadedTensor:
+class OffloadedTensor(AbsentTensor):
     """What a graph keeps in place of a tensor that was offloaded."""
 
-    __slots__ = ("_counter", "copy", "dtype", "offset", "position", "shape", "stride", "version")
+    __slots__ = ("copy",)
 
     def __init__(self, tensor: torch.Tensor, copy: Offloaded, position: int) -> None:
+        super().__init__(tensor, position)
         self.copy = copy
-        self.position = position
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.version = tensor._version
-        # Shares the tensor's version counter, but not its storage.
-        self._counter = tensor.detach()
-        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-    @property
-    def modified(self) -> bool:
-        """Whether the tensor was changed in place since."""
-        return self._counter._version != self.version
 
 
 _Pages = tuple[Place, tuple[Piece, ...]]

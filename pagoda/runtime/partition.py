@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pagoda.errors import UsageError
 from pagoda.runtime.offload import modified
-from pagoda.runtime.saved import SavedStorage
+from pagoda.runtime.saved import AbsentTensor, SavedStorage
 
 LEAST_BYTES = 4096
 """Storages with less stay whole."""
@@ -37,27 +37,14 @@ class PartitionedStorage:
         self.version = version
 
 
-class PartitionedTensor:
+class PartitionedTensor(AbsentTensor):
     """What a graph keeps in place of a tensor whose storage was partitioned."""
 
-    __slots__ = ("_counter", "dtype", "offset", "position", "shape", "storage", "stride", "version")
+    __slots__ = ("storage",)
 
     def __init__(self, tensor: torch.Tensor, storage: PartitionedStorage, position: int) -> None:
+        super().__init__(tensor, position)
         self.storage = storage
-        self.position = position
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.version = tensor._version
-        # Shares the tensor's version counter, but not its storage.
-        self._counter = tensor.detach()
-        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-    @property
-    def modified(self) -> bool:
-        """Whether the tensor was changed in place since."""
-        return self._counter._version != self.version
 
 
 class Partitioner:

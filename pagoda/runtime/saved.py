@@ -76,3 +76,25 @@ class SavedStorages:
             found = self._known.pop(self._dead.popleft())
             if found.counted:
                 self._live_bytes -= found.nbytes
+
+
+class AbsentTensor:
+    """What a graph keeps in place of a tensor whose storage is elsewhere: how it lies there, and its version."""
+
+    __slots__ = ("_counter", "dtype", "offset", "position", "shape", "stride", "version")
+
+    def __init__(self, tensor: torch.Tensor, position: int) -> None:
+        self.position = position
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset()
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.version = tensor._version
+        # Shares the tensor's version counter, but not its storage.
+        self._counter = tensor.detach()
+        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    @property
+    def modified(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        return self._counter._version != self.version

@@ -106,6 +106,20 @@ def test_every_byte_of_the_plans_ops_is_moved_and_no_other(case: Case) -> None:
 
 
 @settings(deadline=None)
+@given(plans(separate=False))
+def test_compute_waits_for_each_piece_of_work_handed_to_a_thread_beside_it(plan: Plan) -> None:
+    handing = replace(FAST, cpu=replace(FAST.cpu, handover_s=figure(1e-3)))
+    times = [1e-3] * (len(plan.trace.accesses) - 1)
+    more_s = simulate(plan, handing, times).step_s - simulate(plan, FAST, times).step_s
+
+    arrivals = sum(
+        slot.param.trainable for op in plan.ops if op.kind is Kind.OFFLOAD for slot in plan.units[op.unit].slots
+    )
+    assert arrivals
+    assert more_s >= arrivals * 1e-3 * 0.99
+
+
+@settings(deadline=None)
 @given(simulated())
 def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_its_rate(case: Case) -> None:
     plan, machine, ticks, timeline = case
