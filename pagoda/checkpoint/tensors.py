@@ -20,7 +20,9 @@ from typing import Any
 import torch
 import xxhash
 
+from pagoda.checkpoint.direct import DirectFile
 from pagoda.errors import CheckpointError
+from pagoda.memory.page import PAGE_ALIGN
 from pagoda.plan.layout import PIECE_ELEMENTS
 
 _NAMES = {
@@ -47,8 +49,9 @@ _NAMES = {
 """The format's names, as the library has them; F4, which packs two elements into a byte, is not supported."""
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER_BYTES = 100 << 20
-_UNSYNCED_BYTES = 64 << 20
-"""Most bytes of a file that the kernel has and the disk has not, while it is written."""
+_DIRECT_ALIGN = 512
+"""What direct I/O needs of an address in memory; every parameter's state in a unit lies on a multiple of it, with few
+exceptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,10 @@ HashTable = Mapping[str, Sequence[Sequence[Any]]]
 
 
 class TensorWriter:
-    """A safetensors file that is filled in any order, and hashed as it is.
+    """A safetensors file that is filled in any order, by any thread, and hashed as it is.
 
-    Its space is reserved when it is opened, so a disk without room refuses it at once. Data goes to the disk as it is
-    written and leaves the page cache, so that one large file cannot fill RAM with what waits to be written.
+    Its space is reserved when it is opened, so a disk without room refuses it at once. Data goes past the page cache:
+    it begins at a whole block of the file, and tensors whose length would shift what follows them come last.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], shared: bool = False) -> None:
@@ -109,7 +112,8 @@ class TensorWriter:
         Raises OSError where the file cannot be made or the disk has no room for it.
         """
         self.path = path
-        header, data = _header(specs)
+        specs = sorted(specs, key=lambda spec: spec.nbytes % _DIRECT_ALIGN != 0)
+        header, data = _header(specs, PAGE_ALIGN)
         self._itemsize = {spec.name: spec.dtype.itemsize for spec in specs}
         self._start: dict[str, int] = {}
         end = len(header)
@@ -119,12 +123,11 @@ class TensorWriter:
         assert end == len(header) + data
         self.pieces: Pieces = {spec.name: {} for spec in specs}
         """What has been written."""
-        self._unsynced = 0
-        self._fd = os.open(path, os.O_WRONLY | (0 if shared else os.O_CREAT | os.O_EXCL), 0o666)
+        self._file = DirectFile(path, create=not shared)
         try:
             if not shared:
-                os.posix_fallocate(self._fd, 0, end)
-                self._pwrite(memoryview(header), 0)
+                self._file.reserve(end)
+                self._file.pwrite(memoryview(header), 0)
         except BaseException:
             self.close()
             raise
@@ -133,29 +136,16 @@ class TensorWriter:
         """Write a piece of a tensor, as bytes, from its element `start` on. Raises OSError as the disk does."""
         itemsize = self._itemsize[name]
         self.pieces[name][start] = data.nbytes // itemsize, piece_hash(data)
-        self._pwrite(data, self._start[name] + start * itemsize)
-        self._unsynced += data.nbytes
-        if self._unsynced >= _UNSYNCED_BYTES:
-            os.fdatasync(self._fd)
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            self._unsynced = 0
+        self._file.pwrite(data, self._start[name] + start * itemsize)
 
     def finish(self) -> None:
         """Sync and close the file."""
-        os.fsync(self._fd)
+        self._file.sync()
         self.close()
 
     def close(self) -> None:
         """Close the file as it is. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _pwrite(self, data: memoryview, offset: int) -> None:
-        data = data.cast("B")
-        while data:
-            written = os.pwrite(self._fd, data, offset)
-            data, offset = data[written:], offset + written
+        self._file.close()
 
 
 def hash_table(specs: Sequence[TensorSpec], written: Iterable[Pieces]) -> dict[str, list[list[Any]]]:
@@ -205,8 +195,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat
 
 
-def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
-    """What a file starts with, and the bytes of data that follow it."""
+def _header(specs: Sequence[TensorSpec], align: int = 8) -> tuple[bytes, int]:
+    """What a file starts with, a multiple of `align` bytes, and the bytes of data that follow it."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
@@ -217,7 +207,7 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
         }
         end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text, end
 
 

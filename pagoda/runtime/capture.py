@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from pagoda.checkpoint.tensors import tensor_bytes
@@ -42,13 +43,14 @@ class Capture:
     """The states of every unit after the last update that was queued when the capture was made.
 
     A unit's turn comes when that update has been written home; until its next one, its pieces can be read where they
-    live. The writer takes them in the order in which their next updates are expected. The updater calls
-    `before_update` before it touches a block: pieces not written by then are copied to spare frames, as far as these
-    go, and the update waits while the writer writes the others before anything else. Pieces on SSD are never copied.
-    Extents that stay on SSD have no pieces: they are added to `frozen` when their unit's turn comes.
+    live. Writers take them in the order in which their next updates are expected, so that they stay ahead of those as
+    long as the drive takes all states in the time of a step. The updater calls `before_update` before it touches a
+    block: pieces not written by then are copied to spare frames, as far as these go, and the update waits while the
+    others are written before anything else. Pieces on SSD are never copied. Extents that stay on SSD have no pieces:
+    they are added to `frozen` when their unit's turn comes.
 
     `_lock` guards all of it. Every piece is in one place: with the originals, among the urgent ones, among the copies,
-    or in the hands of the updater (being copied) or the writer.
+    or in the hands of the updater (being copied) or of a writer.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Capture:
         pending: Mapping[int, Handle],
         extents: Mapping[int, list[Run]],
     ) -> None:
-        """`pieces` in the order of their next updates. `pending`: the handles of updates that belong to the capture.
+        """`pieces` in the order of their units' next updates. `pending`: the handles of updates that the capture has.
 
         `extents`: unit -> runs on SSD that are to be kept there.
         """
@@ -68,12 +70,13 @@ class Capture:
         """The pages on SSD, of all units once `pieces` has ended."""
         self._extents = dict(extents)
         self._lock = threading.Condition()
-        self._originals: dict[int, deque[Piece]] = {}
+        by_unit: dict[int, list[Piece]] = {}
         for piece in pieces:
-            self._originals.setdefault(piece.unit, deque()).append(piece)
+            by_unit.setdefault(piece.unit, []).append(piece)
+        self._originals = {unit: deque(sorted(of, key=lambda piece: piece.changed)) for unit, of in by_unit.items()}
         self._urgent: deque[Piece] = deque()
         self._copies: deque[Piece] = deque()
-        self._writing: Piece | None = None
+        self._writing: list[Piece] = []
         self._left = sum(map(len, self._originals.values()))
         self._ready: set[int] = set()
         """Units whose states are those to capture."""
@@ -83,6 +86,8 @@ class Capture:
         self._spare = PagePool(frames.count, frames.start)
         bounced = any(self._bounced(piece) for unit in self._originals.values() for piece in unit)
         self._bounce = self._spare.alloc(store.plan.layout.piece_pages) if bounced else None
+        self._bouncing = threading.Lock()
+        """Held by the writer that uses `_bounce`."""
         for unit in {*self._originals, *self._extents} - pending.keys():
             self._turn_to(unit)
         for unit, handle in pending.items():
@@ -108,23 +113,23 @@ class Capture:
         with self._lock:
             self._copies.extend(copied)
             self._lock.notify_all()
-            writing = self._writing
-            if writing is not None and writing.copy is None and writing.unit == unit and writing.overlaps(start, stop):
-                awaited.append(writing)
+            awaited += [p for p in self._writing if p.copy is None and p.unit == unit and p.overlaps(start, stop)]
             self._lock.wait_for(lambda: self._over or all(piece.written for piece in awaited))
 
     def pieces(self) -> Iterator[tuple[Piece, memoryview]]:
         """Every piece once, with its bytes, which stay as they are until the next one is asked for.
 
-        Raises the error of an update whose result belongs to the capture.
+        Several threads may each ask for pieces of their own; those of all are every piece. It ends early where another
+        has called `end`. Raises the error of an update whose result belongs to the capture.
         """
         while (piece := self._take()) is not None:
-            yield piece, self._bytes(piece)
+            with self._bouncing if piece.copy is None and self._bounced(piece) else nullcontext():
+                yield piece, self._bytes(piece)
             with self._lock:
                 if piece.copy is not None:
                     self._spare.free(piece.copy)
                 piece.written = True
-                self._writing = None
+                self._writing.remove(piece)
                 self._left -= 1
                 self._lock.notify_all()
 
@@ -149,14 +154,17 @@ class Capture:
             self.frozen.add(run)
 
     def _take(self) -> Piece | None:
-        """The next piece to write, once there is one; None when every piece is written and every extent frozen."""
+        """The next piece to write, once there is one; None when every piece is written and every extent frozen, or all
+        is over."""
         with self._lock:
             while True:
                 if self._error is not None:
                     raise self._error
-                self._writing = self._next()
-                if self._writing is not None or not (self._left or self._extents):
-                    return self._writing
+                if self._over or not (self._left or self._extents):
+                    return None
+                if (piece := self._next()) is not None:
+                    self._writing.append(piece)
+                    return piece
                 self._lock.wait()
 
     def _next(self) -> Piece | None:

@@ -2,14 +2,20 @@
 
 from collections.abc import Callable
 
-from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.lanes import Handle, Lane, wait_all
+
+_WRITERS = 2
+"""Threads that write the pieces of a checkpoint: while one hashes, the other's transfer keeps the drive busy."""
 
 
 class Saver:
-    """A thread that writes checkpoints. An error of it waits until somebody asks, and is raised once."""
+    """A thread that writes checkpoints, with others for their pieces. An error of it waits until somebody asks, and is
+    raised once.
+    """
 
     def __init__(self) -> None:
         self._lane = Lane("checkpoint")
+        self._writers = Lane("checkpoint_pieces", _WRITERS)
         self._job: Handle | None = None
 
     @property
@@ -21,6 +27,10 @@ class Saver:
         """Write a checkpoint in the background; the one before has ended."""
         assert self._job is None
         self._job = self._lane.submit(work)
+
+    def divide(self, work: Callable[[], None]) -> None:
+        """Do `work` on every writer at once and wait for all, as part of a checkpoint's job; raises the first error."""
+        wait_all([self._writers.submit(work) for _ in range(_WRITERS)])
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, if there is one; raises the error of the last."""
@@ -44,6 +54,7 @@ class Saver:
             self._job.wait_until_done()
 
     def close(self) -> None:
-        """Finish the checkpoint that is being written, and join the thread. Raises its error."""
+        """Finish the checkpoint that is being written, and join the threads. Raises its error."""
         self._lane.close()
+        self._writers.close()
         self.wait()

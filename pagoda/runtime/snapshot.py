@@ -135,8 +135,7 @@ class Snapshot:
             wire = together.saver_wire if together is not None else None
             files = Files(directory, {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
             with files.open():
-                for piece, data in capture.pieces():
-                    files.write(piece.state, piece.name, piece.start, data)
+                self._engine.saver.divide(partial(_write_pieces, capture, files))
                 for name, buffer in buffers.items() if files.first else ():
                     for start, count in chunks(buffer.numel()):
                         files.write(BUFFERS, name, start, tensor_bytes(buffer.reshape(-1)[start : start + count]))
@@ -301,6 +300,16 @@ class Snapshot:
                 check_rng(state)
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _write_pieces(capture: Capture, files: Files) -> None:
+    """Write pieces until none are left, as one of several threads; an error of one ends the work of all."""
+    try:
+        for piece, data in capture.pieces():
+            files.write(piece.state, piece.name, piece.start, data)
+    except BaseException:
+        capture.end()
+        raise
 
 
 def _whole(unit: LiveUnit, slot: int) -> tuple[str, int]:

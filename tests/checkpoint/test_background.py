@@ -1,5 +1,6 @@
 """A checkpoint that is written while training goes on is the state at the call, and changes nothing of the run."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from zoo import RESIDENT, Recipe, loss_of
 
 import pagoda
 from pagoda.checkpoint.tensors import TensorWriter
+from pagoda.runtime import saver
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.runtime.rank_files import Files
 
 from .test_resume import HALF, LLAMA, PLACES, Result, Run, assert_same, data, on_ssd, uninterrupted
 
@@ -170,6 +173,28 @@ def test_a_run_whose_checkpoint_failed_goes_on_from_where_it_was(tmp_path: Path)
     with pytest.raises(pagoda.StorageError):
         run.save(tmp_path / "step")
     run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
+
+
+def test_states_are_written_in_the_order_in_which_updates_will_change_them(tmp_path: Path, monkeypatch: Patch) -> None:
+    """All states of a parameter before those of the next one, as its update goes, from forward's first on."""
+    monkeypatch.setattr(saver, "_WRITERS", 1)
+    written: list[str] = []
+    write = Files.write
+
+    def noted(self: Files, file: str, name: str, start: int, piece: memoryview) -> None:
+        written.append(name)
+        write(self, file, name, start, piece)
+
+    monkeypatch.setattr(Files, "write", noted)
+    run = Run(LLAMA, RESIDENT).train(0, 1)
+    run.optimizer.drain()
+    run.optimizer.save_checkpoint(tmp_path / "step")
+    names = [name for name, _ in itertools.groupby(written)]
+    assert len(written) == 4 * len(names)
+    assert sorted(names) == sorted(name for name, _ in run.model.named_parameters())
+    assert names[0].endswith("embed_tokens.weight")
+    assert "norm" in names[-1] or "head" in names[-1]
+    run.optimizer.close()
 
 
 def test_no_thread_is_left_after_close(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagoda.checkpoint import tensors
-from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks, write_tensors
+from pagoda.checkpoint.tensors import TensorFile, TensorSpec, TensorWriter, chunks, write_tensors
 from pagoda.errors import CheckpointError
 
 DTYPES = sorted(tensors._NAMES, key=str)
@@ -60,6 +60,40 @@ def test_files_written_in_pieces_are_read_by_the_safetensors_library(
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == found.keys()
     assert all(same_bits(loaded[name], tensor) for name, tensor in found.items())
+
+
+@in_a_folder
+@given(tensor_sets(LIBRARY_READS), st.data())
+def test_files_filled_in_any_order_are_read_by_the_safetensors_library(
+    tmp_path: Path, found: dict[str, torch.Tensor], data: st.DataObject
+) -> None:
+    path = tmp_path / "some.safetensors"
+    path.unlink(missing_ok=True)
+    writer = TensorWriter(path, specs_of(found))
+    pieces = []
+    for name, tensor in found.items():
+        flat = tensor.reshape(-1)
+        cut = data.draw(st.integers(0, flat.numel()))
+        pieces += [(name, 0, flat[:cut]), (name, cut, flat[cut:])]
+    for name, start, piece in data.draw(st.permutations(pieces)):
+        writer.write(name, start, tensors.tensor_bytes(piece))
+    writer.finish()
+    loaded = safetensors.torch.load_file(path)
+    assert loaded.keys() == found.keys()
+    assert all(same_bits(loaded[name], tensor) for name, tensor in found.items())
+
+
+def test_lengths_that_would_shift_other_tensors_off_the_drives_blocks_come_last(tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    shapes = {"odd": (3,), "even": (256,), "longer": (1024,), "also_odd": (257,)}
+    writer = TensorWriter(path, [TensorSpec(name, torch.bfloat16, shape) for name, shape in shapes.items()])
+    writer.close()
+    text = path.read_bytes()
+    data = 8 + int.from_bytes(text[:8], "little")
+    header = json.loads(text[8:data])
+    assert data % 4096 == 0
+    assert [name for name in header if name in shapes] == ["even", "longer", "odd", "also_odd"]
+    assert header["odd"]["data_offsets"][0] == 2 * (256 + 1024)
 
 
 @in_a_folder
