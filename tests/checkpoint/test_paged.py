@@ -32,7 +32,7 @@ def test_state_on_ssd_is_kept_and_not_copied(tmp_path: Path) -> None:
     saved(tmp_path / "step", tmp_path / "ssd")
     assert PAGED in read_manifest(tmp_path / "step")
     for file in (tmp_path / "step").glob("*.safetensors"):
-        assert file.stat().st_size < 1000, "headers only"
+        assert file.stat().st_size <= 4096, "headers only"
     with Checkpoint(tmp_path / "step") as checkpoint:
         assert checkpoint.specs("weight").keys() == checkpoint.specs("exp_avg").keys()
 
