@@ -1,10 +1,10 @@
 """Ranks under Pagoda, beside plain DDP and FSDP2 with CPU offload: seconds of a step and memory of a rank.
 
-Weak scaling: each of three kinds trains the same model on the same batches in fresh processes, in turn, for several
-rounds: one rank, then two with as many sequences each. Memory: Pagoda on one, two and four ranks, by its ledger and as
-resident memory that training adds. The model is one whose state outweighs its activations. Figures are of the slowest
-or largest rank: seconds of a step (median over rounds of their medians), most resident memory, and what is left of it
-when a step has ended.
+Weak scaling: Pagoda in each ZeRO stage and two others train the same model on the same batches in fresh processes, in
+turn: one rank, then two with as many sequences each; with few tokens a step, where moving weights and gradients is most
+of it, and with many. Memory: Pagoda on one, two and four ranks, by its ledger and as resident memory that training
+adds. The model is one whose state outweighs its activations. Figures are of the slowest or largest rank: seconds of a
+step (median over rounds of their medians), most resident memory, and what is left of it when a step has ended.
 
     python benchmarks/ranks.py --out benchmarks/results/ranks.json --docs docs/ranks.md
 
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,12 @@ from pagoda.calibrate.meter import cpu_name
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from training import LR, Paged, Workload
 
-KINDS = ("pagoda", "ddp", "fsdp2")
-NAMES = {"pagoda": "Pagoda, stage 3", "ddp": "DDP", "fsdp2": "FSDP2, CPU offload"}
+STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
+NAMES = {**{kind: f"Pagoda, {kind}" for kind in STAGES}, "ddp": "DDP", "fsdp2": "FSDP2, CPU offload"}
+ON_ONE = ("stage 3", "ddp", "fsdp2")
+"""Kinds of one rank, which has nothing to share out."""
+TOKENS_AND_STEPS = ((64, 8), (512, 5))
+"""Tokens of a rank and step, and steps of a round; the first two are not counted."""
 RANKS_OF_MEMORY = (1, 2, 4)
 STATE = ("weight", "weight_low", "exp_avg", "exp_avg_sq")
 """Lines of the ledger that are 12 bytes a parameter on one rank."""
@@ -115,8 +119,8 @@ def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
     workload.build()  # imports, and whatever else building a model leaves, are nobody's
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = resident("VmRSS")
-    if kind == "pagoda":
-        trained: Any = Paged(workload, pagoda.Memory(host="2GiB"))
+    if kind in STAGES:
+        trained: Any = Paged(workload, pagoda.Memory(host="2GiB"), mesh=pagoda.open_mesh(stage=STAGES[kind]))
     else:
         trained = {"ddp": DistributedPlain, "fsdp2": Sharded}[kind](workload)
     batches = workload.batches()
@@ -127,7 +131,7 @@ def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
         ids = next(batches)
         start = time.perf_counter()
         trained.step(ids)
-        if kind == "pagoda":
+        if kind in STAGES:
             trained.optimizer.drain()
         if dist.is_initialized():
             dist.barrier()
@@ -138,7 +142,7 @@ def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
         "kept_bytes": resident("VmRSS") - before,
         "parameters": sum(p.numel() for p in trained.model.parameters()),
     }
-    if kind == "pagoda":
+    if kind in STAGES:
         plan = pagoda.plan_of(trained.model)
         lines = plan.bytes["host"]
         figures |= {"ledger_bytes": plan.peak_bytes["host"], "state_bytes": sum(lines[state] for state in STATE)}
@@ -146,13 +150,12 @@ def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
     return figures
 
 
-def run(kind: str, ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
+def run(kind: str, ranks: int, tokens: int, steps: int, arguments: argparse.Namespace) -> dict[str, float]:
     """One round of one kind, in fresh processes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [__file__, "--rank-of", kind, "--out", folder, "--model", arguments.model]
-        command += ["--batch-size", str(arguments.batch_size), "--seq-len", str(arguments.seq_len)]
-        command += ["--steps", str(arguments.steps)]
+        command += ["--tokens", str(tokens), "--steps", str(steps)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "GLOO_SOCKET_IFNAME": "lo"}
         subprocess.run(command, check=True, env=environment, capture_output=True, timeout=600)
         by_rank = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
@@ -160,19 +163,25 @@ def run(kind: str, ranks: int, arguments: argparse.Namespace) -> dict[str, float
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Weak scaling of all kinds."""
-    rounds: dict[str, list[dict[str, float]]] = {}
+    """Weak scaling of all kinds, by tokens of a rank and step."""
+    cases = [(tokens, steps, kind, ranks) for tokens, steps in TOKENS_AND_STEPS for kind in NAMES for ranks in (1, 2)]
+    rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
     for _ in range(arguments.rounds):
-        for kind in KINDS:
-            for ranks in (1, 2):
-                rounds.setdefault(f"{kind} x{ranks}", []).append(run(kind, ranks, arguments))
-    figures = {name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in rounds.items()}
+        for tokens, steps, kind, ranks in cases:
+            if ranks > 1 or kind in ON_ONE:
+                of_tokens = rounds.setdefault(str(tokens), {})
+                of_tokens.setdefault(f"{kind} x{ranks}", []).append(run(kind, ranks, tokens, steps, arguments))
+    figures = {
+        tokens: {name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in by.items()}
+        for tokens, by in rounds.items()
+    }
     return {"figures": figures, "rounds": rounds}
 
 
 def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Pagoda's memory on several numbers of ranks."""
-    return {f"x{ranks}": run("pagoda", ranks, arguments) for ranks in RANKS_OF_MEMORY}
+    tokens, _ = TOKENS_AND_STEPS[0]
+    return {f"x{ranks}": run("stage 3", ranks, tokens, 3, arguments) for ranks in RANKS_OF_MEMORY}
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -181,18 +190,17 @@ def tables(result: dict[str, Any]) -> str:
     parameters = next(iter(result["memory"].values()))["parameters"]
     lines = [
         f"{result['machine']}, one core a rank ({os.cpu_count()} cores), {settings['model']} "
-        f"({parameters / 1e6:.1f} M parameters), "
-        f"{settings['batch_size']} x {settings['seq_len']} tokens a rank and step.",
+        f"({parameters / 1e6:.1f} M parameters).",
         "",
-        "| | step, 1 rank | step, 2 ranks | memory of a rank, 1 | memory of a rank, 2 |",
-        "|---|---|---|---|---|",
+        "| tokens a rank and step | | step, 1 rank | step, 2 ranks | memory of a rank, 1 | memory of a rank, 2 |",
+        "|---|---|---|---|---|---|",
     ]
-    for kind in KINDS:
-        one, two = (result["speed"]["figures"][f"{kind} x{ranks}"] for ranks in (1, 2))
-        lines.append(
-            f"| {NAMES[kind]} | {one['step_s']:.2f} s | {two['step_s']:.2f} s | {one['peak_bytes'] / 2**20:,.0f} MiB "
-            f"| {two['peak_bytes'] / 2**20:,.0f} MiB |"
-        )
+    for tokens, figures in result["speed"]["figures"].items():
+        for kind, name in NAMES.items():
+            both = [figures.get(f"{kind} x{ranks}") for ranks in (1, 2)]
+            seconds = ["-" if one is None else f"{one['step_s']:.2f} s" for one in both]
+            peaks = ["-" if one is None else f"{one['peak_bytes'] / 2**20:,.0f} MiB" for one in both]
+            lines.append("| " + " | ".join([tokens, name, *seconds, *peaks]) + " |")
     lines += [
         "",
         "| ranks | 12 bytes a parameter / N | state in the ledger | all of the ledger | resident after a step | peak |",
@@ -216,26 +224,25 @@ def main() -> None:
     restart_spinning_briefly()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt-16x512")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of a rank")
     parser.add_argument("--part", choices=("all", "speed", "memory", "docs"), default="all")
     parser.add_argument("--docs", type=Path, help="where to write the tables")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rank-of", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=list(NAMES), help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    workload = Workload(arguments.model, arguments.batch_size, arguments.seq_len, checkpointing=False)
     if arguments.rank_of:
+        workload = Workload(arguments.model, 1, arguments.tokens, checkpointing=False)
         figures = train(arguments.rank_of, workload, arguments.steps)
         (arguments.out / f"{os.environ['RANK']}.json").write_text(json.dumps(figures))
         return
     result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     if arguments.part != "docs":
         result["machine"] = cpu_name()
-        shared = ("model", "batch_size", "seq_len", "steps", "rounds", "threads")
-        settings = {key: getattr(arguments, key) for key in shared}
+        settings = {key: getattr(arguments, key) for key in ("model", "rounds", "threads")}
+        settings["tokens_and_steps"] = [list(pair) for pair in TOKENS_AND_STEPS]
         if result.get("settings") != settings:  # figures of another shape go
             result = {"machine": result["machine"], "settings": settings}
         for part, measure in (("speed", speed), ("memory", memory)):

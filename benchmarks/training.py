@@ -113,6 +113,7 @@ class Paged:
         speculate: bool | None = None,
         rule: pagoda.AdamW | None = None,
         activations: ActivationMode | None = None,
+        mesh: pagoda.Mesh | None = None,
     ) -> None:
         """By default blocks are recomputed where the workload checkpoints."""
         torch.manual_seed(0)
@@ -126,6 +127,7 @@ class Paged:
             accumulation_steps=1,
             speculate=speculate,
             activations=activations or ("recompute" if workload.checkpointing else "keep"),
+            mesh=mesh,
         )
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:

@@ -186,8 +186,10 @@ def wrap(
     check_experts(model, mesh)
     wire = Wire(mesh.world) if mesh.size > 1 else None
     if wire is not None:
-        check_for_ranks(update == "async", speculate, keep_checkpoints)
-        memory, keep_checkpoints = memory.of_rank(mesh.world), 0
+        check_for_ranks(update == "async", speculate)
+        memory = memory.of_rank(mesh.world)
+        if keep_checkpoints is None and mesh.world.nodes > 1:
+            keep_checkpoints = 0  # other nodes may have drives that nobody else sees
     check_precision(precision)
     check_rule(optimizer, tiled=tile_limit is not None)
     scaler = _scaler(precision, loss_scale)

@@ -14,7 +14,7 @@ import xxhash
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.ssd_tier import forget_commit
 
-FORMAT, VERSION = "pagoda-checkpoint", 3
+FORMAT, VERSION = "pagoda-checkpoint", 4
 MANIFEST = "manifest.json"
 _REMOVED = ".removed"
 
@@ -80,21 +80,21 @@ def partial(directory: Path) -> Path:
 
 
 def remove(directory: Path) -> None:
-    """Delete a checkpoint, and the commit of pages on SSD that it keeps.
+    """Delete a checkpoint, and the commits of pages on SSD that it keeps.
 
     It loses its name first, so that at no instant there is part of a checkpoint; what a crash leaves behind is deleted
     by the next call beside it, or when the SSD directories are next opened. Raises StorageError.
     """
-    reference = None
+    references = []
     with suppress(CheckpointError):  # a damaged one keeps pages until the SSD directories are next opened
-        reference = commit_of(directory)
+        references = commits_of(directory)
     try:
         for leftover in directory.parent.glob(f".*{_REMOVED}"):
             shutil.rmtree(leftover, ignore_errors=True)
         nameless = directory.with_name(f".{directory.name}{_REMOVED}")
         directory.rename(nameless)
         _sync(directory.parent)
-        if reference is not None:
+        for reference in references:
             forget_commit(reference)
         shutil.rmtree(nameless)
     except StorageError:
@@ -103,10 +103,10 @@ def remove(directory: Path) -> None:
         raise StorageError(f"The checkpoint {directory} could not be deleted: {error}") from error
 
 
-def commit_of(directory: Path) -> dict[str, Any] | None:
-    """The reference to the pages on SSD that a checkpoint keeps, or None. Raises CheckpointError as `read_manifest`."""
-    paged: dict[str, Any] = read_manifest(directory).get("paged", {})
-    return paged.get("reference")
+def commits_of(directory: Path) -> list[dict[str, Any]]:
+    """The references to the pages on SSD that a checkpoint keeps, one a rank. Raises CheckpointError as
+    `read_manifest`."""
+    return [rank["reference"] for rank in read_manifest(directory).get("paged", {}).get("ranks", ())]
 
 
 def check_absent(directory: Path) -> None:

@@ -86,8 +86,9 @@ class Checkpoint:
     Raises CheckpointError where the directory is no checkpoint, or something in it is missing or damaged.
     """
 
-    def __init__(self, directory: Path, places: Sequence[str | Path] = ()) -> None:
-        """`places`: directories in which pages on SSD are looked for, beside those in which they were."""
+    def __init__(self, directory: Path, places: Sequence[str | Path] = (), all_pages: bool = True) -> None:
+        """`places`: directories in which pages on SSD are looked for, beside those in which they were. With `all_pages`
+        it is an error if any are not to be found; else, if those are read."""
         self.directory = directory
         self.manifest = read_manifest(directory)
         self._check_manifest()
@@ -101,6 +102,8 @@ class Checkpoint:
             """What it keeps on SSD."""
             if PAGED in self.manifest:
                 self.pages = opened.enter_context(closing(Pages(directory, self.manifest[PAGED], places)))
+                if all_pages:
+                    self.pages.check()
                 for state, source in self.pages.sources.items():
                     self._merge(state, source)
             for whole, cut in self.manifest.get(TILES, {}).items():
@@ -128,6 +131,11 @@ class Checkpoint:
     def specs(self, state: str) -> dict[str, TensorSpec]:
         """The tensors of a state, in the order of the model."""
         return {name: source.specs[name] for name, source in self._sources[state].items()}
+
+    def parts(self, name: str) -> list[str]:
+        """The names under which a parameter is stored."""
+        cut = self.manifest.get(TILES, {}).get(name) or self.manifest.get(SHARDS, {}).get(name)
+        return [name] if cut is None else list(cut["parts"])
 
     def read(self, state: str, name: str, start: int, count: int) -> torch.Tensor:
         """Elements [start, start + count) of a tensor, as a flat copy. Raises CheckpointError where it is damaged."""

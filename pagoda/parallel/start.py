@@ -78,7 +78,7 @@ def check_experts(model: nn.Module, mesh: Mesh) -> None:
             )
 
 
-def check_for_ranks(asynchronous: bool, speculate: bool | None, keep_checkpoints: int | None) -> None:
+def check_for_ranks(asynchronous: bool, speculate: bool | None) -> None:
     """Raises ConfigError for settings of `wrap` that one rank alone can be trained with."""
     why = {
         "update='async'": (asynchronous, "each would lag by its own amount, and gather weights of different steps"),
@@ -87,10 +87,6 @@ def check_for_ranks(asynchronous: bool, speculate: bool | None, keep_checkpoints
     for name, (asked, reason) in why.items():
         if asked:
             raise ConfigError(f"{name} is not for several ranks, as {reason}: leave it out, or train on one.")
-    if keep_checkpoints:
-        raise ConfigError(
-            f"keep_checkpoints is {keep_checkpoints}, but several ranks copy what is on SSD: leave it out."
-        )
 
 
 def agreed_plan(wire: Wire, make: Callable[[], Plan], root: ModuleSpec) -> Plan:

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pagoda.checkpoint.directory import committed, partial
 from pagoda.checkpoint.tensors import Pieces, TensorSpec, TensorWriter, hash_table
@@ -15,7 +16,8 @@ class Files:
     """The tensor files of one checkpoint, to be filled with what this process has of each tensor.
 
     With ranks, the first makes the directory and reserves the files, all write their parts of them and sync, and only
-    when every rank has said so does the first commit: a crash of any rank at any instant leaves no checkpoint.
+    when every rank has said so does the first commit: a crash of any rank at any instant leaves no checkpoint, or all
+    of it.
     """
 
     def __init__(self, directory: Path, specs: dict[str, Sequence[TensorSpec]], wire: Wire | None) -> None:
@@ -25,6 +27,9 @@ class Files:
         self._directory = directory
         self.folder = partial(directory)
         """The directory, before it has its name."""
+        self._undecided = False
+        self._failed = False
+        """Whether all ranks know that one has failed, so that nothing more is said."""
         self._writers: dict[str, TensorWriter] = {}
 
     @property
@@ -32,19 +37,29 @@ class Files:
         """Whether this process commits."""
         return self._wire is None or self._wire.rank == 0
 
+    @property
+    def may_exist(self) -> bool:
+        """Whether the directory may have its name, although `open` has ended badly: what it keeps must stay then.
+
+        Once a rank has said that its part is done, the first may name the directory without another word from it.
+        Whoever opens the SSD directories next drops what no directory came of.
+        """
+        return self._undecided or self._directory.exists()
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """For as long as files are written; when it ends well, the directory has its name, on every rank."""
         with ExitStack() as stack:
-            with self._together():
+            with self.together():
                 if self.first:
                     stack.enter_context(committed(self._directory))
                     self._create(stack, shared=False)
-            if not self.first:
-                self._create(stack, shared=True)
-            with self._together():
+            with self.together():
+                if not self.first:
+                    self._create(stack, shared=True)
                 yield
-            with self._together():
+                self._undecided = not self.first
+            with self.together():
                 stack.close()
 
     def write(self, file: str, name: str, start: int, data: memoryview) -> None:
@@ -58,30 +73,45 @@ class Files:
         mine = {file: writer.pieces for file, writer in self._writers.items()}
         everyone: list[dict[str, Pieces]] = [mine]
         if self._wire is not None:
-            text = json.dumps({f: {n: list(p.items()) for n, p in pieces.items() if p} for f, pieces in mine.items()})
-            by_rank = self._wire.announce_bytes(text.encode())
+            by_rank = self.of_all(
+                {f: {n: list(p.items()) for n, p in pieces.items() if p} for f, pieces in mine.items()}
+            )
             everyone = [
                 {f: {n: {at: tuple(piece) for at, piece in p} for n, p in pieces.items()} for f, pieces in said.items()}
-                for said in map(json.loads, by_rank)
+                for said in by_rank
             ]
         if not self.first:
             return {}
         return {file: hash_table(specs, [pieces[file] for pieces in everyone]) for file, specs in self._specs.items()}
+
+    def of_all(self, mine: Any) -> list[Any]:
+        """What every rank says, as JSON; all say it at the same point."""
+        self._agree()
+        if self._wire is None:
+            return [mine]
+        return [json.loads(said) for said in self._wire.announce_bytes(json.dumps(mine).encode())]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """For what every rank does before any goes on; raises on all of them where it fails on one."""
+        try:
+            yield
+        except BaseException:
+            if not self._failed:
+                with suppress(RankError):
+                    self._agree(failed=True)
+            raise
+        self._agree()
 
     def _create(self, stack: ExitStack, shared: bool) -> None:
         for file, specs in self._specs.items():
             writer = TensorWriter(self.folder / f"{file}.safetensors", specs, shared)
             self._writers[file] = stack.enter_context(closing(writer))
 
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """What every rank does before any goes on; raises on all of them where it fails on one."""
-        failed = 1
-        try:
-            yield
-            failed = 0
-        finally:
-            others = [] if self._wire is None else self._wire.announce([failed])
-        for rank, (bad,) in enumerate(others):
+    def _agree(self, failed: bool = False) -> None:
+        """Wait for every rank. Where one has failed, which it says wherever the others are, this raises RankError."""
+        votes = [] if self._wire is None else self._wire.announce([failed])
+        for rank, (bad,) in enumerate(votes):
             if bad:
+                self._failed, self._undecided = True, False
                 raise RankError(f"Rank {rank} could not write its part of {self._directory}: see its own error.")

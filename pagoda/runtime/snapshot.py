@@ -1,8 +1,7 @@
 """Snapshots: every state of a live model, parameter by parameter, to and from a checkpoint."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagoda.checkpoint.directory import MANIFEST, check_absent, commit_of, remove, write_manifest
+from pagoda.checkpoint.directory import MANIFEST, check_absent, remove, write_manifest
 from pagoda.checkpoint.model_config import model_record
-from pagoda.checkpoint.paged import PAGED, PagedParameter, PagedUnit, describe_pages
+from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.shards import read_part
 from pagoda.checkpoint.tensors import TensorSpec, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
+from pagoda.memory.committed import CommittedPages
+from pagoda.memory.page import Run
 from pagoda.optim.rule import StateSpec, plain_setting
-from pagoda.plan.ops import SSD
 from pagoda.plan.packed import Span
-from pagoda.plan.placement import SPARE
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.contents import Contents
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.groups import NamedGroup, check_groups
+from pagoda.runtime.kept_pages import KeptPages, commits_of_all, paged_unit
 from pagoda.runtime.rank_files import Files
 from pagoda.runtime.unit import LiveUnit
 
@@ -80,79 +80,76 @@ class Snapshot:
         content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
-        kept = self._kept_on_ssd(replaces)
+        replaces = self._replaced(replaces)
+        kept = KeptPages.of(self._engine, replaces)
         capture = self._engine.capture(
-            lambda unit: self._pieces(unit, kept.get(unit)),
-            {unit: list(paged.extents.values()) for unit, paged in kept.items()},
+            lambda unit: self._pieces(unit, kept),
+            {unit: list(paged.extents.values()) for unit, paged in kept.units.items()},
         )
-        specs = {state.name: contents.specs(state, _kept_of(state, kept)) for state in self._states}
+        specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
         saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
-
-    def _kept_on_ssd(self, replaces: Sequence[Path]) -> dict[int, PagedUnit]:
-        """unit -> what of it the checkpoint keeps as pages; empty where there is no room to keep one more."""
-        ssd, plan = self._engine.store.ssd, self._engine.plan
-        if ssd is None:
-            return {}
-        state_pages = sum(plan.placement.pages(SSD, state.name) for state in self._states)
-        room = plan.placement.pages(SSD, SPARE) // state_pages if state_pages else 0
-        going = set()
-        for old in replaces:
-            with suppress(CheckpointError):
-                going.add((commit_of(old) or {}).get("commit"))
-        if len(ssd.commits - going) >= room:
-            return {}
-        units = {unit.index: self._paged(unit) for unit in self._engine.units}
-        return {index: unit for index, unit in units.items() if unit.extents}
-
-    def _paged(self, unit: LiveUnit) -> PagedUnit:
-        """A unit's layout, and the states of it whose home is SSD."""
-        parameters = (PagedParameter(s.param.name, s.offset, s.param.shape, s.param.trainable) for s in unit.spec.slots)
-        store = self._engine.store
-        runs = {s.name: store.run(unit.index, store.newest_extent(unit.index, s.name)) for s in self._states}
-        packed = {
-            state.name: tuple(
-                PagedParameter(unit.name(slot), span.first, span.shape, True) for slot, span in self._spans(unit, state)
-            )
-            for state in self._states
-            if state.shape_of is not None
-        }
-        return PagedUnit(tuple(parameters), {state: run for state, run in runs.items() if run is not None}, packed)
 
     def _write(
         self,
         directory: Path,
         capture: Capture,
-        kept: dict[int, PagedUnit],
+        kept: KeptPages,
         specs: dict[str, list[TensorSpec]],
         buffers: dict[str, torch.Tensor],
         content: dict[str, Any],
         replaces: Sequence[Path],
     ) -> None:
         """On the saver's thread: fill the directory and commit it."""
+        together = self._engine.together
+        wire = together.saver_wire if together is not None else None
+        files = Files(directory, {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
         complete = False
         try:
-            together = self._engine.together
-            wire = together.saver_wire if together is not None else None
-            files = Files(directory, {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
             with files.open():
                 self._engine.saver.divide(partial(_write_pieces, capture, files))
                 for name, buffer in buffers.items() if files.first else ():
                     for start, count in chunks(buffer.numel()):
                         files.write(BUFFERS, name, start, tensor_bytes(buffer.reshape(-1)[start : start + count]))
                 content["hashes"] = files.finish()
-                if capture.frozen is not None:
-                    dtypes = {state.name: state.dtype for state in self._states}
-                    reference = capture.frozen.commit(directory)
-                    content[PAGED] = describe_pages(list(kept.values()), dtypes, reference)
+                if any(kept.names.values()):
+                    content[PAGED] = self._commit_pages(directory, capture, kept, files)
                 if files.first:
                     write_manifest(files.folder, content)
             complete = True
-            for old in replaces if files.first else ():
-                remove(old)
+            self._remove(replaces, files)
         finally:
             self._engine.end_capture(capture)
             if capture.frozen is not None:  # last: stores may wait for the slots of what was replaced
-                capture.frozen.close() if complete else capture.frozen.release()
+                capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
+
+    def _replaced(self, mine: Sequence[Path]) -> list[Path]:
+        """What the first rank wants to replace."""
+        together, names = self._engine.together, [str(path) for path in mine]
+        if together is not None:
+            said = together.announce("the checkpoints that one replaces", json.dumps(names).encode())
+            names = json.loads(said[0])
+        return [Path(name) for name in names]
+
+    def _remove(self, replaced: Sequence[Path], files: Files) -> None:
+        """Delete checkpoints; each rank frees the slots that they kept of its own store."""
+        ssd = self._engine.store.ssd
+        with files.together():
+            gone = commits_of_all(replaced)
+        with files.together():
+            for old in replaced if files.first else ():
+                remove(old)
+        if ssd is not None:
+            for commit in ssd.commits & gone:
+                ssd.forget(commit)
+
+    def _commit_pages(self, directory: Path, capture: Capture, kept: KeptPages, files: Files) -> dict[str, Any]:
+        """Make the pages that are kept durable, for a checkpoint that is yet to be named; what the manifest says of
+        those of all ranks."""
+        mine = None
+        if capture.frozen is not None:
+            mine = describe_pages(list(kept.units.values()), capture.frozen.commit(directory))
+        dtypes = {state.name: state.dtype for state in self._states}
+        return joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
 
     def load(self, directory: Path, groups: list[NamedGroup]) -> tuple[list[NamedGroup], dict[str, Any]]:
         """Restore a checkpoint into the run whose param groups are given; returns its own groups and extra.
@@ -162,8 +159,9 @@ class Snapshot:
         """
         buffers = self._buffers()
         contents = Contents.of(self._engine.units, self._engine.plan.layout, groups, self._engine.together)
-        with Checkpoint(directory, self._engine.ssd_directories) as checkpoint:
+        with Checkpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
             self._check_fits(checkpoint, contents, groups)
+            self._check_pages(checkpoint)
             for state in self._states:
                 checkpoint.check(state.name, contents.whole_specs(state))
             checkpoint.check(BUFFERS, self._buffer_specs(buffers))
@@ -187,13 +185,31 @@ class Snapshot:
             group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
         return manifest["param_groups"], manifest["extra"]
 
+    def _check_pages(self, checkpoint: Checkpoint) -> None:
+        """Pages that have to be copied can be found. Raises CheckpointError."""
+        pages = checkpoint.pages
+        if pages is None:
+            return
+        for unit in self._engine.units:
+            names = {part for slot in range(len(unit.params)) for part in checkpoint.parts(_whole(unit, slot)[0])}
+            for state in self._states:
+                in_pages = not names.isdisjoint(pages.sources[state.name].specs)
+                if in_pages and self._adoptable(pages, unit, state.name) is None:
+                    pages.check()
+
+    def _adoptable(self, pages: Pages, unit: LiveUnit, state: str) -> tuple[CommittedPages, Run] | None:
+        """The committed pages of this very store that an extent can have as they are."""
+        ssd = self._engine.store.ssd
+        if ssd is None or not self._engine.store.runs(unit.index, state):
+            return None
+        found = pages.like(paged_unit(self._engine, unit), state)
+        return next(((committed, run) for committed, run in found if committed.commit in ssd.commits), None)
+
     def _adopt(self, checkpoint: Checkpoint, unit: LiveUnit, state: str) -> bool:
         """Let an extent have the pages that the checkpoint keeps in this very store; False where it does not."""
-        pages, ssd, runs = checkpoint.pages, self._engine.store.ssd, self._engine.store.runs(unit.index, state)
-        if pages is None or ssd is None or not runs or self._engine.together is not None:
-            return False
-        its_run = pages.extent(self._paged(unit), state)
-        return its_run is not None and all(ssd.adopt(run, pages.committed, its_run) for run in runs)
+        ssd, runs = self._engine.store.ssd, self._engine.store.runs(unit.index, state)
+        found = None if checkpoint.pages is None else self._adoptable(checkpoint.pages, unit, state)
+        return ssd is not None and found is not None and all(ssd.adopt(run, *found) for run in runs)
 
     def _copy_in(self, checkpoint: Checkpoint, unit: LiveUnit, state: StateSpec) -> None:
         """Copy one state of a unit from the checkpoint, parameter by parameter."""
@@ -218,11 +234,11 @@ class Snapshot:
             if span is not None:
                 yield slot, span
 
-    def _pieces(self, index: int, but: PagedUnit | None) -> Iterator[Piece]:
-        """Every piece of every state of a unit that this rank writes, without what `but` has of it."""
+    def _pieces(self, index: int, kept: KeptPages) -> Iterator[Piece]:
+        """Every piece of every state of a unit that this rank writes, without what is kept as pages."""
         unit = self._engine.units[index]
         for state in self._states:
-            if but is not None and state.name in but.extents:
+            if kept.has(index, state.name):
                 continue
             for slot, span in self._spans(unit, state):
                 placed = unit.spec.slots[slot]
@@ -316,11 +332,6 @@ def _whole(unit: LiveUnit, slot: int) -> tuple[str, int]:
     """Name of the parameter that a parameter was cut from, or its own, and its first element there."""
     spec = unit.spec.slots[slot].param
     return (spec.name, 0) if spec.part is None else (spec.part.whole, spec.part.start)
-
-
-def _kept_of(state: StateSpec, kept: Mapping[int, PagedUnit]) -> set[str]:
-    """Names of the parameters of which a state is kept as pages."""
-    return {param.name for unit in kept.values() if state.name in unit.extents for param in unit.parameters}
 
 
 def _plain(value: Any) -> Any:

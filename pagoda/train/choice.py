@@ -151,7 +151,7 @@ def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
         speculate=config.speculate,
         update=config.update,
         max_staleness=config.max_staleness,
-        keep_checkpoints=config.kept_on_ssd if mesh.size == 1 else 0,
+        keep_checkpoints=config.kept_on_ssd if mesh.world.nodes == 1 else 0,
         optimizer=config.optimizer,
         optim=StatesConfig(options=config.optim.options, moments=config.optim.moments),
         activations=config.activations,

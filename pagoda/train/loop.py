@@ -116,7 +116,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
         accumulation_steps=config.accumulation_steps,
         update=config.update,
         max_staleness=config.max_staleness,
-        keep_checkpoints=config.kept_on_ssd if mesh.size == 1 else 0,
+        keep_checkpoints=config.kept_on_ssd if mesh.world.nodes == 1 else 0,
         batch_tiles=chosen.batch_tiles,
         activations=chosen.activations,
         tile_limit=config.tile_limit,

@@ -150,8 +150,10 @@ def test_a_flipped_bit_in_a_page_is_found(tmp_path: Path) -> None:
     (pages,) = (tmp_path / "ssd").glob("pagoda-*/pages")
     with Checkpoint(second) as checkpoint:
         assert checkpoint.pages is not None
-        slot = int(checkpoint.pages.committed._table.slots[checkpoint.pages.units[0].extents["weight"].start])
-        page = checkpoint.pages.committed.page_bytes
+        (rank,) = checkpoint.pages.ranks
+        assert rank.committed is not None
+        slot = int(rank.committed._table.slots[rank.units[0].extents["weight"].start])
+        page = rank.committed.page_bytes
     flip(pages, slot * page + 100)
     refused(second, first, "second is damaged: .* cannot be read")
 
@@ -199,8 +201,10 @@ def test_pages_that_are_adopted_are_checked_when_they_are_first_read_and_by_insp
     (pages,) = (tmp_path / "ssd").glob("pagoda-*/pages")
     with Checkpoint(second) as checkpoint:
         assert checkpoint.pages is not None
-        slot = int(checkpoint.pages.committed._table.slots[checkpoint.pages.units[0].extents["exp_avg"].start])
-        page = checkpoint.pages.committed.page_bytes
+        (rank,) = checkpoint.pages.ranks
+        assert rank.committed is not None
+        slot = int(rank.committed._table.slots[rank.units[0].extents["exp_avg"].start])
+        page = rank.committed.page_bytes
     flip(pages, slot * page + 100)
     assert main(["inspect", str(second), "--verify"]) == 1
     assert f"{pages} at offset {slot * page} does not hold what was written there" in capsys.readouterr().out

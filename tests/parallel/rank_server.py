@@ -5,6 +5,9 @@ It says "ready", then reads one request a line from stdin, as JSON: "ranks", "sc
 is sent once it has made the file `kill-RANK`) and "kill_after" (rank -> seconds from the fork to SIGKILL). Each rank
 calls the scenario, and what it returns goes to `rank-R.pt`; an error goes to `error-R.txt`. The answer is a line:
 {"status": each rank's exit status, minus the signal, or null if it was still running}.
+
+With "restarts", the ranks are those of torchrun's own agent, which starts all of them anew that often when one fails;
+the file `agent` has its process, and the answer its status alone.
 """
 
 import faulthandler
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from . import divided, scenarios
 
@@ -50,6 +54,60 @@ def play(request: dict[str, Any], rank: int, port: int) -> int:
         (out / f"error-{rank}.txt").write_text(traceback.format_exc())
         return 1
     return 0
+
+
+def play_again(request: dict[str, Any]) -> None:
+    """In a child of the agent: one rank, whose environment is torchrun's."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's own handler came along with the fork
+    out = Path(request["out"])
+    try:
+        getattr(scenarios, request["scenario"])(out, **request["arguments"])
+        dist.destroy_process_group()
+    except BaseException:
+        number = f"{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        (out / f"error-{number}.txt").write_text(traceback.format_exc())
+        raise
+
+
+def attend(request: dict[str, Any]) -> int:
+    """In the child: what torchrun does."""
+    os.setsid()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", **request.get("environment", {}))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=request["ranks"],
+        run_id="tests",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=request["restarts"],
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, play_again)(request)
+    except BaseException:
+        (Path(request["out"]) / "error-agent.txt").write_text(traceback.format_exc())
+        return 1
+    return 0
+
+
+def attempt_again(request: dict[str, Any]) -> list[int | None]:
+    """Fork an agent and wait for it, at most as long as the request says."""
+    agent = os.fork()
+    if agent == 0:
+        os._exit(attend(request))
+    (Path(request["out"]) / "agent").write_text(str(agent))
+    deadline = time.monotonic() + request["timeout_s"]
+    while time.monotonic() < deadline:
+        child, ended = os.waitpid(agent, os.WNOHANG)
+        if child:
+            return [os.waitstatus_to_exitcode(ended)]
+        time.sleep(0.01)
+    os.killpg(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    return [None]
 
 
 def attempt(request: dict[str, Any]) -> list[int | None]:
@@ -92,4 +150,6 @@ if __name__ == "__main__":
     scenarios.warm_up()
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps({"status": attempt(json.loads(line))}), flush=True)
+        request = json.loads(line)
+        status = attempt_again(request) if "restarts" in request else attempt(request)
+        print(json.dumps({"status": status}), flush=True)

@@ -3,8 +3,13 @@
 import io
 import json
 import os
+import pkgutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,6 +18,7 @@ from torch import nn
 from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
+from pagoda.checkpoint.directory import partial
 from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.formats import warm_up as warm_up_kernels
@@ -23,6 +29,7 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.runtime.construct import describe
+from pagoda.runtime.snapshot import Snapshot
 from pagoda.train import TrainConfig, run
 
 PAGE = 4096
@@ -203,6 +210,65 @@ def resume(
     take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
     optimizer.close()
     return {"losses": outcome.losses, "extra": extra, **state}
+
+
+def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None) -> dict[str, Any]:
+    """Train from a checkpoint, or from the start, a step for each directory of `saves`, and save a checkpoint there in
+    place of the one before; give back the state at each, how many states were copied in, and the commits at the end."""
+    made = recipe_of(recipe)
+    model, optimizer = wrapped(made, "ssd", out, 3, keep_checkpoints=1)
+    done, states, outcome, last = 0, {}, Outcome(), loads
+    with mock.patch.object(Snapshot, "_copy_in", autospec=True, side_effect=Snapshot._copy_in) as copy_in:
+        if loads is not None:
+            done = optimizer.load_checkpoint(loads)["step"]
+            states["loaded"] = state_of(model, optimizer)
+    for step, directory in enumerate(saves, done + 1):
+        take_steps(made, model, optimizer, outcome, place()[1], range(step - 1, step))
+        replaces = [] if last is None else [Path(last)]
+        optimizer.save_checkpoint(directory, {"step": step}, wait=True, replaces=replaces)
+        states[Path(directory).name] = state_of(model, optimizer)
+        last = directory
+    commits = len(optimizer._engine.store.ssd.commits)
+    optimizer.close()
+    return {"states": states, "losses": outcome.losses, "commits": commits, "copied": copy_in.call_count}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a rank dies in a save: at a call of a function, where `at(directory of the checkpoint, *arguments)`."""
+
+    victim: int
+    function: str
+    at: Callable[..., bool]
+    after: bool = False
+    """Once the call has ended, not before."""
+
+
+MOMENTS: dict[str, Moment] = {
+    "its pages are not committed": Moment(1, "memory.frozen.FrozenPages.commit", lambda last, _, at: at == last),
+    "its pages are committed": Moment(1, "memory.frozen.FrozenPages.commit", lambda last, _, at: at == last, True),
+    "all have agreed": Moment(0, "checkpoint.directory._sync", lambda last, at: at == partial(last)),
+    "the checkpoint has its name": Moment(0, "checkpoint.directory._sync", lambda last, _: last.exists()),
+    "the one before is gone": Moment(0, "runtime.snapshot.remove", lambda *_: True, after=True),
+}
+
+
+def die_while_saving(out: Path, moment: str, saves: list[str], **settings: Any) -> None:
+    """As `train_saved`, but a rank is killed in the last save."""
+    dies = MOMENTS[moment]
+    call = pkgutil.resolve_name(f"pagoda.{dies.function}")
+
+    def dying(*arguments: Any) -> Any:
+        if not dies.at(Path(saves[-1]), *arguments):
+            return call(*arguments)
+        if dies.after:
+            call(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if place()[0] == dies.victim:
+        owner, _, name = dies.function.rpartition(".")
+        setattr(pkgutil.resolve_name(f"pagoda.{owner}"), name, dying)
+    train_saved(out, saves=saves, **settings)
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:

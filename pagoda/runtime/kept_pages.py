@@ -1,0 +1,123 @@
+"""What of a checkpoint stays where it is on SSD, of one process or of all ranks."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagoda.checkpoint.directory import commits_of
+from pagoda.checkpoint.paged import PagedParameter, PagedUnit
+from pagoda.errors import CheckpointError
+from pagoda.plan.ops import SSD
+from pagoda.plan.placement import SPARE
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.unit import LiveUnit
+
+
+@dataclass(frozen=True)
+class KeptPages:
+    """States of units that a checkpoint keeps as pages."""
+
+    units: Mapping[int, PagedUnit]
+    """unit -> what this process keeps of it; those of which it keeps something."""
+    names: Mapping[str, frozenset[str]]
+    """State -> parameters of which nobody writes it into a file."""
+
+    @classmethod
+    def of(cls, engine: Engine, replaces: Sequence[Path]) -> "KeptPages":
+        """What the next checkpoint can keep, which will replace others; ranks ask for it at the same point.
+
+        A state of a unit is kept where every rank that has some of it has that on SSD, and room to keep one more
+        checkpoint's pages. So a tensor is either in pages or in a file, whatever homes each rank has for it.
+        """
+        if engine.store.ssd is None:
+            return cls({}, {})
+        paged = {unit.index: paged_unit(engine, unit) for unit in engine.units}
+        mine = {
+            "copied": _copied(engine, paged, _has_room(engine, replaces)),
+            "names": {
+                index: {state.name: [p.name for p in unit.holds(state.name)] for state in engine.plan.layout.states}
+                for index, unit in paged.items()
+            },
+        }
+        said = [json.loads(json.dumps(mine))]
+        if engine.together is not None:
+            by_rank = engine.together.announce("what a checkpoint keeps on SSD", json.dumps(mine).encode())
+            said = [json.loads(each) for each in by_rank]
+        copied = {(index, state) for each in said for index, state in each["copied"]}
+        names: dict[str, set[str]] = {}
+        for each in said:
+            for index, of_unit in each["names"].items():
+                for state, held in of_unit.items():
+                    if (int(index), state) not in copied:
+                        names.setdefault(state, set()).update(held)
+        kept = {index: _without(unit, [state for at, state in copied if at == index]) for index, unit in paged.items()}
+        return cls(
+            {index: unit for index, unit in kept.items() if unit.extents},
+            {state: frozenset(held) for state, held in names.items()},
+        )
+
+    def has(self, unit: int, state: str) -> bool:
+        """Whether this process keeps a state of a unit as pages."""
+        return unit in self.units and state in self.units[unit].extents
+
+
+def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
+    """A unit's layout, and the states of it whose home is SSD."""
+    store, states = engine.store, engine.plan.layout.states
+    slots = list(enumerate(unit.spec.slots))
+    parameters = (PagedParameter(unit.stored_name(i), s.offset, s.param.shape, s.param.trainable) for i, s in slots)
+    packed = {
+        state.name: tuple(
+            PagedParameter(unit.stored_name(slot), span.first, span.shape, True)
+            for slot, _ in slots
+            if (span := engine.plan.layout.span(unit.spec, slot, state)) is not None
+        )
+        for state in states
+        if state.shape_of is not None
+    }
+    runs = {state.name: store.run(unit.index, store.newest_extent(unit.index, state.name)) for state in states}
+    extents = {state: run for state, run in runs.items() if run is not None}
+    return PagedUnit(
+        tuple(parameters), packed, extents, {state: store.shards.held(unit.spec, state) for state in extents}
+    )
+
+
+def commits_of_all(directories: Sequence[Path]) -> set[str]:
+    """Ids of the commits that checkpoints keep, of all ranks; nothing of those that cannot be read."""
+    found: set[str] = set()
+    for directory in directories:
+        with suppress(CheckpointError):
+            found.update(reference["commit"] for reference in commits_of(directory))
+    return found
+
+
+def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
+    """Whether the pages of one more checkpoint can be kept, once those that it replaces are gone."""
+    ssd, plan = engine.store.ssd, engine.plan
+    assert ssd is not None
+    state_pages = sum(plan.placement.pages(SSD, state.name) for state in plan.layout.states)
+    room = plan.placement.pages(SSD, SPARE) // state_pages if state_pages else 0
+    return len(ssd.commits - commits_of_all(replaces)) < room
+
+
+def _copied(engine: Engine, paged: Mapping[int, PagedUnit], room: bool) -> list[tuple[int, str]]:
+    """(unit, state) of what this process has and cannot keep as pages."""
+    return [
+        (unit.index, state.name)
+        for unit in engine.units
+        for state in engine.plan.layout.states
+        if not (room and state.name in paged[unit.index].extents)
+        and any(map(len, engine.store.shards.held(unit.spec, state.name)))
+    ]
+
+
+def _without(unit: PagedUnit, states: Sequence[str]) -> PagedUnit:
+    """A unit without the extents of some states."""
+
+    def but(of: Mapping[str, Any]) -> dict[str, Any]:
+        return {state: value for state, value in of.items() if state not in states}
+
+    return PagedUnit(unit.parameters, unit.packed, but(unit.extents), but(unit.spans))
