@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,8 @@ def partial(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def remove(directory: Path) -> None:
-    """Delete a checkpoint, and the commits of pages on SSD that it keeps.
+def remove(directory: Path, places: Sequence[Path] = ()) -> None:
+    """Delete a checkpoint, and the commits of pages on SSD that it keeps, in `places` or where they were made.
 
     It loses its name first, so that at no instant there is part of a checkpoint; what a crash leaves behind is deleted
     by the next call beside it, or when the SSD directories are next opened. Raises StorageError.
@@ -95,7 +95,7 @@ def remove(directory: Path) -> None:
         directory.rename(nameless)
         _sync(directory.parent)
         for reference in references:
-            forget_commit(reference)
+            forget_commit(reference, places)
         shutil.rmtree(nameless)
     except StorageError:
         raise

@@ -147,7 +147,7 @@ class Pages:
                     ]
                     committed, missing = None, ""
                     try:
-                        committed = opened.enter_context(closing(open_commit(said["reference"], _with_ranks(places))))
+                        committed = opened.enter_context(closing(open_commit(said["reference"], with_ranks(places))))
                     except StorageError as error:
                         missing = str(error)
                     self.ranks.append(PagesOfRank(units, committed, missing))
@@ -230,7 +230,7 @@ def _stretches(rank: PagesOfRank, unit: PagedUnit, state: str, parameter: PagedP
             yield _Stretch(part.start - first, part.stop - first, rank, unit.extents[state], part.at)
 
 
-def _with_ranks(places: Sequence[str | Path]) -> list[Path]:
+def with_ranks(places: Sequence[str | Path]) -> list[Path]:
     """Directories, and those of ranks below them, or beside those that are a rank's themselves."""
     found: dict[Path, None] = {}
     for place in map(Path, places):

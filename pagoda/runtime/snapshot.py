@@ -11,7 +11,7 @@ from torch import nn
 
 from pagoda.checkpoint.directory import MANIFEST, check_absent, remove, write_manifest
 from pagoda.checkpoint.model_config import model_record
-from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages
+from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages, with_ranks
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.shards import read_part
@@ -137,7 +137,7 @@ class Snapshot:
             gone = commits_of_all(replaced)
         with files.together():
             for old in replaced if files.first else ():
-                remove(old)
+                remove(old, with_ranks(self._engine.ssd_directories))
         if ssd is not None:
             for commit in ssd.commits & gone:
                 ssd.forget(commit)
