@@ -1,5 +1,6 @@
-"""CPU kernels for moments that are kept in bf16 or 8 bits: the contracts of `codecs`, called as those of `kernels`."""
+"""CPU kernels for moments in bf16 or 8 bits, by the contracts of `codecs`; made and called as in `kernels`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,15 +8,13 @@ from numba import carray
 
 from pagoda.jit import kernel, part
 from pagoda.optim.codecs import BLOCK, LINES, MAX_NOISY, TENTH_STEPS, TOP_SIGNED, TOP_UNSIGNED, ZERO_SIGNED
+from pagoda.optim.elements import FP32, halves_of, low_view, master_of, value_of, views
 from pagoda.optim.jit import (
     adamw_element,
     bf16_to_fp32,
     bits_to_fp32,
     block_buffer,
     fp32_to_bits,
-    high_half,
-    joined,
-    low_half,
     pointer,
     round_scalars,
 )
@@ -39,68 +38,42 @@ def _round_noisily(value: Any, noise: Any) -> Any:
     return np.uint16(np.uint32(bits + noise) >> np.uint32(16))
 
 
-@kernel
-def adamw_bf16_moments_bf16(
-    weight: int,
-    weight_low: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    gradient: int,
-    n: int,
-    index: int,
-    key_low: int,
-    key_high: int,
-    *scalars: float,
-) -> None:
-    """`adamw_bf16` with bf16 moments, rounded as `codecs` says: elements from number ``index`` of their parameter on.
+def adamw_moments_bf16(weights: int, gradients: int) -> Callable[..., None]:
+    """`kernels.adamw` with bf16 moments, rounded as `codecs` says; ``index`` is the first element's in its parameter.
 
-    Moves 18 bytes per element: 10 read, 8 written.
+    With bf16 weights it moves 18 bytes per element: 10 read, 8 written.
     """
-    high = carray(pointer(weight, np.uint16), n)
-    low = carray(pointer(weight_low, np.int16), n)
-    avg = carray(pointer(exp_avg, np.uint16), n)
-    avg_sq = carray(pointer(exp_avg_sq, np.uint16), n)
-    grad = carray(pointer(gradient, np.uint16), n)
-    rounded = round_scalars(scalars)
-    first, second = np.uint32(key_low), np.uint32(key_high)
-    for i in range(n):
-        m, v = bf16_to_fp32(avg[i]), bf16_to_fp32(avg_sq[i])
-        w, m, v = adamw_element(joined(high[i], low[i]), m, v, bf16_to_fp32(grad[i]), rounded)
-        noise = _noise(index + i, first, second)
-        avg[i] = _round_noisily(m, np.uint32(noise & np.uint32(0xFFFF)))
-        avg_sq[i] = _round_noisily(v, np.uint32(noise >> np.uint32(16)))
-        high[i] = high_half(w)
-        low[i] = low_half(w)
 
+    @kernel
+    def update(
+        weight: int,
+        weight_low: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        gradient: int,
+        n: int,
+        index: int,
+        key_low: int,
+        key_high: int,
+        *scalars: float,
+    ) -> None:
+        (whole, high), low = views(weight, n), low_view(weight_low, n)
+        avg, avg_sq = carray(pointer(exp_avg, np.uint16), n), carray(pointer(exp_avg_sq, np.uint16), n)
+        grad, half = views(gradient, n)
+        rounded = round_scalars(scalars)
+        first, second = np.uint32(key_low), np.uint32(key_high)
+        for i in range(n):
+            w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
+            w, m, v = adamw_element(w, bf16_to_fp32(avg[i]), bf16_to_fp32(avg_sq[i]), g, rounded)
+            noise = _noise(index + i, first, second)
+            avg[i] = _round_noisily(m, np.uint32(noise & np.uint32(0xFFFF)))
+            avg_sq[i] = _round_noisily(v, np.uint32(noise >> np.uint32(16)))
+            if weights == FP32:
+                whole[i] = w
+            else:
+                high[i], low[i] = halves_of(weights, w)
 
-@kernel
-def adamw_fp32_moments_bf16(
-    weight: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    gradient: int,
-    n: int,
-    index: int,
-    key_low: int,
-    key_high: int,
-    *scalars: float,
-) -> None:
-    """`adamw_fp32` with bf16 moments, as `adamw_bf16_moments_bf16`.
-
-    Moves 20 bytes per element: 12 read, 8 written.
-    """
-    master = carray(pointer(weight, np.float32), n)
-    avg = carray(pointer(exp_avg, np.uint16), n)
-    avg_sq = carray(pointer(exp_avg_sq, np.uint16), n)
-    grad = carray(pointer(gradient, np.float32), n)
-    rounded = round_scalars(scalars)
-    first, second = np.uint32(key_low), np.uint32(key_high)
-    for i in range(n):
-        w, m, v = adamw_element(master[i], bf16_to_fp32(avg[i]), bf16_to_fp32(avg_sq[i]), grad[i], rounded)
-        noise = _noise(index + i, first, second)
-        avg[i] = _round_noisily(m, np.uint32(noise & np.uint32(0xFFFF)))
-        avg_sq[i] = _round_noisily(v, np.uint32(noise >> np.uint32(16)))
-        master[i] = w
+    return update
 
 
 # AdamW with 8-bit moments. The maps are computed rather than looked up: gathers are several times slower here.
@@ -148,6 +121,11 @@ def _line(x: Any, e: Any) -> Any:
 
 
 @part
+def _doubled_line(x: Any, e: Any) -> Any:
+    return x * np.float32(2 * LINES[e][0]) + np.float32(2 * LINES[e][1])
+
+
+@part
 def _lower(a: Any, b: Any) -> Any:
     return a if a < b else b
 
@@ -157,11 +135,22 @@ def _higher(a: Any, b: Any) -> Any:
     return a if a > b else b
 
 
+# What the contract has but cannot change a code is left out: all of exp_avg's values on the first line are in its first
+# cell, where the second line ends, and no place is below 1. The lines are spelled out, as a loop would not be unrolled
+# before the loop over elements is vectorised.
+
+
 @part
-def _map_place(x: Any) -> Any:
-    # Spelled out, as a loop would not be unrolled before the loop over elements is vectorised.
-    u = _lower(_line(x, 0), _lower(_line(x, 1), _line(x, 2)))
+def _place_signed(x: Any) -> Any:
+    u = _lower(_line(x, 1), _line(x, 2))
     return _lower(u, _lower(_lower(_line(x, 3), _line(x, 4)), _lower(_line(x, 5), _line(x, 6))))
+
+
+@part
+def _place_unsigned(x: Any) -> Any:
+    u = _lower(_doubled_line(x, 0), _lower(_doubled_line(x, 1), _doubled_line(x, 2)))
+    v = _lower(_doubled_line(x, 5), _doubled_line(x, 6))
+    return _lower(u, _lower(_lower(_doubled_line(x, 3), _doubled_line(x, 4)), v))
 
 
 @part
@@ -173,8 +162,7 @@ def _nearest(u: Any) -> Any:
 @part
 def _encode_signed(value: Any, inverse: Any) -> Any:
     x = bits_to_fp32(_magnitude(value)) * inverse
-    u = _nearest(_higher(_map_place(x), np.float32(1)))
-    u = _lower(_higher(u, np.float32(1)), np.float32(126.5))
+    u = _lower(_nearest(_place_signed(x)), np.float32(126.5))
     u = np.float32(127) if x >= np.float32(TOP_SIGNED) else u
     u = np.float32(0) if x < np.float32(ZERO_SIGNED) else u
     sign = np.uint32(np.uint32(fp32_to_bits(value) >> np.uint32(24)) & np.uint32(128))
@@ -184,7 +172,7 @@ def _encode_signed(value: Any, inverse: Any) -> Any:
 @part
 def _encode_unsigned(value: Any, inverse: Any) -> Any:
     x = bits_to_fp32(_magnitude(value)) * inverse
-    u = _nearest(_higher(_map_place(x) * np.float32(2), np.float32(2))) - np.float32(1)
+    u = _nearest(_place_unsigned(x)) - np.float32(1)
     u = _lower(_higher(u, np.float32(1)), np.float32(254.5))
     u = np.float32(255) if x >= np.float32(TOP_UNSIGNED) else u
     u = u if x > np.float32(0) else np.float32(0)
@@ -200,11 +188,9 @@ def _scale(top: Any) -> Any:
 
 
 @part
-def _encode_block(values: Any, codes: Any, count: Any, signed: Any) -> Any:
-    """Encode one block; returns its scale. Moments come as `signed` says: exp_avg, or exp_avg_sq."""
-    top = np.uint32(0)
-    for i in range(count):
-        top = max(top, _magnitude(values[i]))
+def _encode_block(values: Any, codes: Any, count: Any, top: Any, signed: Any) -> Any:
+    """Encode one block, whose largest magnitude has the bits `top`; returns its scale. Moments come as `signed` says:
+    exp_avg, or exp_avg_sq."""
     scale = _scale(top)
     if not scale > np.float32(0):
         for i in range(count):
@@ -234,80 +220,53 @@ def _decode_block(codes: Any, scale: Any, values: Any, count: Any, signed: Any) 
 # LLVM reads and writes element by element.
 
 
-@kernel
-def adamw_bf16_moments_8bit(
-    weight: int,
-    weight_low: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    exp_avg_scale: int,
-    exp_avg_sq_scale: int,
-    gradient: int,
-    n: int,
-    *scalars: float,
-) -> None:
-    """`adamw_bf16` with moments quantized as `codecs` says; the first element is the first of a block.
+def adamw_moments_8bit(weights: int, gradients: int) -> Callable[..., None]:
+    """`kernels.adamw` with moments quantized as `codecs` says; the first element is the first of a block.
 
-    Moves 14 bytes per element (8 read, 6 written) and 16 per block.
+    With bf16 weights it moves 14 bytes per element (8 read, 6 written) and 16 per block.
     """
-    blocks = (n + BLOCK - 1) // BLOCK
-    scale = carray(pointer(exp_avg_scale, np.float32), blocks)
-    scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
-    rounded = round_scalars(scalars)
-    avg, avg_sq = carray(block_buffer(), BLOCK), carray(block_buffer(), BLOCK)
-    for block in range(blocks):
-        first = block * BLOCK
-        count = min(BLOCK, n - first)
-        high = carray(pointer(weight + 2 * first, np.uint16), count)
-        low = carray(pointer(weight_low + 2 * first, np.int16), count)
-        grad = carray(pointer(gradient + 2 * first, np.uint16), count)
-        codes = carray(pointer(exp_avg + first, np.uint8), count)
-        codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
-        _decode_block(codes, scale[block], avg, count, True)
-        _decode_block(codes_sq, scale_sq[block], avg_sq, count, False)
-        for i in range(count):
-            w, m, v = adamw_element(joined(high[i], low[i]), avg[i], avg_sq[i], bf16_to_fp32(grad[i]), rounded)
-            high[i] = high_half(w)
-            low[i] = low_half(w)
-            avg[i] = m
-            avg_sq[i] = v
-        scale[block] = _encode_block(avg, codes, count, True)
-        scale_sq[block] = _encode_block(avg_sq, codes_sq, count, False)
+    weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
 
+    @kernel
+    def update(
+        weight: int,
+        weight_low: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        exp_avg_scale: int,
+        exp_avg_sq_scale: int,
+        gradient: int,
+        n: int,
+        *scalars: float,
+    ) -> None:
+        blocks = (n + BLOCK - 1) // BLOCK
+        scale = carray(pointer(exp_avg_scale, np.float32), blocks)
+        scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
+        rounded = round_scalars(scalars)
+        avg, avg_sq = carray(block_buffer(), BLOCK), carray(block_buffer(), BLOCK)
+        for block in range(blocks):
+            first = block * BLOCK
+            count = min(BLOCK, n - first)
+            (whole, high), low = views(weight + weight_bytes * first, count), low_view(weight_low + 2 * first, count)
+            grad, half = views(gradient + gradient_bytes * first, count)
+            codes = carray(pointer(exp_avg + first, np.uint8), count)
+            codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
+            top, top_sq = np.uint32(0), np.uint32(0)
+            for i in range(count):
+                w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
+                m, v = _decode_signed(codes[i]) * scale[block], _decode_unsigned(codes_sq[i]) * scale_sq[block]
+                w, m, v = adamw_element(w, m, v, g, rounded)
+                avg[i] = m
+                avg_sq[i] = v
+                top, top_sq = max(top, _magnitude(m)), max(top_sq, _magnitude(v))
+                if weights == FP32:
+                    whole[i] = w
+                else:
+                    high[i], low[i] = halves_of(weights, w)
+            scale[block] = _encode_block(avg, codes, count, top, True)
+            scale_sq[block] = _encode_block(avg_sq, codes_sq, count, top_sq, False)
 
-@kernel
-def adamw_fp32_moments_8bit(
-    weight: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    exp_avg_scale: int,
-    exp_avg_sq_scale: int,
-    gradient: int,
-    n: int,
-    *scalars: float,
-) -> None:
-    """`adamw_fp32` with moments quantized, as `adamw_bf16_moments_8bit`.
-
-    Moves 16 bytes per element (10 read, 6 written) and 16 per block.
-    """
-    blocks = (n + BLOCK - 1) // BLOCK
-    scale = carray(pointer(exp_avg_scale, np.float32), blocks)
-    scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
-    rounded = round_scalars(scalars)
-    avg, avg_sq = carray(block_buffer(), BLOCK), carray(block_buffer(), BLOCK)
-    for block in range(blocks):
-        first = block * BLOCK
-        count = min(BLOCK, n - first)
-        master = carray(pointer(weight + 4 * first, np.float32), count)
-        grad = carray(pointer(gradient + 4 * first, np.float32), count)
-        codes = carray(pointer(exp_avg + first, np.uint8), count)
-        codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
-        _decode_block(codes, scale[block], avg, count, True)
-        _decode_block(codes_sq, scale_sq[block], avg_sq, count, False)
-        for i in range(count):
-            master[i], avg[i], avg_sq[i] = adamw_element(master[i], avg[i], avg_sq[i], grad[i], rounded)
-        scale[block] = _encode_block(avg, codes, count, True)
-        scale_sq[block] = _encode_block(avg_sq, codes_sq, count, False)
+    return update
 
 
 @part
@@ -318,7 +277,10 @@ def _encode(values: Any, codes: Any, scales: Any, n: Any, signed: Any) -> None:
         count = min(BLOCK, n - first)
         value = carray(pointer(values + 4 * first, np.float32), count)
         code = carray(pointer(codes + first, np.uint8), count)
-        scale[block] = _encode_block(value, code, count, signed)
+        top = np.uint32(0)
+        for i in range(count):
+            top = max(top, _magnitude(value[i]))
+        scale[block] = _encode_block(value, code, count, top, signed)
 
 
 @part

@@ -11,7 +11,7 @@ import torch
 from pagoda.errors import ConfigError
 from pagoda.optim import codec_kernels, formats
 from pagoda.optim.codecs import BLOCK, Key, Moments
-from pagoda.optim.kernels import GradientKernels
+from pagoda.optim.gradient_kernels import GradientKernels
 from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype
 
 

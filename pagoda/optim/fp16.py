@@ -1,7 +1,7 @@
-"""fp16 in integers: its kernels, and the fp32 master split into an fp16 weight and 16 bits beside it.
+"""fp16: widened and rounded, and the fp32 master split into an fp16 weight and 16 bits beside it.
 
-Numba has no fp16 on the CPU, and neither have CPUs before AVX512-FP16 arithmetic in it: elements are widened to fp32,
-which is exact, and rounded back to nearest, ties to even, as torch rounds.
+Numba has no fp16 on the CPU, and CPUs before AVX512-FP16 have no arithmetic in it: elements are widened to fp32, which
+is exact, and rounded back to nearest, ties to even, as torch rounds. Most CPUs have instructions for both (F16C).
 
 **Split master.** In precision "fp16" the master is kept as::
 
@@ -19,38 +19,83 @@ exactly when it is split again.
 from typing import Any
 
 import numpy as np
-from numba import carray
+from llvmlite import ir
+from numba import carray, types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
 
 from pagoda.jit import kernel, part
-from pagoda.optim.jit import LANES, ROW, bf16_to_fp32, bits_to_fp32, fp32_to_bits, lane_sums, pointer, sum_of
+from pagoda.optim.jit import bits_to_fp32, fp32_to_bits, pointer
 
 LARGEST = 65504.0
 """The largest finite fp16 value."""
 
 
+def _extend_intrinsic(_context: Any, _half: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+def _truncate_intrinsic(_context: Any, _value: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+_extend = intrinsic(_extend_intrinsic)
+_truncate = intrinsic(_truncate_intrinsic)
+
+
 @part
-def fp16_to_fp32(half: Any) -> Any:
+def fp16_to_fp32_in_integers(half: Any) -> Any:
+    """For CPUs without instructions for it, with their bits."""
     # Shifted into fp32's place, the exponent is 112 too small: one exact multiplication, also for denormals. Infinity
-    # and NaN have no larger exponent to go to, and get fp32's.
+    # and NaN have no larger exponent to go to, and get fp32's; a NaN becomes a quiet one.
     magnitude = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << 13)
     widened = fp32_to_bits(bits_to_fp32(magnitude) * np.float32(2.0**112))
-    special = np.uint32(magnitude | np.uint32(0x7F800000))
-    bits = special if magnitude >= np.uint32(0x0F800000) else widened
+    exponent = np.uint32(0x7FC00000) if magnitude > np.uint32(0x0F800000) else np.uint32(0x7F800000)
+    bits = np.uint32(magnitude | exponent) if magnitude >= np.uint32(0x0F800000) else widened
     return bits_to_fp32(np.uint32(bits | np.uint32(np.uint32(half & np.uint32(0x8000)) << 16)))
 
 
 @part
-def fp32_to_fp16(value: Any) -> Any:
+def fp32_to_fp16_in_integers(value: Any) -> Any:
+    """For CPUs without instructions for it, with their bits."""
     # To nearest, ties to even. Denormals: adding 0.5, whose last place is fp16's smallest step, rounds to it.
     bits = fp32_to_bits(value)
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
     odd = np.uint32((magnitude >> 13) & 1)
     normal = np.uint32(np.uint32(magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> 13)
     denormal = np.uint32(fp32_to_bits(bits_to_fp32(magnitude) + np.float32(0.5)) - np.uint32(0x3F000000))
-    special = np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else np.uint32(0x7C00)
+    nan = np.uint32(np.uint32(0x7E00) | np.uint32(np.uint32(magnitude >> 13) & np.uint32(0x3FF)))
+    special = nan if magnitude > np.uint32(0x7F800000) else np.uint32(0x7C00)
     rounded = denormal if magnitude < np.uint32(0x38800000) else normal
     rounded = special if magnitude >= np.uint32(0x47800000) else rounded
     return np.uint16(rounded | np.uint32((bits >> 16) & np.uint32(0x8000)))
+
+
+@part
+def _fp16_to_fp32_at_once(half: Any) -> Any:
+    return _extend(half)
+
+
+@part
+def _fp32_to_fp16_at_once(value: Any) -> Any:
+    return _truncate(value)
+
+
+def _has_conversions() -> bool:
+    """Whether the CPU that Numba compiles for converts between fp16 and fp32."""
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+f16c" in features.split(",") or triple.startswith(("aarch64", "arm64"))
+
+
+HAS_CONVERSIONS = _has_conversions()
+fp16_to_fp32 = _fp16_to_fp32_at_once if HAS_CONVERSIONS else fp16_to_fp32_in_integers
+fp32_to_fp16 = _fp32_to_fp16_at_once if HAS_CONVERSIONS else fp32_to_fp16_in_integers
 
 
 @part
@@ -94,76 +139,3 @@ def join_fp16(weight: int, weight_low: int, master: int, n: int) -> None:
     whole = carray(pointer(master, np.float32), n)
     for i in range(n):
         whole[i] = joined_fp16(high[i], low[i])
-
-
-@kernel
-def widen_fp16(dst: int, src: int, n: int) -> None:
-    """Copies ``n`` fp16 elements to fp32."""
-    to = carray(pointer(dst, np.float32), n)
-    source = carray(pointer(src, np.uint16), n)
-    for i in range(n):
-        to[i] = fp16_to_fp32(source[i])
-
-
-@kernel
-def widen_bf16(dst: int, src: int, n: int) -> None:
-    """Copies ``n`` bf16 elements to fp32."""
-    to = carray(pointer(dst, np.float32), n)
-    source = carray(pointer(src, np.uint16), n)
-    for i in range(n):
-        to[i] = bf16_to_fp32(source[i])
-
-
-# As those of `kernels` for gradients: the order of the sum follows from n alone.
-
-
-@part
-def _square_fp16(half: Any) -> Any:
-    x = np.float64(fp16_to_fp32(half))
-    return x * x
-
-
-@kernel
-def store_gradient_fp16(dst: int, src: int, n: int) -> float:
-    """Copies ``n`` fp16 elements; returns their sum of squares in float64."""
-    to = carray(pointer(dst, np.uint16), n)
-    source = carray(pointer(src, np.uint16), n)
-    lanes = carray(lane_sums(), LANES)
-    for j in range(LANES):
-        lanes[j] = 0.0
-    for row in range(n // ROW):
-        for j in range(LANES):
-            squares = 0.0
-            for k in range(4):
-                i = row * ROW + j + k * LANES
-                to[i] = source[i]
-                squares += _square_fp16(source[i])
-            lanes[j] += squares
-    for i in range(n // ROW * ROW, n):
-        to[i] = source[i]
-        lanes[i % LANES] += _square_fp16(source[i])
-    return sum_of(lanes)
-
-
-@kernel
-def add_gradient_fp16(dst: int, src: int, n: int) -> float:
-    """``dst += src`` on ``n`` fp16 elements, with torch's bits; returns the new sum of squares in float64."""
-    to = carray(pointer(dst, np.uint16), n)
-    source = carray(pointer(src, np.uint16), n)
-    lanes = carray(lane_sums(), LANES)
-    for j in range(LANES):
-        lanes[j] = 0.0
-    for row in range(n // ROW):
-        for j in range(LANES):
-            squares = 0.0
-            for k in range(4):
-                i = row * ROW + j + k * LANES
-                total = fp32_to_fp16(fp16_to_fp32(to[i]) + fp16_to_fp32(source[i]))
-                to[i] = total
-                squares += _square_fp16(total)
-            lanes[j] += squares
-    for i in range(n // ROW * ROW, n):
-        total = fp32_to_fp16(fp16_to_fp32(to[i]) + fp16_to_fp32(source[i]))
-        to[i] = total
-        lanes[i % LANES] += _square_fp16(total)
-    return sum_of(lanes)

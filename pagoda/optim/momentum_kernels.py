@@ -1,12 +1,14 @@
-"""CPU kernels of Adam, SGD and Lion: the contracts of `adam`, `sgd` and `lion`, called as those of `kernels`."""
+"""CPU kernels of Adam, SGD and Lion, by the contracts of `adam`, `sgd` and `lion`; made and called as in `kernels`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import carray
 
 from pagoda.jit import kernel, part
-from pagoda.optim.jit import bf16_to_fp32, high_half, joined, low_half, pointer, round_scalars
+from pagoda.optim.elements import FP32, halves_of, low_view, master_of, value_of, views
+from pagoda.optim.jit import pointer, round_scalars
 
 
 @part
@@ -27,44 +29,28 @@ def _seven(scalars: Any) -> Any:
     return f(a), f(b), f(c), f(d), f(e), f(g), f(h)
 
 
-@kernel
-def adam_bf16(
-    weight: int, weight_low: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int, *scalars: float
-) -> None:
-    """Adam in place on ``n`` elements: bf16 weight, int16 low half, fp32 moments, bf16 gradient.
+def adam(weights: int, gradients: int) -> Callable[..., None]:
+    """Adam in place on ``n`` elements. Moves as many bytes as AdamW."""
 
-    Moves 26 bytes per element: 14 read, 12 written.
-    """
-    high = carray(pointer(weight, np.uint16), n)
-    low = carray(pointer(weight_low, np.int16), n)
-    avg = carray(pointer(exp_avg, np.float32), n)
-    avg_sq = carray(pointer(exp_avg_sq, np.float32), n)
-    grad = carray(pointer(gradient, np.uint16), n)
-    rounded = round_scalars(scalars)
-    for i in range(n):
-        w, m, v = _adam_element(joined(high[i], low[i]), avg[i], avg_sq[i], bf16_to_fp32(grad[i]), rounded)
-        avg[i] = m
-        avg_sq[i] = v
-        high[i] = high_half(w)
-        low[i] = low_half(w)
+    @kernel
+    def update(
+        weight: int, weight_low: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int, *scalars: float
+    ) -> None:
+        (whole, high), low = views(weight, n), low_view(weight_low, n)
+        avg, avg_sq = carray(pointer(exp_avg, np.float32), n), carray(pointer(exp_avg_sq, np.float32), n)
+        grad, half = views(gradient, n)
+        rounded = round_scalars(scalars)
+        for i in range(n):
+            w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
+            w, m, v = _adam_element(w, avg[i], avg_sq[i], g, rounded)
+            avg[i] = m
+            avg_sq[i] = v
+            if weights == FP32:
+                whole[i] = w
+            else:
+                high[i], low[i] = halves_of(weights, w)
 
-
-@kernel
-def adam_fp32(weight: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int, *scalars: float) -> None:
-    """Adam in place on ``n`` elements, all fp32.
-
-    Moves 28 bytes per element: 16 read, 12 written.
-    """
-    master = carray(pointer(weight, np.float32), n)
-    avg = carray(pointer(exp_avg, np.float32), n)
-    avg_sq = carray(pointer(exp_avg_sq, np.float32), n)
-    grad = carray(pointer(gradient, np.float32), n)
-    rounded = round_scalars(scalars)
-    for i in range(n):
-        w, m, v = _adam_element(master[i], avg[i], avg_sq[i], grad[i], rounded)
-        avg[i] = m
-        avg_sq[i] = v
-        master[i] = w
+    return update
 
 
 @part
@@ -85,63 +71,44 @@ def _sgd_element(w: Any, gradient: Any, scalars: Any) -> Any:
     return w - lr * g
 
 
-@kernel
-def sgd_momentum_bf16(
-    weight: int, weight_low: int, momentum_buffer: int, gradient: int, n: int, *scalars: float
-) -> None:
-    """SGD in place on ``n`` elements: bf16 weight, int16 low half, fp32 buffer, bf16 gradient.
+def sgd_momentum(weights: int, gradients: int) -> Callable[..., None]:
+    """SGD in place on ``n`` elements, with an fp32 buffer. With bf16, 10 bytes per element are read and 8 written."""
 
-    Moves 18 bytes per element: 10 read, 8 written.
-    """
-    high = carray(pointer(weight, np.uint16), n)
-    low = carray(pointer(weight_low, np.int16), n)
-    buffer = carray(pointer(momentum_buffer, np.float32), n)
-    grad = carray(pointer(gradient, np.uint16), n)
-    rounded = _seven(scalars)
-    for i in range(n):
-        w, m = _sgd_momentum_element(joined(high[i], low[i]), buffer[i], bf16_to_fp32(grad[i]), rounded)
-        buffer[i] = m
-        high[i] = high_half(w)
-        low[i] = low_half(w)
+    @kernel
+    def update(weight: int, weight_low: int, momentum_buffer: int, gradient: int, n: int, *scalars: float) -> None:
+        (whole, high), low = views(weight, n), low_view(weight_low, n)
+        buffer = carray(pointer(momentum_buffer, np.float32), n)
+        grad, half = views(gradient, n)
+        rounded = _seven(scalars)
+        for i in range(n):
+            w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
+            w, m = _sgd_momentum_element(w, buffer[i], g, rounded)
+            buffer[i] = m
+            if weights == FP32:
+                whole[i] = w
+            else:
+                high[i], low[i] = halves_of(weights, w)
 
-
-@kernel
-def sgd_momentum_fp32(weight: int, momentum_buffer: int, gradient: int, n: int, *scalars: float) -> None:
-    """SGD in place on ``n`` elements, all fp32.
-
-    Moves 20 bytes per element: 12 read, 8 written.
-    """
-    master = carray(pointer(weight, np.float32), n)
-    buffer = carray(pointer(momentum_buffer, np.float32), n)
-    grad = carray(pointer(gradient, np.float32), n)
-    rounded = _seven(scalars)
-    for i in range(n):
-        w, m = _sgd_momentum_element(master[i], buffer[i], grad[i], rounded)
-        buffer[i] = m
-        master[i] = w
+    return update
 
 
-@kernel
-def sgd_bf16(weight: int, weight_low: int, gradient: int, n: int, *scalars: float) -> None:
-    """SGD without momentum, as `sgd_momentum_bf16`. Moves 10 bytes per element: 6 read, 4 written."""
-    high = carray(pointer(weight, np.uint16), n)
-    low = carray(pointer(weight_low, np.int16), n)
-    grad = carray(pointer(gradient, np.uint16), n)
-    rounded = _seven(scalars)
-    for i in range(n):
-        w = _sgd_element(joined(high[i], low[i]), bf16_to_fp32(grad[i]), rounded)
-        high[i] = high_half(w)
-        low[i] = low_half(w)
+def sgd(weights: int, gradients: int) -> Callable[..., None]:
+    """SGD without momentum. With bf16, 6 bytes per element are read and 4 written."""
 
+    @kernel
+    def update(weight: int, weight_low: int, gradient: int, n: int, *scalars: float) -> None:
+        (whole, high), low = views(weight, n), low_view(weight_low, n)
+        grad, half = views(gradient, n)
+        rounded = _seven(scalars)
+        for i in range(n):
+            w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
+            w = _sgd_element(w, g, rounded)
+            if weights == FP32:
+                whole[i] = w
+            else:
+                high[i], low[i] = halves_of(weights, w)
 
-@kernel
-def sgd_fp32(weight: int, gradient: int, n: int, *scalars: float) -> None:
-    """SGD without momentum, all fp32. Moves 12 bytes per element: 8 read, 4 written."""
-    master = carray(pointer(weight, np.float32), n)
-    grad = carray(pointer(gradient, np.float32), n)
-    rounded = _seven(scalars)
-    for i in range(n):
-        master[i] = _sgd_element(master[i], grad[i], rounded)
+    return update
 
 
 @part
@@ -155,35 +122,22 @@ def _lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
     return w, m * beta2 + g * one_minus_beta2
 
 
-@kernel
-def lion_bf16(weight: int, weight_low: int, exp_avg: int, gradient: int, n: int, *scalars: float) -> None:
-    """Lion in place on ``n`` elements: bf16 weight, int16 low half, fp32 momentum, bf16 gradient.
+def lion(weights: int, gradients: int) -> Callable[..., None]:
+    """Lion in place on ``n`` elements, with an fp32 momentum. Moves as many bytes as SGD with momentum."""
 
-    Moves 18 bytes per element: 10 read, 8 written.
-    """
-    high = carray(pointer(weight, np.uint16), n)
-    low = carray(pointer(weight_low, np.int16), n)
-    avg = carray(pointer(exp_avg, np.float32), n)
-    grad = carray(pointer(gradient, np.uint16), n)
-    rounded = _seven(scalars)
-    for i in range(n):
-        w, m = _lion_element(joined(high[i], low[i]), avg[i], bf16_to_fp32(grad[i]), rounded)
-        avg[i] = m
-        high[i] = high_half(w)
-        low[i] = low_half(w)
+    @kernel
+    def update(weight: int, weight_low: int, exp_avg: int, gradient: int, n: int, *scalars: float) -> None:
+        (whole, high), low = views(weight, n), low_view(weight_low, n)
+        avg = carray(pointer(exp_avg, np.float32), n)
+        grad, half = views(gradient, n)
+        rounded = _seven(scalars)
+        for i in range(n):
+            w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
+            w, m = _lion_element(w, avg[i], g, rounded)
+            avg[i] = m
+            if weights == FP32:
+                whole[i] = w
+            else:
+                high[i], low[i] = halves_of(weights, w)
 
-
-@kernel
-def lion_fp32(weight: int, exp_avg: int, gradient: int, n: int, *scalars: float) -> None:
-    """Lion in place on ``n`` elements, all fp32.
-
-    Moves 20 bytes per element: 12 read, 8 written.
-    """
-    master = carray(pointer(weight, np.float32), n)
-    avg = carray(pointer(exp_avg, np.float32), n)
-    grad = carray(pointer(gradient, np.float32), n)
-    rounded = _seven(scalars)
-    for i in range(n):
-        w, m = _lion_element(master[i], avg[i], grad[i], rounded)
-        avg[i] = m
-        master[i] = w
+    return update

@@ -14,7 +14,7 @@ from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slabs import SlabRegion
 from pagoda.optim.formats import arriving_dtype
-from pagoda.optim.kernels import GradientKernels
+from pagoda.optim.gradient_kernels import GradientKernels
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS

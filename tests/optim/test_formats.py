@@ -2,14 +2,16 @@
 
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.optim import Adam, AdamW, Lion, flat, reference
+from pagoda.jit import kernel
+from pagoda.optim import SGD, Adam, AdamW, Lion, flat, fp16, reference
 from pagoda.optim.codecs import Key
-from pagoda.optim.formats import CHUNK
+from pagoda.optim.jit import bits_to_fp32, fp32_to_bits
 from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype, weight_states
 
 SMALLEST_EXACT = 2.0**-16
@@ -48,6 +50,28 @@ def test_every_fp16_value_is_widened_and_split_as_torch_converts_it() -> None:
     weight, low = split(every[numbers].float())
     assert torch.equal(bits(weight), bits(every[numbers]))
     assert not low[every[numbers].isfinite()].any()
+
+
+@kernel
+def convert_both_ways(fp32: np.ndarray, halves: np.ndarray, narrowed: np.ndarray, widened: np.ndarray) -> None:
+    for i in range(len(fp32)):
+        value = bits_to_fp32(fp32[i])
+        narrowed[0, i], narrowed[1, i] = fp16.fp32_to_fp16(value), fp16.fp32_to_fp16_in_integers(value)
+    for i in range(len(halves)):
+        widened[0, i] = fp32_to_bits(fp16.fp16_to_fp32(halves[i]))
+        widened[1, i] = fp32_to_bits(fp16.fp16_to_fp32_in_integers(halves[i]))
+
+
+def test_a_cpu_without_instructions_for_fp16_converts_to_the_same_bits() -> None:
+    """Every fp16 value; of fp32 every exponent, with mantissas around each one that fp16 has; NaNs' payloads too."""
+    around = np.arange(0, 1 << 23, 1 << 12, dtype=np.uint32)[:, None] + np.array([0, 1, 0xFFF], dtype=np.uint32)
+    exponents = np.arange(512, dtype=np.uint32) << np.uint32(23)
+    fp32 = (exponents[:, None] + around.reshape(1, -1)).reshape(-1)
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    narrowed, widened = np.empty((2, len(fp32)), np.uint16), np.empty((2, len(halves)), np.uint32)
+    convert_both_ways(fp32, halves, narrowed, widened)
+    assert np.array_equal(*narrowed)
+    assert np.array_equal(*widened)
 
 
 def test_weights_are_the_master_as_torch_rounds_it() -> None:
@@ -93,7 +117,7 @@ def test_fp16_gradients_are_added_with_torchs_bits() -> None:
 
 @pytest.mark.parametrize("arriving", [torch.bfloat16, torch.float16])
 def test_gradients_are_accumulated_in_fp32_without_a_rounding(arriving: torch.dtype) -> None:
-    n = 2 * CHUNK + 300
+    n = 33_068
     parts = [floats(seed, n, -20, 10).to(arriving) for seed in range(3)]
     total = torch.empty(n)
     flat.store_gradient(total, parts[0])
@@ -104,15 +128,23 @@ def test_gradients_are_accumulated_in_fp32_without_a_rounding(arriving: torch.dt
     assert squares == pytest.approx(total.double().square().sum().item(), rel=1e-12)
 
 
-RULES: list[ElementwiseRule] = [AdamW(weight_decay=0.1), AdamW(moments="bf16"), AdamW(moments="8bit"), Adam(), Lion()]
+RULES: list[ElementwiseRule] = [
+    AdamW(weight_decay=0.1),
+    AdamW(moments="bf16"),
+    AdamW(moments="8bit"),
+    Adam(),
+    SGD(),
+    SGD(momentum=0.9),
+    Lion(),
+]
 
 
 @pytest.mark.parametrize("gradient", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("precision", get_args(Precision))
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.kernel_name)
 def test_any_format_is_updated_as_fp32_is(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype) -> None:
-    """Over several chunks, the last one short; with noise, which an element's index decides."""
-    n = CHUNK + 1000
+    """With noise, which an element's index decides."""
+    n = 4_999
     dtype = gradient_dtype(precision)
     own = {s.name: torch.zeros(s.elements(n), dtype=s.dtype) for s in rule.own_states()}
     plain = {name: state.clone() for name, state in own.items()}

@@ -1,6 +1,7 @@
 """The AdamW kernels keep the contract: bits, blocks, threads, and how they were compiled."""
 
 import platform
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
 from pagoda.jit import OPTIONS
-from pagoda.optim import AdamW, Precision, Scalars, flat, kernels, reference
+from pagoda.optim import AdamW, Precision, Scalars, flat, fp16, kernels, reference
+from pagoda.optim.elements import BF16, FP16, FP32
 
 from .blocks import EDGES, copy_of, random_block, same_bits
 
@@ -140,13 +142,16 @@ def test_the_bf16_weight_is_its_own_fp32_master() -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86 assembly")
-@pytest.mark.parametrize(("kernel", "addresses"), [(kernels.adamw_bf16, 5), (kernels.adamw_fp32, 4)])
-def test_adamw_compiles_to_vectors_without_fused_operations(kernel: object, addresses: int) -> None:
+@pytest.mark.parametrize(("weights", "gradients"), [(BF16, BF16), (FP32, FP32), (FP16, FP16), (FP32, FP16)])
+def test_adamw_compiles_to_vectors_without_fused_operations(weights: int, gradients: int) -> None:
     if numba.core.config.CPU_NAME == "generic":
         pytest.skip("compiled for a generic CPU")
-    fresh = numba.njit(**OPTIONS)(kernel.py_func)
-    fresh(*[0] * (addresses + 1), *[0.5] * len(Scalars._fields))
+    fresh = numba.njit(**OPTIONS)(kernels.compiled("adamw", weights, gradients).py_func)
+    fresh(*[0] * 6, *[0.5] * len(Scalars._fields))
     (assembly,) = fresh.inspect_asm().values()
+    if fp16.HAS_CONVERSIONS:
+        assert bool(re.search("vcvtph2ps.*%[yz]mm", assembly)) == (FP16 in (weights, gradients))
+        assert bool(re.search("vcvtps2ph.*%[yz]mm", assembly)) == (weights == FP16)
     assert "fmadd" not in assembly
     assert "fnmadd" not in assembly
     assert "sqrtps" in assembly
@@ -162,22 +167,25 @@ def test_after_warm_up_nothing_is_left_to_compile(precision: Precision) -> None:
 import warnings
 warnings.simplefilter("error")
 import torch
-from pagoda.optim import AdamW, flat, gradient_dtype, kernels
-kernels.warm_up(AdamW(), {precision!r})
+from pagoda.optim import AdamW, flat, formats, gradient_dtype, kernels
+from pagoda.optim.elements import FORMS
+formats.warm_up(AdamW(), {precision!r})
+dtype = gradient_dtype({precision!r})
+used = [*formats.gradient_kernels(dtype), kernels.compiled("adamw", FORMS[dtype], FORMS[dtype])]
+used += formats.halves(dtype) if {precision!r} != "fp32" else ()
 def compiled():
-    names = [name for name in dir(kernels) if hasattr(getattr(kernels, name), "signatures")]
-    return {{name: len(getattr(kernels, name).signatures) for name in names}}
+    return [len(kernel.signatures) for kernel in used]
 before = compiled()
-gradient = torch.ones(10, dtype=gradient_dtype({precision!r}))
+gradient = torch.ones(10, dtype=dtype)
 states = {{spec.name: torch.zeros(10, dtype=spec.dtype) for spec in AdamW().states({precision!r})}}
 flat.update(AdamW(), states, gradient, AdamW().scalars(1))
 flat.store_gradient(gradient.clone(), gradient)
 flat.add_gradient(gradient.clone(), gradient)
-if {precision!r} == "bf16":
+if {precision!r} != "fp32":
     master = torch.zeros(10)
     flat.split(master, states["weight"], states["weight_low"])
     flat.join(states["weight"], states["weight_low"], master)
-assert compiled() == before, (before, compiled())
+assert compiled() == before == [1] * len(used), (before, compiled())
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

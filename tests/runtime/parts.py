@@ -11,7 +11,9 @@ from torch import nn
 from pagoda.memory import Arena, MemoryTier
 from pagoda.memory.slabs import SlabRegion
 from pagoda.optim import AdamW, Precision
-from pagoda.optim.kernels import UpdateKernel, gradient_kernels, update_kernel, warm_up
+from pagoda.optim.formats import gradient_kernels, update_kernel, warm_up
+from pagoda.optim.kernels import UpdateKernel
+from pagoda.optim.rule import gradient_dtype
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, RING_SLOTS
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, RING, Budgets, Placement
@@ -135,7 +137,7 @@ def parts(
     gradients = Gradients(
         store,
         staging,
-        gradient_kernels(precision),
+        gradient_kernels(gradient_dtype(precision)),
         lanes,
         Device(),
         write_behind,

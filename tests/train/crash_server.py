@@ -27,7 +27,7 @@ from pagoda.checkpoint.export import export
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.tensors import TensorWriter
 from pagoda.optim import AdamW
-from pagoda.optim.kernels import warm_up
+from pagoda.optim.formats import warm_up
 from pagoda.train import TrainConfig
 from pagoda.train.loop import _Loop, run
 from pagoda.train.run_dir import Checkpoint as RunCheckpoint
