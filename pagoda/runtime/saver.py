@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 
-_WRITERS = 2
-"""Threads that write the pieces of a checkpoint: while one hashes, the other's transfer keeps the drive busy."""
+_WRITERS = 4
+"""Threads that write the pieces of a checkpoint: while some hash, the others keep the drive busy."""
 
 
 class Saver:
