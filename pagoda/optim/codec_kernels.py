@@ -11,12 +11,14 @@ from pagoda.optim.codecs import BLOCK, LINES, MAX_NOISY, TENTH_STEPS, TOP_SIGNED
 from pagoda.optim.elements import FP32, halves_of, low_view, master_of, value_of, views
 from pagoda.optim.jit import (
     adamw_element,
+    add32,
     bf16_to_fp32,
     bits_to_fp32,
     block_buffer,
     fp32_to_bits,
     pointer,
     round_scalars,
+    xor32,
 )
 
 # AdamW with bf16 moments, rounded stochastically.
@@ -24,7 +26,7 @@ from pagoda.optim.jit import (
 
 @part
 def _noise(index: Any, low: Any, high: Any) -> Any:
-    x = np.uint32(np.uint32(index) ^ low)
+    x = xor32(index, low)
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x7FEB352D))
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(15))) + high)
     x = np.uint32(x * np.uint32(0x846CA68B))
@@ -61,11 +63,12 @@ def adamw_moments_bf16(weights: int, gradients: int) -> Callable[..., None]:
         avg, avg_sq = carray(pointer(exp_avg, np.uint16), n), carray(pointer(exp_avg_sq, np.uint16), n)
         grad, half = views(gradient, n)
         rounded = round_scalars(scalars)
-        first, second = np.uint32(key_low), np.uint32(key_high)
+        number, first, second = np.uint32(index), np.uint32(key_low), np.uint32(key_high)
         for i in range(n):
             w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
             w, m, v = adamw_element(w, bf16_to_fp32(avg[i]), bf16_to_fp32(avg_sq[i]), g, rounded)
-            noise = _noise(index + i, first, second)
+            noise = _noise(number, first, second)
+            number = add32(number, np.uint32(1))
             avg[i] = _round_noisily(m, np.uint32(noise & np.uint32(0xFFFF)))
             avg_sq[i] = _round_noisily(v, np.uint32(noise >> np.uint32(16)))
             if weights == FP32:

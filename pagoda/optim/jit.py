@@ -43,6 +43,20 @@ def _fp32_to_bits_intrinsic(_context: Any, _value: Any) -> Any:
     return types.uint32(types.float32), codegen
 
 
+def _add32_intrinsic(_context: Any, _a: Any, _b: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.add(*args)
+
+    return types.uint32(types.uint32, types.uint32), codegen
+
+
+def _xor32_intrinsic(_context: Any, _a: Any, _b: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.xor(*args)
+
+    return types.uint32(types.uint32, types.uint32), codegen
+
+
 def _lanes_intrinsic(_context: Any) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         # On the stack: no allocation per call, and LLVM knows that nothing else points there.
@@ -61,10 +75,12 @@ def _block_intrinsic(_context: Any) -> Any:
 pointer = intrinsic(_pointer_intrinsic)
 bits_to_fp32 = intrinsic(_bits_to_fp32_intrinsic)
 fp32_to_bits = intrinsic(_fp32_to_bits_intrinsic)
+add32, xor32 = intrinsic(_add32_intrinsic), intrinsic(_xor32_intrinsic)
 lane_sums = intrinsic(_lanes_intrinsic)
 block_buffer = intrinsic(_block_intrinsic)
 
-# Numba widens uint32 arithmetic to 64 bits; the casts below bring it back, so that it wraps and vectorises.
+# Numba widens uint32 arithmetic to 64 bits; the casts below bring it back, so that it wraps and vectorises. A counter
+# would stay in 64 bits all the same, hence `add32` and `xor32`.
 
 
 @part
