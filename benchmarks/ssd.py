@@ -30,11 +30,12 @@ from pagoda.calibrate.meter import cpu_name
 from pagoda.memory import Arena, PageFile, parse_bytes, ssd_tier, verify
 from pagoda.memory.slots import Hashes
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
-from pagoda.runtime.lanes import SSD_THREADS
 
 PAGE = 4 << 20
 RING = 12
 """Buffers of a drive: about as many as the update's ring has."""
+_RAW_THREADS = 2
+"""Each way: one transfer is on the drive while the next is prepared."""
 
 
 def main() -> None:
@@ -224,8 +225,8 @@ class Raw:
                 file.pwrite(page, self._view(slot))
                 free.put(slot)
 
-        readers = [threading.Thread(target=read, args=(pages[i::SSD_THREADS],)) for i in range(SSD_THREADS)]
-        return [*readers, *(threading.Thread(target=write) for _ in range(SSD_THREADS))]
+        readers = [threading.Thread(target=read, args=(pages[i::_RAW_THREADS],)) for i in range(_RAW_THREADS)]
+        return [*readers, *(threading.Thread(target=write) for _ in range(_RAW_THREADS))]
 
 
 if __name__ == "__main__":

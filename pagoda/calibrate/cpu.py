@@ -6,6 +6,7 @@ from contextlib import closing
 
 import torch
 
+from pagoda.calibrate.bookkeeping import measure_bookkeeping
 from pagoda.calibrate.matmul import matmul_rate
 from pagoda.calibrate.meter import Meter, cpu_cores, ram_bytes
 from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
@@ -21,10 +22,10 @@ SCALARS = AdamW().scalars(100, 0.9)
 """Of some step of AdamW; timing does not depend on them."""
 _UNIT_BYTES = 32 << 20
 """Weights copied at a time."""
-_HANDOVER_SIZE = 512
-"""Of products as long as a small model's operators: a millisecond or so."""
+_HANDOVER_SIZE = 256
+"""Of products as long as a small model's operators: some tenths of a millisecond."""
 _HANDOVER_NUMEL = 1 << 12
-_HANDOVERS = 32
+_HANDOVERS = 128
 _LEAST_TURNS = 5
 _LEAST_HANDOVER_S = 1e-6
 
@@ -43,6 +44,7 @@ def measure_cpu(meter: Meter, threads: int) -> Cpu:
         copy_bytes_per_s=_copy_rate(meter),
         gradient_bytes_per_s=_gradient_rate(meter),
         handover_s=_handover(meter),
+        parameter_s=measure_bookkeeping(meter),
     )
 
 

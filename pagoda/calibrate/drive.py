@@ -1,4 +1,4 @@
-"""The SSD: streams through a page file, with the runtime's lanes and transfer sizes."""
+"""The SSD: streams through a page file, with the runtime's lanes, transfer sizes and hashes."""
 
 import shutil
 import statistics
@@ -17,12 +17,15 @@ from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd import PageFile
+from pagoda.memory.xxh3 import hashes_of
 from pagoda.plan.hardware import LARGE_TRANSFER_BYTES, Drive, Figure, SmallTransfers
 from pagoda.plan.machines import rated_endurance
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 
 _SMALL_BYTES = 128 << 10
 """A small transfer: a block of moments where RAM or the model is small."""
+_HASHED_BYTES = 128 << 10
+"""Of a page: no smaller than a small transfer has, and a page's size changes little of what hashing costs."""
 _FILL_S = 5.0
 _WARM_S = 0.1
 _ROUNDS = 3
@@ -61,8 +64,10 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
             np.random.default_rng(0).bytes(buffers.nbytes), np.uint8
         )
         meter.report(f"a file of {format_bytes(file.nbytes)} on the SSD")
-        reading = stack.enter_context(closing(_Stream("ssd_read", file.pread, file.pages, buffers, 0)))
-        writing = stack.enter_context(closing(_Stream("ssd_write", file.pwrite, file.pages, buffers, SSD_THREADS)))
+        reading = stack.enter_context(closing(_Stream("ssd_read", partial(_read, file), pieces, buffers, 0)))
+        writing = stack.enter_context(
+            closing(_Stream("ssd_write", partial(_write, file), pieces, buffers, SSD_THREADS))
+        )
         # Blocks that were never written would be read from nowhere. On a slow drive, what has been written must do.
         half = _fill(writing) // 2
         reading.lies_at(0, half)
@@ -88,6 +93,17 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
     )
 
 
+def _read(file: PageFile, piece: int, into: memoryview) -> None:
+    """As the runtime does, with what each page holds checked."""
+    file.pread(piece, into)
+    hashes_of(into, _HASHED_BYTES)
+
+
+def _write(file: PageFile, piece: int, data: memoryview) -> None:
+    hashes_of(data, _HASHED_BYTES)
+    file.pwrite(piece, data)
+
+
 class _Samples:
     """What is measured of transfers of one size."""
 
@@ -97,6 +113,7 @@ class _Samples:
         self._both: list[float] = []
         self._busy: list[float] = []
         self._shares: list[float] = []
+        self._beside: list[float] = []
 
     def add(self, window_s: float, reading: "_Stream", writing: "_Stream") -> None:
         """One more sample of each."""
@@ -105,7 +122,10 @@ class _Samples:
         start, worked = time.perf_counter(), time.process_time()
         self._both.append(_rate(window_s, reading, writing))
         self._busy.append((time.process_time() - worked) / (time.perf_counter() - start) / cpu_cores())
-        self._shares += [_share_taken(window_s / _TURNS, turn % 2 == 0, reading, writing) for turn in range(_TURNS)]
+        for turn in range(_TURNS):
+            share, rate = _beside_products(window_s / _TURNS, turn % 2 == 0, reading, writing)
+            self._shares.append(share)
+            self._beside.append(min(rate, self._both[-1]))
 
     def figures(self, meter: Meter, note: str) -> dict[str, Figure]:
         """The figures by their names in `Drive` and `SmallTransfers`."""
@@ -118,6 +138,7 @@ class _Samples:
                 statistics.median(self._busy),
                 "what matrix products lose while the SSD is read and written; its threads' own time, if that is more",
             ),
+            "beside_bytes_per_s": meter.figure(self._beside, f"{note}, beside matrix products"),
         }
 
 
@@ -225,13 +246,19 @@ def _fill(writing: _Stream) -> int:
     return min(writing.moved // LARGE_TRANSFER_BYTES, writing.pieces)
 
 
-def _share_taken(seconds: float, alone_first: bool, *streams: _Stream) -> float:
-    """What matrix products lose while streams run; below zero where noise outweighs it."""
+def _beside_products(seconds: float, alone_first: bool, *streams: _Stream) -> tuple[float, float]:
+    """What matrix products lose while streams run, below zero where noise outweighs it; the streams' bytes per second
+    meanwhile."""
     rates = {}
+    streamed = 0.0
     for alone in (alone_first, not alone_first):
         with nullcontext() if alone else _running(*streams):
+            before, start = sum(stream.moved for stream in streams), time.perf_counter()
             rates[alone] = _products(seconds)
-    return 1 - rates[False] / rates[True]
+            if not alone:
+                moved = sum(stream.moved for stream in streams) - before
+                streamed = max(moved, streams[0].nbytes) / (time.perf_counter() - start)
+    return 1 - rates[False] / rates[True], streamed
 
 
 def _products(seconds: float) -> float:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from pagoda.errors import ConfigError
 
 FORMAT = "pagoda-hardware"
-VERSION = 4
+VERSION = 5
 """Of the JSON file; a file of another version is refused, because measuring again takes a minute."""
 
 MatmulType = Literal["bf16", "fp32"]
@@ -93,6 +93,8 @@ class Cpu:
     """Bytes of gradient through the kernel that stores it and sums its squares, on one lane thread."""
     handover_s: Figure | None = None
     """Seconds that compute loses to each piece of work that another thread takes up, beside that work."""
+    parameter_s: Figure | None = None
+    """Seconds of a step for each trainable parameter, whatever its size: leases, hooks, its gradient handed over."""
 
     def __post_init__(self) -> None:
         if self.cores < 1:
@@ -124,6 +126,7 @@ class SmallTransfers:
     write_bytes_per_s: Figure
     both_bytes_per_s: Figure
     cpu_share: Figure
+    beside_bytes_per_s: Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,10 @@ class Drive:
     endurance_bytes: Figure
     """Rated total bytes written."""
     cpu_share: Figure | None = None
-    """Share of all cores that reading and writing at full rate take from compute; its spread is a share of all cores
+    """Share of all cores that reading and writing take from compute beside them; its spread is a share of all cores
     too. None where it was not measured."""
+    beside_bytes_per_s: Figure | None = None
+    """Reading and writing added, while all cores compute; None where that takes nothing from them."""
     small: SmallTransfers | None = None
     """None where only large transfers are known: then others are taken to be as fast."""
 
@@ -168,12 +173,14 @@ class Drive:
             few = small.cpu_share.value * small.nbytes / small.both_bytes_per_s.value
             many = share.value * LARGE_TRANSFER_BYTES / self.both_bytes_per_s.value
             share = replace(share, value=min(1.0, at(few, many) * both.value / nbytes))
+        beside = self.beside_bytes_per_s
         return replace(
             self,
             read_bytes_per_s=rate(small.read_bytes_per_s, self.read_bytes_per_s),
             write_bytes_per_s=rate(small.write_bytes_per_s, self.write_bytes_per_s),
             both_bytes_per_s=both,
             cpu_share=share,
+            beside_bytes_per_s=None if beside is None else rate(small.beside_bytes_per_s, beside),
             small=None,
         )
 

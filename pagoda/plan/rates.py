@@ -59,14 +59,19 @@ class Rates:
             both[READ, WRITE] = ssd.both_bytes_per_s.value / ranks
         self._together = {pair: self._halves(pair, total) for pair, total in both.items()}
         """Two lanes that are the directions of one thing -> what is left of each one's rate while both work."""
+        beside = None if ssd is None or hardware.device is not None else ssd.beside_bytes_per_s
+        self._beside_compute = 1.0 if beside is None or ssd is None else beside.value / ssd.both_bytes_per_s.value
+        """Share of the SSD's rates that is left while the CPU computes."""
         self._demand = self._demands(hardware)
         self._yielding = frozenset(self._demand) - (frozenset() if hardware.device else {READ, WRITE})
         """Lanes that make do with what the others leave: threads that transfer sleep most of the time, so a CPU that
         computes runs them first."""
         self._shares: dict[frozenset[str], dict[str, float]] = {}
-        computes = hardware.device is None and cpu.handover_s is not None
+        computes = hardware.device is None
         self.handover_s = cpu.handover_s.value if computes and cpu.handover_s is not None else 0.0
         """What compute loses to each piece of work of a lane, where the CPU computes."""
+        self.parameter_s = cpu.parameter_s.value if computes and cpu.parameter_s is not None else 0.0
+        """What compute loses in a step to the bookkeeping of each trainable parameter, where the CPU computes."""
 
     def seconds(self, lane: str, nbytes: int) -> float:
         """How long a lane that moves bytes takes for `nbytes` alone. Raises ConfigError if there is no such lane."""
@@ -160,6 +165,9 @@ class Rates:
             asked = sum(self._demand[lane] for lane in lanes & self._yielding)
             left = max(_LEAST_LEFT, 1.0 - sum(self._demand.get(lane, 0.0) for lane in lanes - self._yielding))
             known = {lane: min(1.0, left / asked) if lane in self._yielding else 1.0 for lane in lanes}
+            if COMPUTE in lanes:
+                for lane in lanes & {READ, WRITE}:
+                    known[lane] *= self._beside_compute
             for pair, shares in self._together.items():
                 if lanes.issuperset(pair):
                     for lane, share in zip(pair, shares, strict=True):

@@ -24,7 +24,7 @@ from pagoda.plan.simulated_async import SimulatedAsyncUpdater
 from pagoda.plan.simulated_lanes import SimulatedLanes, Task
 from pagoda.plan.simulated_updates import SimulatedGradients, SimulatedUpdater
 from pagoda.plan.timeline import COMPUTE, Span, Timeline
-from pagoda.plan.trace import STEP, Phase
+from pagoda.plan.trace import STEP, Access, Phase
 from pagoda.plan.units import UnitSpec
 
 _LEAST_STEPS, _MOST_STEPS = 4, 8
@@ -34,6 +34,8 @@ _STEADY = 1e-4
 """Relative difference below which two steps took equally long."""
 _SWEEPS = 4
 """With asynchronous updates: sweeps that are measured, each of as many steps as it may take, after half as many."""
+_IN_BACKWARD = 0.75
+"""Of a parameter's bookkeeping: there its lease is asked for once more, and its gradient comes."""
 _FETCH_CHUNKS = 4
 """Pieces of a fetch from SSD to a device of its own: one is read while the one before is copied."""
 
@@ -148,7 +150,8 @@ class Simulation:
                 self._wait(self._exchange(exchange))
             self._activations.begin(tick)
             name = f"{'forward' if access.phase is Phase.FORWARD else 'backward'} {self._plan.units[unit].name}"
-            self._lanes.run_until(self._lanes.submit(COMPUTE, name, 0, self._tick_s[tick]))
+            seconds = self._tick_s[tick] + self._bookkeeping_s(access)
+            self._lanes.run_until(self._lanes.submit(COMPUTE, name, 0, seconds))
             self._activations.end(tick)
             if access.phase is Phase.BACKWARD and self._plan.units[unit].trainable_numel:
                 self._offload(unit, final=self._final.get(unit) == tick)
@@ -163,6 +166,12 @@ class Simulation:
             updater.end_of_step()
             updater.pump()
         self._issue(last)
+
+    def _bookkeeping_s(self, access: Access) -> float:
+        """What the runtime does on the compute thread, most of it as gradients arrive."""
+        share = _IN_BACKWARD if access.phase is Phase.BACKWARD else 1 - _IN_BACKWARD
+        parameters = sum(slot.param.trainable for slot in self._plan.units[access.unit].slots)
+        return share * parameters * self._rates.parameter_s
 
     def drain(self) -> Mapping[str, int]:
         """Let every lane end what it has; returns lane -> bytes of all that has ended since the first step."""
@@ -245,8 +254,8 @@ class Simulation:
         for blocker in self._gradients.make_room(unit):
             self._wait(blocker)
         seconds = self._rates.seconds("d2h", nbytes)
-        arrivals = sum(slot.param.trainable for slot in spec.slots)
-        task = self._lanes.submit("d2h", f"offload {spec.name}", nbytes, seconds, self._reduce(spec), arrivals)
+        # Handing gradients over is part of what a parameter costs.
+        task = self._lanes.submit("d2h", f"offload {spec.name}", nbytes, seconds, self._reduce(spec), pieces=0)
         self._offloads.append((task, spec.trainable_numel * plan.layout.offloaded_itemsize))
         self._last_offload[unit] = task
         while self._offloads and (

@@ -47,9 +47,6 @@ from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters, open_updater
 
-_SSD_LANE_THREADS = 2 * SSD_THREADS
-"""Threads of `ssd_read` for each drive, and of `ssd_write`: while some hash what was read, or is to be written, the
-others keep it busy."""
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
@@ -62,7 +59,7 @@ def _close_all() -> None:
 
 
 def _open_lanes(drives: int, update_threads: int) -> dict[str, Lane]:
-    ssd_threads = _SSD_LANE_THREADS * max(1, drives)
+    ssd_threads = SSD_THREADS * max(1, drives)
     return {
         "h2d": Lane("h2d"),
         "d2h": Lane("d2h"),

@@ -12,8 +12,9 @@ from torch.autograd import profiler
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.tape import Tape
 
-SSD_THREADS = 2
-"""Threads of `ssd_read` for each drive, and of `ssd_write`: one transfer is on it while the next is prepared."""
+SSD_THREADS = 4
+"""Threads of `ssd_read` for each drive, and of `ssd_write`: while some hash what was read, or is to be written, the
+others keep it busy."""
 
 
 _PENDING, _ISSUED, _DONE = range(3)

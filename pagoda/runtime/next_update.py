@@ -43,12 +43,15 @@ def check_hypers_are_as_used(
     units: Iterable[LiveUnit], used_groups: Mapping[int, Hyper], group_of: GroupOf, rule: Rule
 ) -> None:
     """Hyperparameters must be what the updates under backward used."""
+    as_now: dict[int, Rule] = {}
     for unit in units:
         if not unit.updated:
             continue
         for slot in range(unit.trainable):
-            used = used_groups.get(id(unit.params[slot]))
-            if used is not None and used.rule != rule.with_group(group_of(unit, slot)):
+            used, group = used_groups.get(id(unit.params[slot])), group_of(unit, slot)
+            if id(group) not in as_now:
+                as_now[id(group)] = rule.with_group(group)
+            if used is not None and used.rule != as_now[id(group)]:
                 raise UsageError(
                     "param_groups changed between backward and step(), but units were updated under backward "
                     "with the old values. Change them before backward or after step(), or leave out "

@@ -62,6 +62,7 @@ class LiveUnit:
         """How each parameter that is a DTensor shows this rank's part; None for others."""
         blank = [torch.full((), torch.nan, dtype=dtype, device=device) for _ in params]
         self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(blank, spec.slots, strict=True)]
+        self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
         self.blanks = [nan.expand(param.shape) for nan, param in zip(blank, params, strict=True)]
         """The same in the whole parameter's shape."""
 
@@ -126,8 +127,8 @@ class LiveUnit:
         in its modules by a new object: graphs keep frozen tensors themselves, not copies of their handles, and would
         see the placeholder later; a new object holds the lease's storage instead.
         """
-        for slot, (placed, param) in enumerate(zip(self.spec.slots, self.params, strict=True)):
-            view = base.narrow(0, placed.offset, placed.param.numel).view(placed.param.shape)
+        for slot, (placed, strides, param) in enumerate(zip(self.spec.slots, self._strides, self.params, strict=True)):
+            view = base.as_strided(placed.param.shape, strides, base.storage_offset() + placed.offset)
             if param.requires_grad:
                 self.set_part(slot, view)
             else:

@@ -82,7 +82,8 @@ def small_transfers(draw: Draw, read: Figure, write: Figure) -> SmallTransfers:
     shares = [draw(st.floats(0.05, 1.0)) for _ in range(3)]
     few = [figure(share * many.value) for share, many in zip(shares, (read, write), strict=False)]
     both = figure(shares[2] * sum(rate.value for rate in few))
-    return SmallTransfers(draw(st.integers(4096, 1 << 20)), *few, both, figure(draw(st.floats(0.01, 1.0))))
+    taken, left = (figure(draw(st.floats(0.01, 1.0))) for _ in range(2))
+    return SmallTransfers(draw(st.integers(4096, 1 << 20)), *few, both, taken, figure(left.value * both.value))
 
 
 @st.composite
@@ -109,6 +110,9 @@ def hardware(draw: Draw) -> Hardware:
         both_bytes_per_s=figure(share * (read.value + write.value)),
         endurance_bytes=figure(1e15),
         cpu_share=draw(st.none() | st.floats(0.01, 1.0).map(figure)),
+        beside_bytes_per_s=draw(
+            st.none() | st.floats(0.1, 1.0).map(lambda left: figure(left * share * (read.value + write.value)))
+        ),
         small=draw(st.none() | small_transfers(read, write)),
     )
     if not draw(st.booleans()):

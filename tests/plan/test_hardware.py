@@ -37,8 +37,8 @@ maybe = st.none() | figures
 cpus = st.builds(
     Cpu, st.integers(1, 512), figures, figures, figures, st.none() | rates, st.none() | rates, maybe, maybe
 )
-small = st.builds(SmallTransfers, st.integers(1, 1 << 22), figures, figures, figures, figures)
-drives = st.builds(Drive, figures, figures, figures, figures, figures, maybe, st.none() | small)
+small = st.builds(SmallTransfers, st.integers(1, (1 << 22) - 1), figures, figures, figures, figures, figures)
+drives = st.builds(Drive, figures, figures, figures, figures, figures, maybe, maybe, st.none() | small)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -185,7 +185,7 @@ def damaged(**changes: Any) -> str:
         ("", "Expecting value"),
         ("[]", "not JSON with"),
         ('{"format": "other"}', "not JSON with"),
-        (damaged(version=1), "version 1; this Pagoda reads version 4"),
+        (damaged(version=1), "version 1; this Pagoda reads version 5"),
         (damaged(hardware=3), "hardware is not an object"),
         (damaged(**{"hardware.cpu": ...}), r"hardware lacks \['cpu'\]"),
         (damaged(**{"hardware.tpu": 1}), r"unknown \['tpu'\]"),
@@ -233,13 +233,15 @@ def test_a_drive_costs_in_transfers_of_a_size_what_lies_between_the_two_that_wer
 
 
 def test_what_small_transfers_cost_is_taken_from_them() -> None:
-    few = SmallTransfers(1 << 17, *map(fig, (1e9, 2e9, 1.5e9, 0.4)))
-    drive = Drive(*map(fig, (1e12, 3e9, 6e9, 4e9, 1e15, 0.1)), few)
+    few = SmallTransfers(1 << 17, *map(fig, (1e9, 2e9, 1.5e9, 0.4, 0.5e9)))
+    drive = Drive(*map(fig, (1e12, 3e9, 6e9, 4e9, 1e15, 0.1, 2e9)), few)
     small = drive.in_transfers_of(1 << 17)
     assert [small.read_bytes_per_s.value, small.write_bytes_per_s.value] == pytest.approx([1e9, 2e9])
     assert small.both_bytes_per_s.value == pytest.approx(1.5e9)
     assert small.cpu_share is not None
     assert small.cpu_share.value == pytest.approx(0.4)
+    assert small.beside_bytes_per_s is not None
+    assert small.beside_bytes_per_s.value == pytest.approx(0.5e9)
     middle = drive.in_transfers_of(1 << 20)
     assert 1e9 < middle.read_bytes_per_s.value < 3e9
     assert middle.cpu_share is not None
