@@ -38,11 +38,11 @@ from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
 from pagoda.runtime.batch_tiles import blocks_to_tile, tile_batches
 from pagoda.runtime.blocks import refuse_own_checkpointing
-from pagoda.runtime.construct import Builder, check_batch_norms, describe, init, live_units, move_buffers
+from pagoda.runtime.construct import Builder, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.full_state import full_state_dict
-from pagoda.runtime.gathered import gathered, is_paged, mark_homes
+from pagoda.runtime.gathered import gathered, mark_homes
 from pagoda.runtime.groups import (
     ParamGroups,
     Reserve,
@@ -52,6 +52,7 @@ from pagoda.runtime.groups import (
     reserved_names,
 )
 from pagoda.runtime.loss_scale import LossScale, LossScaler
+from pagoda.runtime.model_checks import check_batch_norms, check_model
 from pagoda.runtime.operator_tiles import Tiling
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.rule_checks import check_extents, check_rule
@@ -181,7 +182,8 @@ def wrap(
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
     them, UsageError for a model wrapped already.
     """
-    memory = memory or Memory()
+    check_model(model)
+    memory = _checked(memory)
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
     check_experts(model, mesh)
     wire = Wire(mesh.world) if mesh.size > 1 else None
@@ -195,7 +197,6 @@ def wrap(
     scaler = _scaler(precision, loss_scale)
     _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness, scaler)
     _check_activations(activations, partition_activations, memory, model, mesh)
-    _check_model(model)
     groups = named_groups(model, param_groups)
     trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
     check_placed(model, trained)
@@ -245,7 +246,6 @@ def wrap(
         paged = PagedOptimizer(model, optimizer, engine, groups)
         if batch_tiles is not None:
             tile_batches(tiled_blocks, batch_tiles)
-            paged.blocks += tiled_blocks
     except BaseException:
         engine.close()
         raise
@@ -322,6 +322,15 @@ def _move_in(model: nn.Module, engine: Engine, tiling: Tiling | None, wire: Wire
     move_buffers(model, engine.device.torch_device)
 
 
+def _checked(memory: Memory | None) -> Memory:
+    """The budgets given, or those of the machine. Raises ConfigError."""
+    if memory is None:
+        return Memory()
+    if not isinstance(memory, Memory):
+        raise ConfigError(f"memory is {memory!r}; give a pagoda.Memory, such as pagoda.Memory(host='8GiB').")
+    return memory
+
+
 def _tile_bytes(limit: str | int | None) -> int | None:
     """Most bytes of a tile's weights. Raises ConfigError."""
     if limit is None:
@@ -353,16 +362,17 @@ def _check_settings(
     scaler: LossScaler,
 ) -> None:
     """Raises ConfigError for settings of `wrap` that no model can be trained with."""
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ConfigError(f"clip_grad_norm is {clip_grad_norm}; it must be above 0, or None for no clipping.")
-    if accumulation_steps is not None and accumulation_steps < 1:
-        raise ConfigError(f"accumulation_steps is {accumulation_steps}; it must be at least 1.")
-    if keep_checkpoints is not None and keep_checkpoints < 0:
-        raise ConfigError(f"keep_checkpoints is {keep_checkpoints}; it must be 0 or more.")
+    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, int | float) and clip_grad_norm > 0):
+        raise ConfigError(f"clip_grad_norm is {clip_grad_norm!r}; it must be above 0, or None for no clipping.")
+    for name, count, least in (
+        ("accumulation_steps", accumulation_steps, 1),
+        ("keep_checkpoints", keep_checkpoints, 0),
+        ("max_staleness", max_staleness, 0),
+    ):
+        if count is not None and not (isinstance(count, int) and count >= least):
+            raise ConfigError(f"{name} is {count!r}; it must be a whole number, at least {least}.")
     if update not in get_args(Update):
         raise ConfigError(f"update is {update!r}; use one of {', '.join(get_args(Update))}.")
-    if max_staleness < 0:
-        raise ConfigError(f"max_staleness is {max_staleness}; it must be 0 or more.")
     decided_last = clip_grad_norm is not None or scaler.dynamic
     if speculate and (not decided_last or accumulation_steps is None or update == "async"):
         raise ConfigError(
@@ -396,17 +406,6 @@ def _check_activations(
             f"activations is {activations!r}, but there is nowhere to offload to: compute is the CPU, and activations "
             "are in its RAM. Give memory.ssd, or use 'recompute'."
         )
-
-
-def _check_model(model: nn.Module) -> None:
-    """Raises as `wrap` does for a model that cannot be trained, whatever the settings."""
-    if any(is_paged(param) for param in model.parameters()):
-        raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
-    if not any(True for _ in model.parameters()):
-        raise ConfigError("The model has no parameters: there is nothing to train.")
-    for name, param in model.named_parameters():
-        if param.requires_grad and not param.is_floating_point():
-            raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
 
 
 def plan_of(model: nn.Module) -> Plan:

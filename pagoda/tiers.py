@@ -1,5 +1,6 @@
 """What a run may use of each tier: `Memory`."""
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ class Memory:
     reads weights in host RAM. "cpu:SIZE": a separate arena in RAM stands in for a GPU's memory."""
     host: str | int | None = None
     """Host RAM for pages; None takes 80% of what is free now."""
-    ssd: str | None = None
+    ssd: str | os.PathLike[str] | None = None
     """"DIR" or "DIR:SIZE": a directory on an SSD, and how much of it to use (by default what is free). Several, with
     commas between them, share the pages out over their drives: "DIR1:SIZE1,DIR2:SIZE2", or "DIR1,DIR2:SIZE" with the
     size of all together. One optimizer at a time can use a directory."""
@@ -72,7 +73,7 @@ class Memory:
         """Directories of the SSD tier, with the most bytes of each, None for no limit; empty when there are none."""
         if self.ssd is None:
             return {}
-        parts = [directory_and_size(part) for part in self.ssd.split(",")]
+        parts = [directory_and_size(part) for part in os.fspath(self.ssd).split(",")]
         paths = [Path(directory) for directory, _ in parts]
         sizes = [parse_bytes(size, "memory.ssd") if size else None for _, size in parts]
         if not all(directory for directory, _ in parts) or len({path.resolve() for path in paths}) < len(paths):
@@ -149,6 +150,7 @@ def free_ram() -> int:
 def _free_disk(directory: Path) -> int:
     """Bytes that page stores may take: what is free, and what those that are there have."""
     try:
+        os.scandir(directory).close()  # disk_usage takes files too
         return shutil.disk_usage(directory).free + bytes_of_stores(directory)
     except OSError as error:
         raise StorageError(

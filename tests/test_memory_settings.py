@@ -92,6 +92,13 @@ def test_spare_pages_for_checkpoints_are_planned_where_they_fit_and_refused_wher
         trained(memory(GIB), keep_checkpoints=-1)
 
 
+def test_a_directory_may_be_a_path_and_must_be_a_directory(tmp_path: Path) -> None:
+    assert pagoda.Memory(ssd=tmp_path).ssd_directories == {tmp_path: None}
+    (tmp_path / "file").touch()
+    with pytest.raises(pagoda.StorageError, match=r"file.*Not a directory"):
+        pagoda.Memory(ssd=tmp_path / "file")
+
+
 def test_a_second_optimizer_on_a_directory_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
     memory = pagoda.Memory(host="192KiB", ssd=f"{tmp_path}", page_size="4KiB", unit_limit="16KiB")
     _, first = pagoda.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), pagoda.AdamW(), memory=memory)

@@ -28,8 +28,8 @@ def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
 
     Raises ConfigError for a count that is none, and for a model without blocks.
     """
-    if tiles != "auto" and tiles < 1:
-        raise ConfigError(f"batch_tiles is {tiles}; it must be at least 1, or 'auto'.")
+    if tiles != "auto" and not (isinstance(tiles, int) and tiles >= 1):
+        raise ConfigError(f"batch_tiles is {tiles!r}; it must be at least 1, or 'auto'.")
     blocks = find_blocks(model)
     if not blocks:
         raise ConfigError(

@@ -13,15 +13,13 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class Block:
-    """A module that is treated as one, and the forward it had before that was wrapped."""
+    """A module that is treated as one."""
 
     def __init__(self, index: int, name: str, module: nn.Module) -> None:
         self.index = index
         self.name = name
         self.module = module
         self._name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
-        self._own = module.__dict__.get(self._name)
-        """A forward of the object's own, such as a compiled module's; None where it is the class's."""
 
     def wrap(self, run: Callable[["Block", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Let `run(block, forward, args, kwargs)` call the forward from now on."""
@@ -32,13 +30,6 @@ class Block:
             return run(self, forward, args, kwargs)
 
         self.module.__dict__[self._name] = wrapped
-
-    def unwrap(self) -> None:
-        """Put the forward back."""
-        if self._own is None:
-            self.module.__dict__.pop(self._name, None)
-        else:
-            self.module.__dict__[self._name] = self._own
 
 
 def find_blocks(model: nn.Module) -> list[Block]:

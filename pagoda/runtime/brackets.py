@@ -49,7 +49,15 @@ class Brackets:
         return not self._open
 
     def open(self, module: nn.Module, units: list[LiveUnit]) -> None:
-        """A module's forward starts: lease its units and point their parameters into the leases."""
+        """A module's forward starts: lease its units and point their parameters into the leases.
+
+        Raises UsageError inside a transform of torch.func, which would have to transform leases too.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UsageError(
+                "The transforms of torch.func (vmap, grad, jvp, ...) cannot run a wrapped model: use autograd's own "
+                "functions, or transform only what holds no parameters."
+            )
         if not self._open and not torch.is_grad_enabled():
             self._evaluating()
         bracket = _Bracket(module, self._packing.enter())

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagoda.checkpoint.pretrained import values_by_name, values_of
@@ -56,22 +55,21 @@ def init() -> Iterator[None]:
 
 
 def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleSpec:
-    """The model as the planner sees it: every floating-point parameter once, under its first owner.
+    """The model as the planner sees it: every floating-point parameter once, under the first module that reads it.
 
     `trained` names the parameters with optimizer state, by default those that require a gradient. Of a parameter that
     tensor-parallel ranks divide, it is this rank's part. Raises ConfigError for one that they divide unequally.
     """
-    names: dict[int, str] = {}
+    first_names = {id(param): name for name, param in model.named_parameters()}
 
-    def visit(module: nn.Module, name: str) -> ModuleSpec:
+    def visit(module: nn.Module, name: str, read_above: bool = False) -> ModuleSpec:
         params, tied = [], []
-        for short, param in module.named_parameters(recurse=False):
+        for full, param in () if read_above else params_read_in(module, name):
             if not param.is_floating_point():
                 continue
-            if id(param) in names:
-                tied.append(names[id(param)])
+            if first_names[id(param)] != full:
+                tied.append(first_names[id(param)])
                 continue
-            names[id(param)] = full = _join(name, short)
             has_state = param.requires_grad if trained is None else full in trained
             shape, shard = shard_of(full, param)
             params.append(ParamSpec(full, shape, has_state, parts.get(id(param)), shard))
@@ -84,7 +82,9 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
         if isinstance(module, TiledExperts):
             routed.add(module.tiles)
         children = tuple(
-            visit(child, _join(name, short)) for short, child in module.named_children() if child not in visited
+            visit(child, _join(name, short), read_above=not has_forward(child))
+            for short, child in module.named_children()
+            if child not in visited
         )
         return ModuleSpec(
             name,
@@ -100,6 +100,20 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
     routed: set[nn.Module] = set()
     visited: set[nn.Module] = set()
     return visit(model, "")
+
+
+def has_forward(module: nn.Module) -> bool:
+    """False for what only holds others' parameters or modules, such as torch's lists."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that a module's forward reads, by name: its own, and those of children that have no forward."""
+    for short, param in module.named_parameters(recurse=False):
+        yield _join(name, short), param
+    for short, child in module.named_children():
+        if not has_forward(child):
+            yield from params_read_in(child, _join(name, short))
 
 
 def live_units(
@@ -138,23 +152,6 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
-
-
-def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
-
-    `model.bfloat16()` would cast the statistics too, and they would stop moving once a step changes less than a
-    rounding: with momentum 0.01, far from where they should be. So they keep their dtype, as all buffers do.
-    """
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or module.weight is None or module.running_mean is None:
-            continue
-        if module.running_mean.dtype is torch.float32 and dtype is not torch.float32:
-            raise ConfigError(
-                f"{name!r} is a {type(module).__name__} with running statistics in fp32, which torch's CPU kernels do "
-                f"not take beside {dtype} weights. Wrap with precision='fp32', or use a norm without running "
-                "statistics (GroupNorm, or track_running_stats=False)."
-            )
 
 
 class Builder:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,7 +31,7 @@ from pagoda.runtime.device import Device, Event
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
-from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, labelled
+from pagoda.runtime.lanes import Handle, labelled, open_lanes
 from pagoda.runtime.leases import Lease
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.partition import Partitioner
@@ -56,18 +57,6 @@ def _close_all() -> None:
     with ExitStack() as stack:
         for engine in _OPEN:
             stack.callback(engine.close)
-
-
-def _open_lanes(drives: int, update_threads: int) -> dict[str, Lane]:
-    ssd_threads = SSD_THREADS * max(1, drives)
-    return {
-        "h2d": Lane("h2d"),
-        "d2h": Lane("d2h"),
-        "ssd_read": Lane("ssd_read", ssd_threads),
-        "ssd_write": Lane("ssd_write", ssd_threads),
-        "update": Lane("update", update_threads),
-        "device_update": Lane("device_update"),
-    }
 
 
 class Engine:
@@ -103,7 +92,7 @@ class Engine:
         shards = Shards(plan.layout, ranks[0] if ranks is not None else None)
         self.store = Store(plan, directories, poison, device, shards)
         update_threads = torch.get_num_threads() if isinstance(rule, ElementwiseRule) else 1
-        self._lanes = _open_lanes(len(directories), update_threads)
+        self._lanes = open_lanes(len(directories), update_threads)
         self.rule = rule
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)
@@ -191,7 +180,7 @@ class Engine:
                 f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
-        self.damage.check()
+        self.check_usable()
         self._speculation.undo(unit)
         unit.used = True
         if self._publisher is not None:
@@ -215,7 +204,7 @@ class Engine:
         self.brackets.drop_interrupted()
         if self._meter.tape is not None:
             self._meter.tape.access("step")
-        self.damage.check()
+        self.check_usable()
         scale = self.stepper.scaler.scale
         norms = self.stepper.step()
         if self._publisher is not None:
@@ -226,12 +215,14 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
+        self.check_open()
         self._end_updates()
         self.damage.check()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """All states are to be replaced, whatever has become of them. If that fails half-way, they are damaged."""
+        self.check_open()
         self._stop_whatever_failed()
         self.stepper.zero_grad()
         try:
@@ -248,6 +239,7 @@ class Engine:
         was being written. Damaged states can be overwritten too; `weights_replaced` and `optimizer_replaced` say what
         has been, and mend them when that was all. A disk that fails meanwhile damages them.
         """
+        self.check_open()
         self._stop_whatever_failed()
         try:
             with self.store.replacing() if self.damage.found else nullcontext():
@@ -293,6 +285,26 @@ class Engine:
         for stream in self._streams:
             stream.capture = None
         capture.end()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "A wrapped model holds no weights to copy or pickle, and neither does its optimizer. Save with "
+            "model.state_dict() or optimizer.save_checkpoint(); for a copy, build another model and load the state "
+            "dict into it."
+        )
+
+    def check_open(self) -> None:
+        """Raises UsageError once closed."""
+        if self._closed:
+            raise UsageError(
+                "The optimizer is closed, and the states of its model are gone with it. Evaluate the model, and take "
+                "state_dict() or save_checkpoint(), before optimizer.close()."
+            )
+
+    def check_usable(self) -> None:
+        """Raises UsageError once closed, StorageError where states are those of no step."""
+        self.check_open()
+        self.damage.check()
 
     def close(self) -> None:
         """Drain, finish a checkpoint, join every thread, give memory and SSD space back. The model keeps placeholders.

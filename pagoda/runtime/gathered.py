@@ -39,6 +39,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
     With `modify` what was written to them becomes the new weight when the block ends; elements left alone keep
     their full-precision master. Without it changes are dropped. RAM for a copy of `params` is used meanwhile;
     forwards of their modules are not possible inside the block. Parameters not managed by Pagoda are left alone.
+    What is computed from them may be a part of the loss, such as a penalty: its graph keeps the copies.
 
     Raises UsageError inside the forward of a module that uses one of them.
     """
@@ -48,6 +49,8 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = [params]
     homes: dict[int, tuple[Engine, LiveUnit, int]] = {id(p): getattr(p, _HOME) for p in params if is_paged(p)}
     taken: list[tuple[Engine, LiveUnit, int]] = []
+    # Else graphs would keep the parameters themselves, and see placeholders later.
+    packing = next((engine.graphs.packing for engine, _, _ in homes.values() if engine.graphs.packing.enter()), None)
     try:
         for engine, unit, slot in homes.values():
             if slot in unit.gathered:  # by a block around this one, which will release it
@@ -59,12 +62,15 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             flat = engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
             unit.set_part(slot, flat.view(placed.param.shape).to(engine.device.torch_device))
             unit.gathered.add(slot)
+            unit.used |= torch.is_grad_enabled()
             taken.append((engine, unit, slot))
         yield
         if modify:
             for engine, unit, slot in homes.values():
                 overwrite(engine, unit, slot, unit.part(slot))
     finally:
+        if packing is not None:
+            packing.leave()
         for _, unit, slot in taken:
             unit.gathered.discard(slot)
             unit.set_part(slot, unit.placeholders[slot])

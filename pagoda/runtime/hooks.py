@@ -1,16 +1,18 @@
 """Hooks on the live model: where its uses of units and its gradients reach the engine."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from pagoda.models.expert_tiles import TiledExperts
 from pagoda.models.mixture import Experts
 from pagoda.runtime.blocks import Block, find_blocks, is_compiled
+from pagoda.runtime.construct import has_forward, params_read_in
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.next_update import check_is_ours
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -58,7 +60,7 @@ _HARMLESS = frozenset(
 
 
 class ModelHooks:
-    """Everything installed on a model, and its removal.
+    """Everything installed on a model. It stays after `close`, so that a later use is refused.
 
     A unit's forward is bracketed at the module that is its root, so that it is leased once for all of it, and again
     at every module that holds one of its parameters: tied weights are used far from their root, and a checkpoint
@@ -71,58 +73,41 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
-        self._handles: list[RemovableHandle] = []
         self._accumulators: list[torch.autograd.graph.Node] = []
         engine.graphs.packing.leave_alone(model.buffers())
         needed = _units_of_modules(model, engine.units)
         needed.setdefault(model, [])
-        self._calls: dict[nn.Module, Callable[..., Any]] = {}
         for module, units in needed.items():
             if module._compiled_call_impl is None:
                 self._bracket(module, units, root=module is model)
             else:
                 self._bracket_compiled(module, module._compiled_call_impl, units)
-        self._blocks = find_blocks(model)
-        for block in self._blocks:
+        for block in find_blocks(model):
             self._follow(block, needed.get(block.module, []))
         for unit in engine.units:
             unit.markers = [unit.blanks[slot].as_subclass(_GradientElsewhere) for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
-        self._routed = [module for module in model.modules() if isinstance(module, Experts | TiledExperts)]
-        for experts in self._routed:
-            self._announce_chosen(experts, needed)
-
-    def remove(self) -> None:
-        """Take every hook off the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for block in self._blocks:
-            block.unwrap()
-        self._blocks.clear()
-        for module, call in self._calls.items():
-            module.__dict__["_compiled_call_impl"] = call
-        self._calls.clear()
-        for experts in self._routed:
-            experts.coming = None
+        for module in model.modules():
+            if isinstance(module, Experts | TiledExperts):
+                self._announce_chosen(module, needed)
 
     def _bracket(self, module: nn.Module, units: list[LiveUnit], root: bool) -> None:
-        brackets = self._engine.brackets
-
-        def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if root:
-                brackets.drop_interrupted(calling=module)
-                if brackets.idle and torch.is_grad_enabled():
-                    self._engine.graphs.activations.begin_forward((args, kwargs))
-            brackets.open(module, units)
-
-        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            brackets.close(module)
-
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        # No closures: copying or pickling a hooked module then reaches the engine, which refuses it.
+        module.register_forward_pre_hook(partial(self._before, units, root), prepend=True, with_kwargs=True)
         # always_call: a forward also ends by an exception, such as a checkpoint stopping its recomputation early.
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, units: list[LiveUnit], root: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        brackets = self._engine.brackets
+        if root:
+            brackets.drop_interrupted(calling=module)
+            if brackets.idle and torch.is_grad_enabled():
+                self._engine.graphs.activations.begin_forward((args, kwargs))
+        brackets.open(module, units)
+
+    def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        self._engine.brackets.close(module)
 
     def _bracket_compiled(self, module: nn.Module, call: Callable[..., Any], units: list[LiveUnit]) -> None:
         """Bracket a module that was compiled in place, whose own hooks are part of what was compiled."""
@@ -135,7 +120,6 @@ class ModelHooks:
             finally:
                 brackets.close(module)
 
-        self._calls[module] = call
         module.__dict__["_compiled_call_impl"] = bracketed
 
     def _follow(self, block: Block, units: list[LiveUnit]) -> None:
@@ -175,6 +159,7 @@ class ModelHooks:
 
         def before(_grads: tuple[torch.Tensor, ...]) -> None:
             nonlocal accumulate
+            check_is_ours(unit, slot)
             accumulate = param.grad is marker
             param.grad = None
 
@@ -191,31 +176,36 @@ class ModelHooks:
         # param.grad alone. Whoever holds the node makes every later graph use it, also once a frozen one is unfrozen.
         trained = param.requires_grad
         param.requires_grad_(True)
-        graph = param.expand_as(param).grad_fn
+        with torch.enable_grad():
+            graph = param.expand_as(param).grad_fn
         assert graph is not None, "a trainable parameter requires grad"
         accumulator = graph.next_functions[0][0]
         assert accumulator is not None
         self._accumulators.append(accumulator)
-        self._handles.append(accumulator.register_prehook(before))
-        self._handles.append(param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        accumulator.register_prehook(before)
+        param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
         param.requires_grad_(trained)
 
 
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
-    """module -> the units its forward must find leased: those it is the root of, and those it holds a parameter of.
+    """module -> the units its forward must find leased: those it is the root of, and those it reads a parameter of.
 
-    A compiled module must find those of all that it holds.
+    A compiled module must find those of all that it holds, and so must torch's attention, which reads its output
+    projection without calling it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     owner = {id(param): unit for unit in units for param in unit.params}
     needed: dict[nn.Module, list[LiveUnit]] = {modules[unit.spec.module]: [] for unit in units}
     for unit in units:
         needed[modules[unit.spec.module]].append(unit)
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
+    for module in filter(has_forward, model.modules()):
+        for _, param in params_read_in(module):
             held = owner.get(id(param))
             if held is not None and held not in needed.setdefault(module, []):
                 needed[module].append(held)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            needed[module] = list(dict.fromkeys(unit for part in module.modules() for unit in needed.get(part, [])))
     for compiled in [module for module in model.modules() if is_compiled(module)]:
         inside = [module for module in compiled.modules() if module is not compiled]
         used = [unit for module in inside for unit in needed.pop(module, [])]

@@ -270,6 +270,19 @@ class Lane:
         ticket.handle.finish(error)
 
 
+def open_lanes(drives: int, update_threads: int) -> dict[str, Lane]:
+    """The lanes of a process, by name, but for that of its dealings with other ranks."""
+    ssd_threads = SSD_THREADS * max(1, drives)
+    return {
+        "h2d": Lane("h2d"),
+        "d2h": Lane("d2h"),
+        "ssd_read": Lane("ssd_read", ssd_threads),
+        "ssd_write": Lane("ssd_write", ssd_threads),
+        "update": Lane("update", update_threads),
+        "device_update": Lane("device_update"),
+    }
+
+
 def labelled(label: str) -> AbstractContextManager[object]:
     """What torch's profiler calls the time spent inside; nothing while it is off, as asking it gives the GIL up."""
     return profiler.record_function(label) if profiler._is_profiler_enabled else nullcontext()

@@ -39,6 +39,24 @@ def check_frozen(units: Iterable[LiveUnit]) -> None:
                 )
 
 
+def check_gradients(units: Iterable[LiveUnit]) -> None:
+    """Every gradient that `step()` would use is one that autograd has delivered."""
+    for unit in units:
+        for slot in unit.grouped:
+            check_is_ours(unit, slot)
+
+
+def check_is_ours(unit: LiveUnit, slot: int) -> None:
+    """Raises UsageError where somebody else has set a parameter's gradient: nothing reads that."""
+    grad = unit.params[slot].grad
+    if grad is not None and grad is not unit.markers[slot]:
+        raise UsageError(
+            f"The gradient of {unit.name(slot)!r} was set by hand, but Pagoda's updates take gradients from backward "
+            "alone: set it to None. To change gradients, scale the loss, or change them as they arrive, by "
+            "param.register_hook(...)."
+        )
+
+
 def check_hypers_are_as_used(
     units: Iterable[LiveUnit], used_groups: Mapping[int, Hyper], group_of: GroupOf, rule: Rule
 ) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from pagoda.checkpoint.torch_file import torch_file
 from pagoda.errors import UsageError
 from pagoda.optim.rule import Rule
 from pagoda.plan.timeline import Timeline
-from pagoda.runtime.blocks import Block
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.groups import NamedGroup, check_groups
 from pagoda.runtime.hooks import ModelHooks
@@ -29,6 +28,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     LR schedulers, `param_groups`, closures and `state_dict` work as with any torch optimizer. Two things differ:
     `step()` consumes the gradients (`zero_grad()` after it does nothing more), and it returns before the weights
     are updated: each unit is updated just before something next needs it.
+
+    As a context manager, it is closed at the end of the block.
     """
 
     def __init__(self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup]) -> None:
@@ -47,8 +48,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
         self._states = RuleStates(engine.store, rule)
-        self.blocks: list[Block] = []
-        """Blocks whose forwards `wrap` has wrapped."""
 
     @property
     def stats(self) -> StepStats:
@@ -91,6 +90,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted and always true."""
+        self._engine.check_open()
         self._engine.stepper.zero_grad()
         for group in self.param_groups:
             for param in group["params"]:
@@ -252,15 +252,22 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.drain()
 
     def close(self) -> None:
-        """Drain, finish a checkpoint, join the threads, give memory and SSD space back. The model is no longer usable.
+        """Drain, finish a checkpoint, join the threads, give memory and SSD space back.
+
+        The model holds no weights then: its forward, `state_dict`, and all else that would read them are a UsageError.
 
         Raises the error of a checkpoint in the background that failed, with everything closed.
         """
-        for block in self.blocks:
-            block.unwrap()
-        self._hooks.remove()
-        self._weights.remove()
         self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._engine.__reduce_ex__(protocol)
 
     def _members(self) -> Iterator[tuple[LiveUnit, int]]:
         """Unit and slot of every parameter in a group, in torch's order."""

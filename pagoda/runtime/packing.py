@@ -128,8 +128,9 @@ class Packing:
             return False
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self._hooks.__enter__()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        hooks.__enter__()  # raises where hooks are disabled
+        self._hooks = hooks
         return True
 
     def leave(self) -> None:

@@ -56,7 +56,7 @@ class Snapshot:
                 "save_checkpoint() between backward and step(): with accumulation_steps announced, some units have had "
                 "this step's update already and others have not. Call optimizer.step() first."
             )
-        self._engine.damage.check()
+        self._engine.check_usable()
         saver = self._engine.saver
         saver.wait()
         check_absent(directory)

@@ -29,23 +29,15 @@ class WeightStateDicts:
         """(parameter, version, state dict) -> the copy made for it, for tied names."""
         self._wholes: dict[tuple[str, int, int], weakref.ref[torch.Tensor]] = {}
         """(parameter in tiles, their version, state dict) -> where their values are put together."""
-        self._handles = []
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._fill(module, state_dict, prefix)  # torch marks the hook, which a bound method does not allow
 
         for module in model.modules():
             if any(id(p) in self._homes for p in module.parameters(recurse=False)):
-                self._handles += [
-                    module.register_state_dict_post_hook(fill),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(self._take),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(self._hide),  # type: ignore[no-untyped-call]
-                ]
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
+                module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(self._take)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_post_hook(self._hide)  # type: ignore[no-untyped-call]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         self._engine.drain()

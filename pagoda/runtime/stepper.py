@@ -17,7 +17,13 @@ from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
-from pagoda.runtime.next_update import Group, check_frozen, check_hypers_are_as_used, next_hypers
+from pagoda.runtime.next_update import (
+    Group,
+    check_frozen,
+    check_gradients,
+    check_hypers_are_as_used,
+    next_hypers,
+)
 from pagoda.runtime.packing import outside_use
 from pagoda.runtime.segments import segments_of
 from pagoda.runtime.speculation import Speculation
@@ -189,6 +195,7 @@ class Stepper:
         """
         check_hypers_are_as_used(self._units, self._used_groups, self.group_of, self._rule)
         check_frozen(self._units)
+        check_gradients(self._units)
         try:
             norms = self.norms("optimizer.step()")
         except NonFiniteGradientError:

@@ -1,11 +1,13 @@
 """A unit of the live model: its parameters, what they look like between uses, and what is pending for them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from pagoda.errors import UsageError
 from pagoda.parallel.tensors import Form
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.lanes import Handle
@@ -41,7 +43,7 @@ class LiveUnit:
         self.packed = 0
         """References to the weights that autograd graphs hold; above zero a backward may still read them."""
         self.used = False
-        """True once a forward has used the unit, or has it get a gradient, since its gradients were last cleared."""
+        """True once a graph may give the unit a gradient, since its gradients were last cleared."""
         self.updated = False
         """True from an update under backward until `step()`."""
         self.update: Handle | None = None
@@ -60,10 +62,10 @@ class LiveUnit:
         """What each trainable parameter shows as its gradient while that lies in its extent."""
         self.forms = [Form.of(param) for param in params]
         """How each parameter that is a DTensor shows this rank's part; None for others."""
-        blank = [torch.full((), torch.nan, dtype=dtype, device=device) for _ in params]
-        self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(blank, spec.slots, strict=True)]
+        self._nans = [torch.full((), torch.nan, dtype=dtype, device=device) for _ in params]
+        self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(self._nans, spec.slots, strict=True)]
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
-        self.blanks = [nan.expand(param.shape) for nan, param in zip(blank, params, strict=True)]
+        self.blanks = [nan.expand(param.shape) for nan, param in zip(self._nans, params, strict=True)]
         """The same in the whole parameter's shape."""
 
     @property
@@ -125,13 +127,16 @@ class LiveUnit:
 
         A trainable parameter must stay the leaf that autograd knows, so its data is swapped. A frozen one is replaced
         in its modules by a new object: graphs keep frozen tensors themselves, not copies of their handles, and would
-        see the placeholder later; a new object holds the lease's storage instead.
+        see the placeholder later; a new object holds the lease's storage instead. Its data is swapped too, for whatever
+        else holds it.
+
+        Raises UsageError where something was written to a placeholder, which nothing would read.
         """
         for slot, (placed, strides, param) in enumerate(zip(self.spec.slots, self._strides, self.params, strict=True)):
+            self._check_unwritten(slot)
             view = base.as_strided(placed.param.shape, strides, base.storage_offset() + placed.offset)
-            if param.requires_grad:
-                self.set_part(slot, view)
-            else:
+            self.set_part(slot, view)
+            if not param.requires_grad:
                 self._install(slot, self.new_param(slot, view))
                 self._replaced.append(slot)
 
@@ -143,9 +148,26 @@ class LiveUnit:
             self._install(slot, self.params[slot])
         self._replaced.clear()
 
+    def _check_unwritten(self, slot: int) -> None:
+        nan, placeholder = self._nans[slot], self.placeholders[slot]
+        shown: Any = self.params[slot] if self.forms[slot] is None else self.part(slot)
+        # Reading the value would wait for a device.
+        if shown.data_ptr() == placeholder.data_ptr() and (nan.device.type != "cpu" or math.isnan(nan.item())):
+            return
+        nan.fill_(torch.nan)
+        self.set_part(slot, placeholder)
+        raise UsageError(
+            f"{self.name(slot)!r} was written to, moved or cast outside `with pagoda.gathered(param, modify=True):`, "
+            "where its weights are not in memory. Write inside such a block; the dtype is wrap(precision=...)'s, and "
+            "the device memory.device's."
+        )
+
     def _install(self, slot: int, param: nn.Parameter) -> None:
         for module, name in self.owners[slot]:
-            module._parameters[name] = param
+            if isinstance(module, nn.RNNBase):  # has a list of them too, which would hold the lease
+                setattr(module, name, param)
+            else:
+                module._parameters[name] = param
 
     def wait_for_update(self, waited: Callable[[Handle], None]) -> None:
         """Wait until the weights are those of the latest update; `waited` does the waiting and accounts for it."""

@@ -488,7 +488,7 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"update": "later"}, "update is 'later'"), ({"max_staleness": -1}, "0 or more")]
+    ("options", "message"), [({"update": "later"}, "update is 'later'"), ({"max_staleness": -1}, "at least 0")]
 )
 def test_settings_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pagoda.ConfigError, match=message):

@@ -148,7 +148,6 @@ def test_models_of_every_kind_are_tiled(name: str, monkeypatch: pytest.MonkeyPat
         losses.append((loss.item(), optimizer.stats.grad_norm))
         sizes.append(seen)
         optimizer.close()
-        assert not any("forward" in vars(module) for module in model.modules())
     assert sizes == [{4}, {1}]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 

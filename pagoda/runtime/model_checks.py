@@ -1,0 +1,58 @@
+"""What a model must be for `wrap` to train it."""
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from pagoda.errors import ConfigError, UsageError
+from pagoda.runtime.gathered import is_paged
+
+
+def check_model(model: object) -> None:
+    """Raises as `wrap` does for a model that cannot be trained, whatever the settings."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"wrap() takes a torch.nn.Module, and {model!r} is none.")
+    if any(is_paged(param) for param in model.parameters()):
+        raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError("The model has no parameters: there is nothing to train.")
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise ConfigError(f"{name!r} has no shape yet: run a forward of the model first, then wrap it.")
+        if param.requires_grad and not param.is_floating_point():
+            raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
+        if param.is_inference():
+            raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
+    _check_memory_is_apart(model)
+
+
+def _check_memory_is_apart(model: nn.Module) -> None:
+    """Parameters that share memory move together under any optimizer of torch, but in pages each has its own."""
+    plain = ((name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta)
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name, p) for name, p in plain if p.is_contiguous())
+    for (_, end, name, param), (start, _, other, beside) in pairwise(spans):
+        if start < end and (param.requires_grad or beside.requires_grad):
+            raise ConfigError(
+                f"{name!r} and {other!r} are two parameters over the same memory, and would be trained apart. To tie "
+                "them, assign one parameter to both modules (a.weight = b.weight); else clone one."
+            )
+
+
+def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
+
+    `model.bfloat16()` would cast the statistics too, and they would stop moving once a step changes less than a
+    rounding: with momentum 0.01, far from where they should be. So they keep their dtype, as all buffers do.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or module.weight is None or module.running_mean is None:
+            continue
+        if module.running_mean.dtype is torch.float32 and dtype is not torch.float32:
+            raise ConfigError(
+                f"{name!r} is a {type(module).__name__} with running statistics in fp32, which torch's CPU kernels do "
+                f"not take beside {dtype} weights. Wrap with precision='fp32', or use a norm without running "
+                "statistics (GroupNorm, or track_running_stats=False)."
+            )
