@@ -38,6 +38,8 @@ from pagoda.optim.rule import gradient_dtype
 CACHED = 1 << 14
 """Elements of the block that stays in the cache."""
 _IN_CACHE_S = 0.2
+_REPEAT_S = 0.04
+"""Sweeps of one repeat take at least this long together: one alone is as short as a hiccup of the machine."""
 
 
 @numba.njit(nogil=True)
@@ -96,7 +98,7 @@ ROOFS: dict[tuple[str, int], Callable[..., None]] = {
 
 @dataclass
 class Row:
-    """One kernel: ``seconds`` per repeat over all parameters; ``roof`` names the row it is compared with."""
+    """One kernel: per repeat the ``seconds`` of a sweep over all parameters; ``roof`` names the row it is beside."""
 
     name: str
     bytes_per_parameter: int
@@ -239,13 +241,21 @@ def compressed_rows(
 
 
 def measure(made: list[Row], repeats: int) -> None:
+    sweeps: dict[str, int] = {}
     for row in made:
         row.sweep()  # compiles, and touches every page
+        sweeps[row.name] = 1 + int(_REPEAT_S / _seconds(row, 1))
     for _ in range(repeats):
         for row in made:
-            start = time.perf_counter()
-            row.sweep()
-            row.seconds.append(time.perf_counter() - start)
+            row.seconds.append(_seconds(row, sweeps[row.name]))
+
+
+def _seconds(row: Row, sweeps: int) -> float:
+    """Of one sweep, on average of so many."""
+    start = time.perf_counter()
+    for _ in range(sweeps):
+        row.sweep()
+    return (time.perf_counter() - start) / sweeps
 
 
 def measure_in_cache(made: list[Row]) -> None:

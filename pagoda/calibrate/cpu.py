@@ -11,7 +11,7 @@ from pagoda.calibrate.matmul import matmul_rate
 from pagoda.calibrate.meter import Meter, cpu_cores, ram_bytes
 from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
 from pagoda.optim import AdamW
-from pagoda.optim.kernels import gradient_kernels, update_kernel, warm_up
+from pagoda.optim.formats import gradient_kernels, update_kernel, warm_up
 from pagoda.plan.hardware import Cpu, Figure
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.placement import BOUNCE_ELEMENTS
@@ -84,7 +84,7 @@ def _gradient_rate(meter: Meter) -> Figure:
     meter.report("storing of gradients")
     numel = meter.effort.copy_bytes // 2
     target, source = (filled(numel, torch.bfloat16, 1.0) for _ in range(2))
-    store = gradient_kernels("bf16").store_gradient
+    store = gradient_kernels(torch.bfloat16).store_gradient
 
     def take() -> None:
         for start in range(0, numel, BOUNCE_ELEMENTS):
@@ -100,7 +100,7 @@ def _handover(meter: Meter) -> Figure:
     left = torch.ones(_HANDOVER_SIZE, _HANDOVER_SIZE)
     gradient = filled(_HANDOVER_NUMEL, torch.bfloat16, 1.0)
     into = filled(_HANDOVER_NUMEL, torch.bfloat16, 1.0)
-    store = gradient_kernels("bf16").store_gradient
+    store = gradient_kernels(torch.bfloat16).store_gradient
 
     def piece() -> None:
         store(into.data_ptr(), gradient.data_ptr(), _HANDOVER_NUMEL)

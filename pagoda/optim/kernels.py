@@ -25,9 +25,7 @@ from numba import carray
 
 from pagoda.jit import kernel
 from pagoda.optim import codec_kernels, momentum_kernels
-from pagoda.optim import gradient_kernels as gradients
 from pagoda.optim.elements import FORMS, FP32, halves_of, low_view, master_of, value_of, views
-from pagoda.optim.gradient_kernels import GradientKernels
 from pagoda.optim.jit import adamw_element, high_half, joined, low_half, pointer, round_scalars
 from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype
 
@@ -118,12 +116,6 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
         update(weight, weight, *others)
 
     return whole
-
-
-def gradient_kernels(precision: Precision) -> GradientKernels:
-    """What takes gradients that arrive, and are kept, in ``precision``."""
-    form = FORMS[gradient_dtype(precision)]
-    return gradients.gradient_kernels(form, form)
 
 
 def warm_up(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> None:
