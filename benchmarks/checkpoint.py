@@ -7,7 +7,7 @@ it takes beyond the mean of the quiet steps before and after it, as steps get sl
 
 State in RAM has to be written before the next update of it, which comes a step later. So no step can be shorter than
 the drive takes for what is written and not copied: `drive_s` is that time for all of it, at the rate at which the drive
-takes data from two threads with nothing beside, measured in the same run.
+takes data from several threads with nothing beside, measured in the same run.
 
     python benchmarks/checkpoint.py --ssd DIR --checkpoints DIR [--model llama-1b] [--seq-len 512] [--count 20]
         [--ram-count 6] [--places ssd ram] [--out FILE]
@@ -151,14 +151,14 @@ def main(
     keep_freed_memory()
     console = Console()
     results = {}
-    with TemporaryDirectory(dir=ssd) as pages:  # what commits keep goes with it
-        for place in places:
+    for place in places:
+        with TemporaryDirectory(dir=ssd) as pages:  # what commits keep goes with it
             memory = all_on_ssd(model, seq_len, pages) if place == "ssd" else pagoda.Memory()
             folder = checkpoints / f"benchmark-{place}"
             folder.mkdir(parents=True)
             checkpointed = count if place == "ssd" else ram_count
             results[place] = measure(model, batch_size, seq_len, memory, folder, checkpointed)
-            console.print(place, {key: value for key, value in results[place].items() if key != "all"})
+        console.print(place, {key: value for key, value in results[place].items() if key != "all"})
     if out is not None:
         machine = {"processor": cpu_name(), "cores": torch.get_num_threads(), "torch": torch.__version__}
         settings = {"batch_size": batch_size, "seq_len": seq_len}
