@@ -2,10 +2,7 @@
 
 from collections.abc import Callable
 
-from pagoda.runtime.lanes import Handle, Lane, wait_all
-
-_WRITERS = 4
-"""Threads that write the pieces of a checkpoint: while some hash, the others keep the drive busy."""
+from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 
 
 class Saver:
@@ -15,7 +12,7 @@ class Saver:
 
     def __init__(self) -> None:
         self._lane = Lane("checkpoint")
-        self._writers = Lane("checkpoint_pieces", _WRITERS)
+        self._writers = Lane("checkpoint_pieces", SSD_THREADS)
         self._job: Handle | None = None
 
     @property
@@ -30,7 +27,7 @@ class Saver:
 
     def divide(self, work: Callable[[], None]) -> None:
         """Do `work` on every writer at once and wait for all, as part of a checkpoint's job; raises the first error."""
-        wait_all([self._writers.submit(work) for _ in range(_WRITERS)])
+        wait_all([self._writers.submit(work) for _ in range(SSD_THREADS)])
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, if there is one; raises the error of the last."""

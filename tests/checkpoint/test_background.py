@@ -177,7 +177,7 @@ def test_a_run_whose_checkpoint_failed_goes_on_from_where_it_was(tmp_path: Path)
 
 def test_states_are_written_in_the_order_in_which_updates_will_change_them(tmp_path: Path, monkeypatch: Patch) -> None:
     """All states of a parameter before those of the next one, as its update goes, from forward's first on."""
-    monkeypatch.setattr(saver, "_WRITERS", 1)
+    monkeypatch.setattr(saver, "SSD_THREADS", 1)
     written: list[str] = []
     write = Files.write
 
