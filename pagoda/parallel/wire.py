@@ -4,7 +4,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -66,22 +66,35 @@ class Wire:
 
     def trade(self, sends: Iterable[Parcel], receives: Iterable[Parcel]) -> None:
         """Send and receive tensors; between two ranks in the order given. Returns when all have arrived."""
+        self.start(sends, receives)()
+
+    def start(self, sends: Iterable[Parcel], receives: Iterable[Parcel]) -> Callable[[], None]:
+        """Begin to send and receive tensors; between two ranks in the order in which that is asked for. What it returns
+        is to be called once, and returns when all have arrived."""
         parcels: list[tuple[int, Any, torch.Tensor]] = [
             (rank, dist.irecv, tensor) for rank, tensor in receives if tensor.numel()
         ]
         parcels += [(rank, dist.isend, tensor) for rank, tensor in sends if tensor.numel()]
         if not parcels:
-            return
-        peer = parcels[0][0]
+            return lambda: None
         try:
             ops = [dist.P2POp(do, _raw(tensor), group=self._group, group_peer=to) for to, do, tensor in parcels]
-            for index, work in enumerate(dist.batch_isend_irecv(ops)):  # of all, where NCCL makes them one
-                peer = parcels[index][0]
-                work.wait()
-            if parcels[0][2].is_cuda:  # what has been waited for so far is the stream's queue
-                torch.cuda.current_stream(parcels[0][2].device).synchronize()
+            works = dist.batch_isend_irecv(ops)  # one for all, where NCCL makes them one
         except RuntimeError as error:
-            raise self._lost(peer, error) from error
+            raise self._lost(parcels[0][0], error) from error
+
+        def wait() -> None:
+            waited = 0
+            try:
+                for work in works:
+                    work.wait()
+                    waited += 1
+                if parcels[0][2].is_cuda:  # what has been waited for so far is the stream's queue
+                    torch.cuda.current_stream(parcels[0][2].device).synchronize()
+            except RuntimeError as error:
+                raise self._lost(parcels[min(waited, len(parcels) - 1)][0], error) from error
+
+        return wait
 
     def _lost(self, rank: int, error: RuntimeError) -> RankError:
         """The error of a rank that could not be reached: one that has died, if one has on this host."""

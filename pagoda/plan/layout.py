@@ -293,18 +293,24 @@ class Layout:
 
     @property
     def reduced_elements(self) -> int:
-        """Elements of a slice that are reduced at a time: what arrives from all ranks together is a block at most."""
+        """Elements of a slice that are reduced at a time: what arrives from all ranks together is a block at most, half
+        of one with replicas, whose sums take as much again."""
         assert self.ranks is not None
         places = {unit.index: self.group(unit) if self.slices.differ else 1 for unit in self.units}
         widest = max(self.slices.room(unit, place) for unit in self.units for place in range(places[unit.index]))
-        return min(widest, align(max(1, BLOCK_ELEMENTS // self.ranks.data_parallel)))
+        return min(widest, align(max(1, BLOCK_ELEMENTS // (self.ranks.data_parallel * self.reduced_sums))))
 
     @property
     def landing_bytes(self) -> int:
-        """What arrives from other ranks at once: gradients of a replica's, or fp32 sums of replicas."""
+        """What arrives from other ranks at once, twice: gradients of a replica's, or fp32 sums of replicas."""
         assert self.ranks is not None
         sharers = self.ranks.data_parallel // self.ranks.replicas
-        return self.reduced_elements * max(sharers * self.offloaded_itemsize, self.ranks.replicas * 4)
+        return 2 * align(self.reduced_elements * max(sharers * self.offloaded_itemsize, self.ranks.replicas * 4))
+
+    @property
+    def reduced_sums(self) -> int:
+        """Sums of a piece that there are at once: of a replica's gradients, and of replicas."""
+        return 1 if self.ranks is None or self.ranks.replicas == 1 else 2
 
     @cached_property
     def whole_gradient_pages(self) -> int:
@@ -317,7 +323,7 @@ class Layout:
         """Two buffers for whole gradients, one that backward fills and one that is reduced, and what reducing takes."""
         if self.ranks is None or self.ranks.data_parallel == 1:
             return 0
-        reducing = self.landing_bytes + self.reduced_elements * (2 * 4 + self.offloaded_itemsize)
+        reducing = self.landing_bytes + self.reduced_elements * (4 * self.reduced_sums + self.offloaded_itemsize)
         return 2 * self.whole_gradient_pages + pages_for(reducing, self.page_bytes)
 
     @cached_property

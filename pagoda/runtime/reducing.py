@@ -44,9 +44,9 @@ class Buffers:
     fills: tuple[torch.Tensor, torch.Tensor]
     """Whole gradients: one that backward fills, one that is reduced. Shape [elements of the widest unit]."""
     landing: torch.Tensor
-    """uint8: what arrives from other ranks, a piece from each."""
+    """uint8: what arrives from other ranks, a piece from each; twice, as the next pieces come while these are added."""
     sums: torch.Tensor
-    """fp32 [2, elements of a piece]: the sum over a replica's ranks, and over replicas."""
+    """fp32 [1 or, with replicas, 2, elements of a piece]: the sum over a replica's ranks, and over replicas."""
     means: torch.Tensor
     """Shape [elements of a piece]."""
 
@@ -55,10 +55,11 @@ class Buffers:
         """Elements of a slice that are reduced at a time."""
         return self.means.numel()
 
-    def landings(self, ranks: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Room for `count` elements, a piece at most, from each of some ranks."""
-        each = self.piece * dtype.itemsize
-        return [self.landing[i * each : i * each + count * dtype.itemsize].view(dtype) for i in range(ranks)]
+    def landings(self, half: int, ranks: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Room for `count` elements, a piece at most, from each of some ranks, in half 0 or 1."""
+        each, first = self.piece * dtype.itemsize, half * self.landing.numel() // 2
+        starts = (first + i * each for i in range(ranks))
+        return [self.landing[start : start + count * dtype.itemsize].view(dtype) for start in starts]
 
 
 class Reducer:
@@ -198,10 +199,10 @@ class Reducer:
         dropped = {slot for rank in flags for slot in calls[rank].dropped}
         sums: dict[int, list[float]] = {}
         for given in _ranges(spec, flags):
-            for window in self._windows(spec, given.start, given.stop):
-                mine = whole if self._shards.rank in given.givers else None
-                mean = self._mean_of(spec, window, mine, given.givers)
-                for span, values in self._whose(spec, window, mean):
+            mine = whole if self._shards.rank in given.givers else None
+            for window, trade in self._trades(spec, given, mine):
+                mean = self._mean_of(spec, window, trade)
+                for span, values in self._whose(spec, window, mean, trade.half):
                     for slot in given.slots:
                         placed = spec.slots[slot]
                         part = span.within(placed.offset, placed.offset + placed.param.numel)
@@ -239,28 +240,48 @@ class Reducer:
             if window:
                 yield window
 
-    def _mean_of(
-        self, spec: UnitSpec, window: Mapping[int, Span], whole: torch.Tensor | None, givers: Sequence[int]
-    ) -> torch.Tensor:
-        """The mean of this rank's piece, shape [its length], empty where it has none."""
-        me, wire = self._shards.rank, self._collectives.wire
+    def _trades(
+        self, spec: UnitSpec, given: "_Range", whole: torch.Tensor | None
+    ) -> Iterator[tuple[Mapping[int, Span], "_Trade"]]:
+        """The windows of a range, each with what brings the gradients of this rank's piece of it. That of the next one
+        has begun by then, so that ranks do not wait for each other's sums."""
+        windows = list(self._windows(spec, given.start, given.stop))
+        coming = [self._begin(spec, given, window, whole, half=0) for window in windows[:1]]
+        for number, window in enumerate(windows):
+            following = windows[number + 1 : number + 2]
+            coming += [self._begin(spec, given, later, whole, half=(number + 1) % 2) for later in following]
+            yield window, coming.pop(0)
+
+    def _begin(
+        self, spec: UnitSpec, given: "_Range", window: Mapping[int, Span], whole: torch.Tensor | None, half: int
+    ) -> "_Trade":
+        """Send every sharer its piece of a window, and have their gradients of this rank's come to a half."""
+        me = self._shards.rank
         mine = window.get(me)
         count = len(mine) if mine is not None else 0
-        near = [rank for rank in givers if rank in self._shards.sharers(spec)]
+        near = [rank for rank in given.givers if rank in self._shards.sharers(spec)]
         sends: list[Parcel] = []
         if whole is not None:
             sends = [(rank, whole[span.start : span.stop]) for rank, span in window.items() if rank != me]
-        parts = dict(zip(near, self._buffers.landings(len(near), count, self._dtype), strict=True))
-        wire.trade(sends, [(rank, part) for rank, part in parts.items() if rank != me])
-        if mine is None:
-            return self._buffers.means[:0]
-        if whole is not None:
+        parts = dict(zip(near, self._buffers.landings(half, len(near), count, self._dtype), strict=True))
+        arrived = self._collectives.wire.start(sends, [(rank, part) for rank, part in parts.items() if rank != me])
+        if whole is not None and mine is not None:
             parts[me] = whole[mine.start : mine.stop]
+        return _Trade(arrived, list(parts.values()), half)
+
+    def _mean_of(self, spec: UnitSpec, window: Mapping[int, Span], trade: "_Trade") -> torch.Tensor:
+        """The mean of this rank's piece, shape [its length], empty where it has none."""
+        me, wire = self._shards.rank, self._collectives.wire
+        trade.arrived()
+        if me not in window:
+            return self._buffers.means[:0]
+        count = len(window[me])
         total = self._buffers.sums[0, :count]
-        sum_into(total, list(parts.values()))
+        sum_into(total, trade.parts)
         copies = self._shards.copies(spec)
         if len(copies) > 1:
-            others = dict(zip(copies, self._buffers.landings(len(copies), count, torch.float32), strict=True))
+            landings = self._buffers.landings(trade.half, len(copies), count, torch.float32)
+            others = dict(zip(copies, landings, strict=True))
             wire.trade(((r, total) for r in copies if r != me), ((r, t) for r, t in others.items() if r != me))
             others[me] = total
             total = self._buffers.sums[1, :count]
@@ -271,16 +292,17 @@ class Reducer:
         return mean
 
     def _whose(
-        self, spec: UnitSpec, window: Mapping[int, Span], mean: torch.Tensor
+        self, spec: UnitSpec, window: Mapping[int, Span], mean: torch.Tensor, half: int
     ) -> Iterator[tuple[Span, torch.Tensor]]:
-        """What of a window goes into this rank's extent: its piece, and in stage 1 those of all sharers."""
+        """What of a window goes into this rank's extent: its piece, and in stage 1 those of all sharers, which come to
+        a half."""
         me = self._shards.rank
         if me in window:
             yield window[me], mean
         if self._shards.is_cut(spec, GRAD):
             return
         others = [rank for rank in window if rank != me]
-        landings = self._buffers.landings(len(others), self._buffers.piece, self._dtype)
+        landings = self._buffers.landings(half, len(others), self._buffers.piece, self._dtype)
         arrived = {r: land[: len(window[r])] for r, land in zip(others, landings, strict=True)}
         sends = ((rank, mean) for rank in self._shards.sharers(spec) if rank != me)
         self._collectives.wire.trade(sends, arrived.items())
@@ -291,6 +313,18 @@ class Reducer:
         """Other lanes and streams may read a mean from now on."""
         if mean.is_cuda:
             torch.cuda.current_stream(mean.device).synchronize()
+
+
+@dataclass(frozen=True)
+class _Trade:
+    """Gradients of one piece on their way from other ranks."""
+
+    arrived: Callable[[], None]
+    """Waits for them, once."""
+    parts: list[torch.Tensor]
+    """Where they will be, and this rank's own, in the order of ranks."""
+    half: int
+    """Of the landing, which is this trade's until the next but one begins."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ def open_buffers(store: Store, dtype: torch.dtype) -> Buffers:
     first, second = (tier.tensor(tier.alloc(whole), dtype, widest) for _ in range(2))
     rest = tier.alloc(layout.collective_pages - 2 * whole)
     landing = tier.tensor(rest, torch.uint8, layout.landing_bytes)
-    sums = tier.tensor(rest, torch.float32, 2 * piece, layout.landing_bytes).view(2, piece)
+    rows = layout.reduced_sums
+    sums = tier.tensor(rest, torch.float32, rows * piece, layout.landing_bytes).view(rows, piece)
     means = tier.tensor(rest, dtype, piece, layout.landing_bytes + sums.nbytes)
     return Buffers((first, second), landing, sums, means)
 
