@@ -13,7 +13,14 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck":
 
 
 def kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that Python calls."""
+    """A function that Python calls.
+
+    One that is defined in another is compiled for the values it has from there. They become part of its name, and with
+    it of its cache's: in one file Numba numbers the versions of a function, and of two processes that compile different
+    ones at once, both could take the same number, and a later process load one for the other.
+    """
+    for cell in function.__closure__ or ():
+        function.__qualname__ += f"_{cell.cell_contents}"
     try:
         compiled = njit(cache=True, **OPTIONS)(function)
     except RuntimeError:  # Numba found no writable folder for its cache: compile once per process instead

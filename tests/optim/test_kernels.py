@@ -16,6 +16,7 @@ from pagoda.errors import ConfigError
 from pagoda.jit import OPTIONS
 from pagoda.optim import AdamW, Precision, Scalars, flat, fp16, kernels, reference
 from pagoda.optim.elements import BF16, FP16, FP32
+from pagoda.optim.gradient_kernels import gradient_kernels
 
 from .blocks import EDGES, copy_of, random_block, same_bits
 
@@ -158,6 +159,15 @@ def test_adamw_compiles_to_vectors_without_fused_operations(weights: int, gradie
     assert "divps" in assembly
     assert "rsqrt" not in assembly
     assert "rcp" not in assembly
+
+
+def test_each_form_is_cached_in_files_of_its_own() -> None:
+    """Several in one could be taken for each other: see `jit.kernel`."""
+    forms = [(weights, gradients) for weights in (FP32, BF16, FP16) for gradients in (FP32, BF16, FP16)]
+    made = [kernels.compiled(name, *pair) for name in ("adamw", "adamw_moments_8bit", "lion") for pair in forms]
+    made += [taking for pair in forms for taking in gradient_kernels(*pair)]
+    files = {kernel.stats.cache_path + kernel._cache._impl.filename_base for kernel in made}
+    assert len(files) == len(set(made))
 
 
 @precisions
