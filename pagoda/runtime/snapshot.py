@@ -240,19 +240,20 @@ class Snapshot:
         for state in self._states:
             if kept.has(index, state.name):
                 continue
+            mine = self._engine.store.shards.responsible(unit.spec, state.name)
             for slot, span in self._spans(unit, state):
-                placed = unit.spec.slots[slot]
+                placed, name = unit.spec.slots[slot], unit.stored_name(slot)
                 if not self._engine.store.shards.writes(unit.spec, slot):
                     continue
                 for start, count in chunks(span.count):
                     first = span.first + start
-                    for begin, end, at in self._engine.store.written_here(unit.spec, state.name, first, first + count):
-                        begins = start + begin - first
+                    for part in filter(None, (here.within(first, first + count) for here in mine)):
+                        begins = start + part.start - first
                         changed = placed.offset, placed.offset + placed.param.numel
                         if state.shape_of is None:
-                            changed = begin * state.per, end * state.per
-                        name = unit.stored_name(slot)
-                        yield Piece(index, state.name, name, begins, begin, end - begin, at, *changed)
+                            changed = part.start * state.per, part.stop * state.per
+                        numel = part.stop - part.start
+                        yield Piece(index, state.name, name, begins, part.start, numel, part.at, *changed)
 
     def _generators(self) -> list[dict[str, Any]]:
         """The state of every rank's random number generators, as JSON."""

@@ -228,10 +228,6 @@ class Store:
         """Whether some of the elements [start, stop) of a unit's state are on this rank."""
         return any(True for _ in self._held(unit, state, start, stop))
 
-    def written_here(self, unit: UnitSpec, state: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """What of a state's elements [start, stop) this rank alone writes into a checkpoint; see `_held`."""
-        yield from _within(self.shards.responsible(unit, state), start, stop)
-
     def holds_master(self, unit: UnitSpec, slot: int, first: int, count: int) -> bool:
         """Whether some of a parameter's master weights [first, first + count) are on this rank."""
         start = unit.slots[slot].offset + first
