@@ -1,10 +1,13 @@
 """`pagoda calibrate`: measures this machine."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
+
+from pagoda.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +29,23 @@ def run_calibrate(config: CalibrateConfig, console: Console) -> int:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     writes = launched().rank == 0
+    path = config.out or hardware_file()
+    if writes:
+        _check_writable(path)
     with console.status("Measuring this machine") as status:
         hardware = calibrate(config.ssd, device, lambda what: status.update(f"Measuring {what}"))
     if writes:
-        path = config.out or hardware_file()
         write_hardware(hardware, path)
         console.print(figure_table(hardware))
         console.print(f"Written to {path}", soft_wrap=True, highlight=False)
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ConfigError before a minute of measuring would be lost."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--out {path} cannot be written: name a file in a directory that can be")

@@ -22,6 +22,7 @@ from pagoda.parallel.tensors import as_dtensor, local, shard_of
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.runtime.adapters import adapter_initialiser
 from pagoda.runtime.operator_tiles import Tiling
+from pagoda.runtime.reads import has_forward, params_read_in
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit, Owner
 
@@ -70,6 +71,9 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
             if first_names[id(param)] != full:
                 tied.append(first_names[id(param)])
                 continue
+            if full in placed:  # in the unit of a module around this one, which reads it too
+                continue
+            placed.add(full)
             has_state = param.requires_grad if trained is None else full in trained
             shape, shard = shard_of(full, param)
             params.append(ParamSpec(full, shape, has_state, parts.get(id(param)), shard))
@@ -90,30 +94,17 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
             name,
             tuple(params),
             children,
-            tuple(tied),
+            tuple(dict.fromkeys(tied)),
             apart=module in tiles,
             routed=isinstance(module, Experts) or module in routed,
         )
 
+    placed: set[str] = set()
     parts: dict[int, Part] = {}
     tiles: set[nn.Module] = set()
     routed: set[nn.Module] = set()
     visited: set[nn.Module] = set()
     return visit(model, "")
-
-
-def has_forward(module: nn.Module) -> bool:
-    """False for what only holds others' parameters or modules, such as torch's lists."""
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
-
-
-def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that a module's forward reads, by name: its own, and those of children that have no forward."""
-    for short, param in module.named_parameters(recurse=False):
-        yield _join(name, short), param
-    for short, child in module.named_children():
-        if not has_forward(child):
-            yield from params_read_in(child, _join(name, short))
 
 
 def live_units(

@@ -10,9 +10,9 @@ from torch import nn
 from pagoda.models.expert_tiles import TiledExperts
 from pagoda.models.mixture import Experts
 from pagoda.runtime.blocks import Block, find_blocks, is_compiled
-from pagoda.runtime.construct import has_forward, params_read_in
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.next_update import check_is_ours
+from pagoda.runtime.reads import has_forward, params_read_in
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -190,8 +190,7 @@ class ModelHooks:
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
     """module -> the units its forward must find leased: those it is the root of, and those it reads a parameter of.
 
-    A compiled module must find those of all that it holds, and so must torch's attention, which reads its output
-    projection without calling it.
+    A compiled module must find those of all that it holds.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     owner = {id(param): unit for unit in units for param in unit.params}
@@ -203,9 +202,6 @@ def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module
             held = owner.get(id(param))
             if held is not None and held not in needed.setdefault(module, []):
                 needed[module].append(held)
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            needed[module] = list(dict.fromkeys(unit for part in module.modules() for unit in needed.get(part, [])))
     for compiled in [module for module in model.modules() if is_compiled(module)]:
         inside = [module for module in compiled.modules() if module is not compiled]
         used = [unit for module in inside for unit in needed.pop(module, [])]

@@ -3,11 +3,14 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from pagoda.errors import StorageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,8 @@ class StepMetrics:
 class MetricsFile:
     """Appends a line per step. A line is in the file, for any reader, once `write` returns.
 
+    Raises StorageError, here and later, where the disk is full or fails.
+
     Args:
         path: the file, created if missing.
         after_step: keep lines up to this step and drop the rest: what an interrupted run did after the
@@ -66,18 +71,21 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
-        if path.exists():
-            _truncate(path, after_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with _errors_named(path):
+            if path.exists():
+                _truncate(path, after_step)
+            self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
 
     def write(self, metrics: StepMetrics) -> None:
         """Appends one step."""
-        self._file.write(metrics.to_json() + "\n")
-        self._file.flush()
+        with _errors_named(self._path):
+            self._file.write(metrics.to_json().encode() + b"\n")
 
     def sync(self) -> None:
         """Returns once every line would survive a power loss; called before a checkpoint of the same step."""
-        os.fsync(self._file.fileno())
+        with _errors_named(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -89,6 +97,16 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}. Free space there, and resume from the last checkpoint."
+        ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

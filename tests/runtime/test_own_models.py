@@ -65,6 +65,32 @@ class Held(nn.Module):
         return x.square().mean()
 
 
+class TiedByHand(nn.Module):
+    """A parent that takes the weights of a child in a method of its own, and asks others what they are like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.ModuleDict({"of": nn.Linear(WIDTH, WIDTH, bias=False)})
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = self.layers[2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.last.weight.dtype)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self._head(x).square().mean()
+
+    def _head(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805
+        return nn.functional.linear(this.table.of(x), this.table.of.weight)  # type: ignore[operator,arg-type,union-attr]
+
+
+def test_a_parent_owns_what_it_reads_and_not_what_it_only_asks_about(wrap: Wrap) -> None:
+    model, _ = wrap(TiedByHand(), SMALL_UNITS)
+    units = {unit.module: [slot.param.name for slot in unit.slots] for unit in pagoda.plan_of(model).units}
+    assert units[""] == ["table.of.weight"]
+    assert {"layers.0", "layers.1", "layers.2"} < units.keys()
+
+
 def losses_in_torch(model: nn.Module, steps: int) -> list[float]:
     """A final loss without gradients, in evaluation, ends the list."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.1)
@@ -85,7 +111,7 @@ def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> l
 
 
 @pytest.mark.parametrize("memory", [SMALL_UNITS, ARENA], ids=["host", "arena"])
-@pytest.mark.parametrize("build", [Recurrent, Attentive, Held])
+@pytest.mark.parametrize("build", [Recurrent, Attentive, Held, TiedByHand])
 def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memory: pagoda.Memory, wrap: Wrap) -> None:
     torch.manual_seed(0)
     model = build()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.errors import StorageError
 from pagoda.train.metrics import MetricsFile, StepMetrics, read_metrics
 
 KEYS = [
@@ -44,6 +45,13 @@ def test_a_line_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "m") as file:
         file.write(metrics_of(1))
         assert [line["step"] for line in read_metrics(tmp_path / "m")] == [1]
+
+
+def test_a_full_disk_is_a_storage_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "m") as file, open("/dev/full", "ab", buffering=0) as full:
+        file._file = full
+        with pytest.raises(StorageError, match=r"m cannot be written: No space left.*resume"):
+            file.write(metrics_of(1))
 
 
 def test_resuming_drops_the_steps_after_the_checkpoint_and_keeps_the_rest_as_it_was(tmp_path: Path) -> None:
