@@ -32,7 +32,8 @@ def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.
     for short, child in module.named_children():
         if not has_forward(child):
             yield from params_read_in(child, _join(name, short))
-    for path in _paths_read_by(type(module)):
+    kind: type = type(module)
+    for path in _paths_read_by(kind):
         holder, _, short = path.rpartition(".")
         try:
             found = module.get_submodule(holder)._parameters.get(short)
