@@ -14,11 +14,13 @@ step (median over rounds of their medians), most resident memory, and what is le
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +38,8 @@ STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
 NAMES = {**{kind: f"Pagoda, {kind}" for kind in STAGES}, "ddp": "DDP", "fsdp2": "FSDP2, CPU offload"}
 ON_ONE = ("stage 3", "ddp", "fsdp2")
 """Kinds of one rank, which has nothing to share out."""
-TOKENS_AND_STEPS = ((64, 8), (512, 5))
-"""Tokens of a rank and step, and steps of a round; the first two are not counted."""
+TOKENS_AND_STEPS = ((64, 7), (512, 4))
+"""Tokens of a rank and step, and steps of a round, one after the other; the first two of each are not counted."""
 RANKS_OF_MEMORY = (1, 2, 4)
 STATE = ("weight", "weight_low", "exp_avg", "exp_avg_sq")
 """Lines of the ledger that are 12 bytes a parameter on one rank."""
@@ -110,12 +112,13 @@ def resident(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
-    """In a rank: seconds of a step, and bytes of memory."""
+def train(kind: str, model: str) -> dict[str, dict[str, float]]:
+    """In a rank: by tokens of a step, seconds of a step and bytes of memory."""
     keep_freed_memory()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or kind == "fsdp2":
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
+    workload = Workload(model, 1, max(tokens for tokens, _ in TOKENS_AND_STEPS), checkpointing=False)
     workload.build()  # imports, and whatever else building a model leaves, are nobody's
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = resident("VmRSS")
@@ -123,54 +126,69 @@ def train(kind: str, workload: Workload, steps: int) -> dict[str, float]:
         trained: Any = Paged(workload, pagoda.Memory(host="2GiB"), mesh=pagoda.open_mesh(stage=STAGES[kind]))
     else:
         trained = {"ddp": DistributedPlain, "fsdp2": Sharded}[kind](workload)
-    batches = workload.batches()
-    for _ in range(rank):
-        next(batches)
-    seconds = []
-    for _ in range(steps):
-        ids = next(batches)
-        start = time.perf_counter()
-        trained.step(ids)
+    found: dict[str, dict[str, float]] = {}
+    for tokens, steps in TOKENS_AND_STEPS:
+        batches = replace(workload, seq_len=tokens).batches()
+        for _ in range(rank):
+            next(batches)
+        seconds = [timed_step(kind, trained, next(batches)) for _ in range(steps)]
+        figures = found[str(tokens)] = {
+            "step_s": statistics.median(seconds[2:]),
+            "peak_bytes": resident("VmHWM") - before,
+            "kept_bytes": resident("VmRSS") - before,
+            "parameters": sum(p.numel() for p in trained.model.parameters()),
+        }
         if kind in STAGES:
-            trained.optimizer.drain()
-        if dist.is_initialized():
-            dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    figures = {
-        "step_s": statistics.median(seconds[2:]),
-        "peak_bytes": resident("VmHWM") - before,
-        "kept_bytes": resident("VmRSS") - before,
-        "parameters": sum(p.numel() for p in trained.model.parameters()),
-    }
+            plan = pagoda.plan_of(trained.model)
+            state = sum(plan.bytes["host"][state] for state in STATE)
+            figures |= {"ledger_bytes": plan.peak_bytes["host"], "state_bytes": state}
     if kind in STAGES:
-        plan = pagoda.plan_of(trained.model)
-        lines = plan.bytes["host"]
-        figures |= {"ledger_bytes": plan.peak_bytes["host"], "state_bytes": sum(lines[state] for state in STATE)}
         trained.close()
-    return figures
+    return found
 
 
-def run(kind: str, ranks: int, tokens: int, steps: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """One round of one kind, in fresh processes."""
+def timed_step(kind: str, trained: Any, ids: torch.Tensor) -> float:
+    """Seconds until every rank has ended a step, its updates included."""
+    start = time.perf_counter()
+    trained.step(ids)
+    if kind in STAGES:
+        trained.optimizer.drain()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - start
+
+
+def run(kind: str, ranks: int, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One round of one kind, in fresh processes, as torchrun would start them; by tokens of a step."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"OMP_NUM_THREADS": arguments.threads, "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [__file__, "--rank-of", kind, "--out", folder, "--model", arguments.model]
-        command += ["--tokens", str(tokens), "--steps", str(steps)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "GLOO_SOCKET_IFNAME": "lo"}
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=600)
+        command = [sys.executable, __file__, "--rank-of", kind, "--out", folder, "--model", arguments.model]
+        environments = [{**os.environ, **{k: str(v) for k, v in shared.items()}} for _ in range(ranks)]
+        for rank, environment in enumerate(environments):
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes = [subprocess.Popen(command, env=environment) for environment in environments]
+        ended = [process.wait() for process in processes]
+        if any(ended):
+            raise RuntimeError(f"{kind} on {ranks} ranks failed")
         by_rank = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    return {key: max(figures[key] for figures in by_rank) for key in by_rank[0]}
+    return {
+        tokens: {key: max(figures[tokens][key] for figures in by_rank) for key in of_tokens}
+        for tokens, of_tokens in by_rank[0].items()
+    }
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Weak scaling of all kinds, by tokens of a rank and step."""
-    cases = [(tokens, steps, kind, ranks) for tokens, steps in TOKENS_AND_STEPS for kind in NAMES for ranks in (1, 2)]
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
     for _ in range(arguments.rounds):
-        for tokens, steps, kind, ranks in cases:
+        for kind, ranks in ((kind, ranks) for kind in NAMES for ranks in (1, 2)):
             if ranks > 1 or kind in ON_ONE:
-                of_tokens = rounds.setdefault(str(tokens), {})
-                of_tokens.setdefault(f"{kind} x{ranks}", []).append(run(kind, ranks, tokens, steps, arguments))
+                for tokens, figures in run(kind, ranks, arguments).items():
+                    rounds.setdefault(tokens, {}).setdefault(f"{kind} x{ranks}", []).append(figures)
     figures = {
         tokens: {name: {key: statistics.median(each[key] for each in of) for key in of[0]} for name, of in by.items()}
         for tokens, by in rounds.items()
@@ -178,10 +196,13 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"figures": figures, "rounds": rounds}
 
 
-def memory(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Pagoda's memory on several numbers of ranks."""
-    tokens, _ = TOKENS_AND_STEPS[0]
-    return {f"x{ranks}": run("stage 3", ranks, tokens, 3, arguments) for ranks in RANKS_OF_MEMORY}
+def memory(arguments: argparse.Namespace, known: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Pagoda's memory on several numbers of ranks, with the fewest tokens; `known` is what `speed` has found."""
+    tokens = str(TOKENS_AND_STEPS[0][0])
+    return {
+        f"x{ranks}": known.get(f"stage 3 x{ranks}") or run("stage 3", ranks, arguments)[tokens]
+        for ranks in RANKS_OF_MEMORY
+    }
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -230,12 +251,9 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="where to write the tables")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank-of", choices=list(NAMES), help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
-        workload = Workload(arguments.model, 1, arguments.tokens, checkpointing=False)
-        figures = train(arguments.rank_of, workload, arguments.steps)
+        figures = train(arguments.rank_of, arguments.model)
         (arguments.out / f"{os.environ['RANK']}.json").write_text(json.dumps(figures))
         return
     result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
@@ -245,9 +263,12 @@ def main() -> None:
         settings["tokens_and_steps"] = [list(pair) for pair in TOKENS_AND_STEPS]
         if result.get("settings") != settings:  # figures of another shape go
             result = {"machine": result["machine"], "settings": settings}
-        for part, measure in (("speed", speed), ("memory", memory)):
-            if arguments.part in ("all", part):
-                result[part] = measure(arguments)
+        if arguments.part in ("all", "speed"):
+            result["speed"] = speed(arguments)
+        if arguments.part in ("all", "memory"):
+            fewest = str(TOKENS_AND_STEPS[0][0])
+            known = result.get("speed", {}).get("figures", {}).get(fewest, {})
+            result["memory"] = memory(arguments, known)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if {"speed", "memory"} <= result.keys():
         Console().print(tables(result), soft_wrap=True, highlight=False, markup=False)
