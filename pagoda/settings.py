@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from pagoda.errors import ConfigError
+from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.sizes import parse_bytes
 from pagoda.plan.batch_tiles import BatchTiles
 
 if TYPE_CHECKING:
@@ -67,6 +69,14 @@ def check_batch_tiles(tiles: BatchTiles | None) -> None:
     """Raises ConfigError for a count that is none."""
     if isinstance(tiles, int):
         require(tiles >= 1, "batch_tiles", tiles, "must be at least 1, or auto")
+
+
+def check_tile_limit(limit: str | None) -> None:
+    """Raises ConfigError for a size that is none, or so small that a tile would have nothing in it."""
+    if limit is not None:
+        require(
+            parse_bytes(limit, "tile_limit") >= PAGE_ALIGN, "tile_limit", limit, f"must be at least {PAGE_ALIGN} bytes"
+        )
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:

@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pagoda.errors import ConfigError
+from pagoda.memory.page import PAGE_ALIGN
 from pagoda.memory.sizes import parse_bytes
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
-from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, require
+from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, check_tile_limit, require
 
 if TYPE_CHECKING:
     from pagoda.optim.rule import StateSpec
+
+
+_MOST_TOKENS = 1 << 40
+"""Of one forward pass: the sizes of more could not be counted in 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +103,18 @@ class PlanConfig:
         for name in ("nodes", "replicas", "expert_parallel", "batch_size", "accumulation_steps"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
+        require(self.tokens < _MOST_TOKENS, "batch_size", self.batch_size, "and --seq-len make too many tokens")
+        if self.memory.page_size is not None:
+            page = parse_bytes(self.memory.page_size, "memory.page_size")
+            fits = page % PAGE_ALIGN == 0 and page & (page - 1) == 0
+            require(fits, "memory.page_size", page, f"must be a power of two and a multiple of {PAGE_ALIGN}")
         if self.clip_grad_norm is not None:
             require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
         if self.update == "async" and self.speculate:
             raise ConfigError("--speculate is for updates that forward waits for: leave it out with --update async")
         check_batch_tiles(self.batch_tiles)
-        if self.tile_limit is not None:
-            parse_bytes(self.tile_limit, "tile_limit")
+        check_tile_limit(self.tile_limit)
         if (self.model is None) != self.max_model:
             raise ConfigError("give either --model NAME, or --max-model to find the largest GPT that fits")
 

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pagoda.errors import ConfigError
-from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import is_mixture
 from pagoda.models.lora import LoraConfig
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
-from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, flag, require
+from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, check_tile_limit, flag, require
 
 if TYPE_CHECKING:
     from pagoda.optim import Rule
@@ -201,8 +200,7 @@ class TrainConfig:
         require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
         check_batch_tiles(self.batch_tiles)
-        if self.tile_limit is not None:
-            parse_bytes(self.tile_limit, "tile_limit")
+        check_tile_limit(self.tile_limit)
         if self.lora.rank is not None:
             self._check_adapters()
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
