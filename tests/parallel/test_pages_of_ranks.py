@@ -44,7 +44,7 @@ def test_ranks_keep_their_pages_and_adopt_them_again(
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"], "the one before is gone"
     assert commits(tmp_path) == [1, 1]
     for file in (tmp_path / "step-2").glob("*.safetensors"):
-        assert file.stat().st_size < 1000, "headers only"
+        assert file.stat().st_size <= 4096, "headers only"
     assert main(["inspect", str(tmp_path / "step-2"), "--verify"]) == 0
     assert "every tensor is as it was written" in capsys.readouterr().out
     for result, expected in zip(trained(ranks, 2, tmp_path, range(3, 4), loads=2), whole, strict=True):
