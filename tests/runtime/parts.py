@@ -72,9 +72,16 @@ class Parts:
             self.lanes[lane].submit(lambda: None).wait()
 
 
+class _Layer(nn.Module):
+    """Holds parameters of its own: without a forward, they would belong to the module around it."""
+
+    def forward(self) -> None:
+        raise AssertionError("nobody calls it")
+
+
 def layers_of(sizes: Sizes) -> nn.Module:
     """A module with one layer for each entry of `sizes`, its parameters named p0, p1, …"""
-    layers = nn.ModuleList(nn.Module() for _ in sizes)
+    layers = nn.ModuleList(_Layer() for _ in sizes)
     for layer, of_layer in zip(layers, sizes, strict=True):
         for index, numel in enumerate(of_layer):
             layer.register_parameter(f"p{index}", nn.Parameter(torch.empty(abs(numel)), numel > 0))
