@@ -41,7 +41,9 @@ def _round_noisily(value: Any, noise: Any) -> Any:
 
 
 def adamw_moments_bf16(weights: int, gradients: int) -> Callable[..., None]:
-    """`kernels.adamw` with bf16 moments, rounded as `codecs` says; ``index`` is the first element's in its parameter.
+    """AdamW in place on ``n`` elements, with bf16 moments, rounded as `codecs` says.
+
+    ``index`` is the first element's in its parameter.
 
     With bf16 weights it moves 18 bytes per element: 10 read, 8 written.
     """
@@ -224,7 +226,9 @@ def _decode_block(codes: Any, scale: Any, values: Any, count: Any, signed: Any) 
 
 
 def adamw_moments_8bit(weights: int, gradients: int) -> Callable[..., None]:
-    """`kernels.adamw` with moments quantized as `codecs` says; the first element is the first of a block.
+    """AdamW in place on ``n`` elements, with moments quantized as `codecs` says.
+
+    The first element is the first of a block.
 
     With bf16 weights it moves 14 bytes per element (8 read, 6 written) and 16 per block.
     """

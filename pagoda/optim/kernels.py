@@ -9,15 +9,15 @@ Invariants the caller keeps: each address is the start of ``n`` elements of the 
 and unshared during the call; regions do not overlap; scalars are Python floats; the thread does not flush
 denormals (``torch.set_flush_denormal``), as that changes bits. Any alignment is correct; 64 bytes is best.
 
-A kernel is compiled for the forms (`elements`) of the master and of the gradient: a function here makes it, once a
-process. A rule computes in fp32 whatever is stored, so the bits are those that the same values in fp32 would give.
+A kernel is compiled for the forms (`elements`) of the master and of the gradient, once a process. A rule computes in
+fp32 whatever is stored, so the bits are those that the same values in fp32 would give.
 
-Kernels for moments that are not fp32 are in `codec_kernels`, those of other rules in `momentum_kernels`, what takes
-gradients in `gradient_kernels`; what all are made of is in `jit` and `elements`.
+The kernels of rules are in `momentum_kernels`, and for moments that are not fp32 in `codec_kernels`; what takes
+gradients is in `gradient_kernels`, and what all are made of in `jit` and `elements`.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -25,41 +25,13 @@ from numba import carray
 
 from pagoda.jit import kernel
 from pagoda.optim import codec_kernels, momentum_kernels
-from pagoda.optim.elements import FORMS, FP32, halves_of, low_view, master_of, value_of, views
-from pagoda.optim.jit import adamw_element, high_half, joined, low_half, pointer, round_scalars
+from pagoda.optim.elements import FORMS
+from pagoda.optim.jit import high_half, joined, low_half, pointer
 from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype
 
 UpdateKernel = Callable[..., None]
 """``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``, where noise is nothing,
 or where states are rounded at random the first element's index in its parameter and the `Key`'s two numbers."""
-
-
-def adamw(weights: int, gradients: int) -> UpdateKernel:
-    """AdamW in place on ``n`` elements, with fp32 moments.
-
-    The operations and their order are the contract in `adamw`; ``scalars`` are the fields of its `Scalars`.
-    The gradient is only read. With bf16 it moves 26 bytes per element: 14 read, 12 written.
-    """
-
-    @kernel
-    def update(
-        weight: int, weight_low: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int, *scalars: float
-    ) -> None:
-        (whole, high), low = views(weight, n), low_view(weight_low, n)
-        avg, avg_sq = carray(pointer(exp_avg, np.float32), n), carray(pointer(exp_avg_sq, np.float32), n)
-        grad, half = views(gradient, n)
-        rounded = round_scalars(scalars)
-        for i in range(n):
-            w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
-            w, m, v = adamw_element(w, avg[i], avg_sq[i], g, rounded)
-            avg[i] = m
-            avg_sq[i] = v
-            if weights == FP32:
-                whole[i] = w
-            else:
-                high[i], low[i] = halves_of(weights, w)
-
-    return update
 
 
 @kernel
@@ -84,13 +56,13 @@ def join(weight: int, weight_low: int, master: int, n: int) -> None:
 
 
 _UPDATES: dict[str, Callable[[int, int], UpdateKernel]] = {
-    "adamw": adamw,
+    "adamw": partial(momentum_kernels.two_moments, True),
     "adamw_moments_bf16": codec_kernels.adamw_moments_bf16,
     "adamw_moments_8bit": codec_kernels.adamw_moments_8bit,
-    "adam": momentum_kernels.adam,
+    "adam": partial(momentum_kernels.two_moments, False),
     "sgd": momentum_kernels.sgd,
-    "sgd_momentum": momentum_kernels.sgd_momentum,
-    "lion": momentum_kernels.lion,
+    "sgd_momentum": partial(momentum_kernels.one_moment, False),
+    "lion": partial(momentum_kernels.one_moment, True),
 }
 """`ElementwiseRule.kernel_name` -> what makes the rule's kernel of the forms of weights and gradients. It takes the
 address of what is kept beside a weight, whether there is such or not."""

@@ -1,4 +1,9 @@
-"""CPU kernels of Adam, SGD and Lion, by the contracts of `adam`, `sgd` and `lion`; made and called as in `kernels`."""
+"""CPU kernels of AdamW, Adam, SGD and Lion, by the contracts of the rules' modules; made and called as in `kernels`.
+
+Moments are fp32, and the gradient is only read.
+Which of two rules a kernel is for is a constant of it, as forms are: Numba does not cache a kernel that is given a
+function.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +13,7 @@ from numba import carray
 
 from pagoda.jit import kernel, part
 from pagoda.optim.elements import FP32, halves_of, low_view, master_of, value_of, views
-from pagoda.optim.jit import pointer, round_scalars
+from pagoda.optim.jit import adamw_element, pointer, round_scalars
 
 
 @part
@@ -29,8 +34,11 @@ def _seven(scalars: Any) -> Any:
     return f(a), f(b), f(c), f(d), f(e), f(g), f(h)
 
 
-def adam(weights: int, gradients: int) -> Callable[..., None]:
-    """Adam in place on ``n`` elements. Moves as many bytes as AdamW."""
+def two_moments(decoupled: bool, weights: int, gradients: int) -> Callable[..., None]:
+    """Adam in place on ``n`` elements: AdamW where its decay is `decoupled` from the gradient.
+
+    ``scalars`` are the fields of the rule's `Scalars`. With bf16 it moves 26 bytes per element: 14 read, 12 written.
+    """
 
     @kernel
     def update(
@@ -42,7 +50,10 @@ def adam(weights: int, gradients: int) -> Callable[..., None]:
         rounded = round_scalars(scalars)
         for i in range(n):
             w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
-            w, m, v = _adam_element(w, avg[i], avg_sq[i], g, rounded)
+            if decoupled:
+                w, m, v = adamw_element(w, avg[i], avg_sq[i], g, rounded)
+            else:
+                w, m, v = _adam_element(w, avg[i], avg_sq[i], g, rounded)
             avg[i] = m
             avg_sq[i] = v
             if weights == FP32:
@@ -71,19 +82,34 @@ def _sgd_element(w: Any, gradient: Any, scalars: Any) -> Any:
     return w - lr * g
 
 
-def sgd_momentum(weights: int, gradients: int) -> Callable[..., None]:
-    """SGD in place on ``n`` elements, with an fp32 buffer. With bf16, 10 bytes per element are read and 8 written."""
+@part
+def _lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
+    grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
+    g = gradient * grad_scale
+    w = w * decay
+    c = m * beta1 + g * one_minus_beta1
+    sign = np.float32(c > np.float32(0)) - np.float32(c < np.float32(0))
+    w = w - lr * sign
+    return w, m * beta2 + g * one_minus_beta2
+
+
+def one_moment(lion: bool, weights: int, gradients: int) -> Callable[..., None]:
+    """`lion`, or else SGD with momentum, in place on ``n`` elements. With bf16, 10 bytes per element are read and 8
+    written."""
 
     @kernel
-    def update(weight: int, weight_low: int, momentum_buffer: int, gradient: int, n: int, *scalars: float) -> None:
+    def update(weight: int, weight_low: int, moment: int, gradient: int, n: int, *scalars: float) -> None:
         (whole, high), low = views(weight, n), low_view(weight_low, n)
-        buffer = carray(pointer(momentum_buffer, np.float32), n)
+        moments = carray(pointer(moment, np.float32), n)
         grad, half = views(gradient, n)
         rounded = _seven(scalars)
         for i in range(n):
             w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
-            w, m = _sgd_momentum_element(w, buffer[i], g, rounded)
-            buffer[i] = m
+            if lion:
+                w, m = _lion_element(w, moments[i], g, rounded)
+            else:
+                w, m = _sgd_momentum_element(w, moments[i], g, rounded)
+            moments[i] = m
             if weights == FP32:
                 whole[i] = w
             else:
@@ -103,38 +129,6 @@ def sgd(weights: int, gradients: int) -> Callable[..., None]:
         for i in range(n):
             w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
             w = _sgd_element(w, g, rounded)
-            if weights == FP32:
-                whole[i] = w
-            else:
-                high[i], low[i] = halves_of(weights, w)
-
-    return update
-
-
-@part
-def _lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
-    grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
-    g = gradient * grad_scale
-    w = w * decay
-    c = m * beta1 + g * one_minus_beta1
-    sign = np.float32(c > np.float32(0)) - np.float32(c < np.float32(0))
-    w = w - lr * sign
-    return w, m * beta2 + g * one_minus_beta2
-
-
-def lion(weights: int, gradients: int) -> Callable[..., None]:
-    """Lion in place on ``n`` elements, with an fp32 momentum. Moves as many bytes as SGD with momentum."""
-
-    @kernel
-    def update(weight: int, weight_low: int, exp_avg: int, gradient: int, n: int, *scalars: float) -> None:
-        (whole, high), low = views(weight, n), low_view(weight_low, n)
-        avg = carray(pointer(exp_avg, np.float32), n)
-        grad, half = views(gradient, n)
-        rounded = _seven(scalars)
-        for i in range(n):
-            w, g = master_of(weights, whole[i], high[i], low[i]), value_of(gradients, grad[i], half[i])
-            w, m = _lion_element(w, avg[i], g, rounded)
-            avg[i] = m
             if weights == FP32:
                 whole[i] = w
             else:
