@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a plan that does not fit, 2 user error (message on stderr,
 interrupted.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pagoda.train.config import TrainConfig
 
 USER_ERROR = 2
 _INTERRUPTED = 130
+_UNREAD = 141
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"pagoda: {interrupted}", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # whoever read has seen enough, as `pagoda train --help | head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's exit writes there again
+        return _UNREAD
 
 
 def parse(args: Sequence[str]) -> tuple[Command, Any]:

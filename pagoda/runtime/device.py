@@ -192,11 +192,12 @@ class CudaDevice(Device):
         from pagoda.optim import triton_kernels
 
         pieces = -(-gradient.numel() // BOUNCE_ELEMENTS)
-        if pieces > len(self._sums):  # only until the largest gradient has come once
-            self._sums = torch.empty(pieces, LANES, dtype=torch.float64, device=self.torch_device)
-            self._landed_sums = torch.empty(pieces, LANES, dtype=torch.float64, pin_memory=True)
         with torch.cuda.stream(self._squares):
             self._behind(self._squares, after)
+            if pieces > len(self._sums):  # only until the largest gradient has come once
+                # In the memory of this stream: compute may still be at work in what it has freed of its own.
+                self._sums = torch.empty(pieces, LANES, dtype=torch.float64, device=self.torch_device)
+                self._landed_sums = torch.empty(pieces, LANES, dtype=torch.float64, pin_memory=True)
             triton_kernels.square_sums(gradient, self._sums, BOUNCE_ELEMENTS)
         self._summed = self._copy(self._squares, self._landed_sums[:pieces], self._sums[:pieces], PAST)
 

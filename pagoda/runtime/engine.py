@@ -316,8 +316,7 @@ class Engine:
         self._closed = True
         _OPEN.discard(self)
         with ExitStack() as stack:
-            stack.callback(self.store.close)
-            stack.callback(self.leases.close)
+            stack.callback(self._give_back)
             stack.callback(self.graphs.close)
             # From the last: each feeds those before it.
             for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
@@ -327,6 +326,12 @@ class Engine:
                 stack.callback(self.together.close)
             stack.callback(self.saver.close)
             self._end_updates()
+
+    def _give_back(self) -> None:
+        """Memory and SSD space. Weights that someone still holds keep the device's memory: tensors there do not."""
+        self.gradients.close()
+        held = self.leases.close()
+        self.store.close(device=not held)
 
     # --- a recording ----------------------------------------------------------------------------------------
 

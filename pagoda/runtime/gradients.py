@@ -248,6 +248,13 @@ class Gradients:
             record.settle()
             self.release(record)
 
+    def close(self) -> None:
+        """Let go of all extents, once every lane has ended."""
+        self._records.clear()
+        self._staged.clear()
+        self._free.clear()
+        self._bounce.clear()
+
     def load(self, record: UnitGradient, block: bool) -> bool:
         """Bring a gradient into host RAM for its update; returns whether it is there or on its way.
 

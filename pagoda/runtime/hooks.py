@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from pagoda.errors import UsageError
 from pagoda.models.expert_tiles import TiledExperts
 from pagoda.models.mixture import Experts
 from pagoda.runtime.blocks import Block, find_blocks, is_compiled
@@ -60,7 +62,7 @@ _HARMLESS = frozenset(
 
 
 class ModelHooks:
-    """Everything installed on a model. It stays after `close`, so that a later use is refused.
+    """Everything installed on a model. After `close` it refuses every use.
 
     A unit's forward is bracketed at the module that is its root, so that it is leased once for all of it, and again
     at every module that holds one of its parameters: tied weights are used far from their root, and a checkpoint
@@ -74,6 +76,8 @@ class ModelHooks:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._accumulators: list[torch.autograd.graph.Node] = []
+        self._catches: list[RemovableHandle] = []
+        """Of the hooks that gradients reach."""
         engine.graphs.packing.leave_alone(model.buffers())
         needed = _units_of_modules(model, engine.units)
         needed.setdefault(model, [])
@@ -91,6 +95,16 @@ class ModelHooks:
         for module in model.modules():
             if isinstance(module, Experts | TiledExperts):
                 self._announce_chosen(module, needed)
+
+    def close(self) -> None:
+        """Refuse gradients from now on, and let model and engine go when nobody holds them: Python's collector does
+        not see what hooks on gradients hold."""
+        for catch in self._catches:
+            catch.remove()
+        for accumulator in self._accumulators:
+            accumulator.register_prehook(_refuse)
+        self._catches.clear()
+        self._accumulators.clear()
 
     def _bracket(self, module: nn.Module, units: list[LiveUnit], root: bool) -> None:
         # No closures: copying or pickling a hooked module then reaches the engine, which refuses it.
@@ -182,9 +196,13 @@ class ModelHooks:
         accumulator = graph.next_functions[0][0]
         assert accumulator is not None
         self._accumulators.append(accumulator)
-        accumulator.register_prehook(before)
-        param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        self._catches.append(accumulator.register_prehook(before))
+        self._catches.append(param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
         param.requires_grad_(trained)
+
+
+def _refuse(_grads: tuple[torch.Tensor, ...]) -> None:
+    raise UsageError("Backward needs a model that is trained, but its optimizer is closed.")
 
 
 def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:

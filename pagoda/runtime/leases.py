@@ -160,11 +160,14 @@ class Leases:
         leases = [*self._leases.values(), *self._stale]
         return [lease.unit.spec.name for lease in leases if lease.run is not None and lease.pinned]
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """End every lease; returns whether someone still holds weights of one."""
+        held = any(lease.held for lease in (*self._leases.values(), *self._stale))
         self._leases.clear()
         self._by_run.clear()
         self._by_storage.clear()
         self._stale.clear()
+        return held
 
     def _price(self, run: Run, price: Callable[[LiveUnit], float]) -> float | None:
         lease = self._by_run[run.start]

@@ -258,7 +258,10 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises the error of a checkpoint in the background that failed, with everything closed.
         """
-        self._engine.close()
+        try:
+            self._engine.close()
+        finally:
+            self._hooks.close()
 
     def __enter__(self) -> Self:
         return self

@@ -304,11 +304,13 @@ class Store:
         waiting = [self.host.alloc(pages) for _ in range(self.plan.layout.max_staleness or 0)]
         return [home, *(self.host.tensor(run, home.dtype, home.numel()) for run in waiting)]
 
-    def close(self) -> None:
-        """Release the SSD tier; host memory goes with the last tensor over it."""
+    def close(self, device: bool = True) -> None:
+        """Release the tiers, of the device only if told so; host memory goes with the last tensor over it."""
         self._tensors.clear()
         self._gradients.clear()
         self.host.arena.close()
+        if device and self.device is not None:
+            self.device.arena.close()
         if self.ssd is not None:
             self.ssd.close()
 

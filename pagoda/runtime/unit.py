@@ -67,6 +67,8 @@ class LiveUnit:
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
         self.blanks = [nan.expand(param.shape) for nan, param in zip(self._nans, params, strict=True)]
         """The same in the whole parameter's shape."""
+        self._versions = [param._version for param in params]
+        """Of the parameters when what they show was last set: writing in place counts on."""
 
     @property
     def index(self) -> int:
@@ -95,6 +97,7 @@ class LiveUnit:
     def set_part(self, slot: int, part: torch.Tensor) -> None:
         """Let a parameter show this. It stays the leaf that autograd knows."""
         param: Any = self.params[slot]
+        self._versions[slot] = param._version
         if self.forms[slot] is None:
             param.data = part
         else:
@@ -149,10 +152,11 @@ class LiveUnit:
         self._replaced.clear()
 
     def _check_unwritten(self, slot: int) -> None:
-        nan, placeholder = self._nans[slot], self.placeholders[slot]
-        shown: Any = self.params[slot] if self.forms[slot] is None else self.part(slot)
-        # Reading the value would wait for a device.
-        if shown.data_ptr() == placeholder.data_ptr() and (nan.device.type != "cpu" or math.isnan(nan.item())):
+        nan, placeholder, param = self._nans[slot], self.placeholders[slot], self.params[slot]
+        shown: Any = param if self.forms[slot] is None else self.part(slot)
+        # Reading the value would wait for a device: there, what is written past autograd (param.data) goes unseen.
+        kept = math.isnan(nan.item()) if nan.device.type == "cpu" else param._version == self._versions[slot]
+        if shown.data_ptr() == placeholder.data_ptr() and kept:
             return
         nan.fill_(torch.nan)
         self.set_part(slot, placeholder)

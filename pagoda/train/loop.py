@@ -225,6 +225,10 @@ class _Loop:
         self._show_end(result)
         return result
 
+    def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Where compute runs. From pinned memory, so that what was queued before goes on meanwhile."""
+        return tokens.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tokens
+
     def _step(self, step: int) -> StepMetrics:
         """Runs step number `step`, counted from 0."""
         started = time.perf_counter()
@@ -233,7 +237,7 @@ class _Loop:
         routing = dict.fromkeys(("aux_loss", "dropped"), torch.zeros((), device=self.device))
         for index in range(passes):
             ids, labels = self.batches.batch(step, index)
-            output = self.model(input_ids=ids.to(self.device), labels=labels.to(self.device))
+            output = self.model(input_ids=self._on_device(ids), labels=self._on_device(labels))
             self.optimizer.scale(output.loss / passes).backward()  # type: ignore[no-untyped-call]
             loss_sum += output.loss.detach().float()
             routing = {

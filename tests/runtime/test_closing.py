@@ -1,12 +1,14 @@
 """A closed optimizer: nothing that would have to read a state gives something else without a word."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from zoo import ALL_ON_SSD, RESIDENT, squeeze
+from zoo import ALL_ON_SSD, PLACEMENTS, RESIDENT, squeeze
 
 import pagoda
 from pagoda.runtime.optimizer import PagedOptimizer
@@ -74,3 +76,21 @@ def test_a_with_block_closes_also_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("placement", ["resident", *PLACEMENTS])
+def test_memory_is_given_back_at_close_and_a_model_that_nobody_holds_is_gone(placement: str, tmp_path: Path) -> None:
+    model: nn.Module = Layers()
+    memory = RESIDENT if placement == "resident" else squeeze(model, placement, tmp_path)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory)
+    forward(model).backward()
+    optimizer.step()
+    arenas = [tier.arena for tier in (optimizer._engine.store.host, optimizer._engine.store.device) if tier is not None]
+    mappings = [weakref.ref(arena._mapping) for arena in arenas]  # type: ignore[arg-type]  # open, so it has one
+    optimizer.close()
+    gc.collect()
+    assert all(mapping() is None for mapping in mappings)
+    held = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert held() is None
