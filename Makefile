@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests run on as many processes as there are cores, up to four; a file's tests on one, since they share what is slow to make.
 PARALLEL := -n $(shell nproc | awk '{print ($$1 < 4) ? $$1 : 4}') --dist loadfile
 
-.PHONY: install demo test test-all gpu lint clean
+.PHONY: install demo test test-all gpu gpu-stand-in lint clean
 
 install: $(STAMP)
 
@@ -32,6 +32,10 @@ GPU_RESULTS ?= benchmarks/results/gpu-$(shell hostname).json
 gpu: install
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python benchmarks/gpu.py $(if $(SSD),--ssd $(SSD)) --out $(GPU_RESULTS)
+
+# The same tests without a GPU, on a stand-in for CUDA that finds races between streams; it needs a C++ compiler.
+gpu-stand-in: install
+	PYTHONPATH=tests $(BIN)/python -m pytest -p cuda_stand_in.plugin -m gpu -k 'not profile' tests/runtime/test_cuda.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,0 +1,50 @@
+"""Compiles the stand-in, once for each version of it and of torch."""
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("stand_in.cpp")
+MODULE = "cuda_stand_in_native"
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine, if it has one."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def torch_root() -> Path:
+    """Where torch lies, without importing it."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def build() -> Path:
+    """The compiled library; it takes most of a minute when there is none yet. Raises CalledProcessError."""
+    command = compiler()
+    assert command is not None, "the stand-in needs a C++ compiler"
+    key = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"pagoda-{os.getuid()}-{key}" / f"{MODULE}.so"
+    if library.exists():
+        return library
+    library.parent.mkdir(mode=0o700, exist_ok=True)
+    torch, python = torch_root(), sysconfig.get_path("include")
+    includes = (torch / "include", torch / "include/torch/csrc/api/include", python)
+    with tempfile.NamedTemporaryFile(dir=library.parent, suffix=".so", delete=False) as made:
+        arguments = [
+            *("-std=c++20", "-O1", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={MODULE}"),
+            *(f"-isystem{path}" for path in includes),
+            *(str(SOURCE), "-o", made.name, f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"),
+            *("-ltorch_cpu", "-ltorch_python", "-lc10"),
+        ]
+        subprocess.run([command, *arguments], check=True, capture_output=True, text=True)
+    os.replace(made.name, library)  # whole or not at all: others may be building it too
+    return library
