@@ -1,15 +1,18 @@
 """What needs a GPU, on a stand-in for one: the same bits in every placement, no race between streams, no leak."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda_stand_in.build import build, compiler
 
 TESTS = Path(__file__).parent
+TRAIN_ON_RANKS = str(TESTS / "cuda_stand_in" / "train_on_ranks.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
@@ -139,6 +142,26 @@ def test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(tmp_path: Path)
         assert counts.pop("aten::_local_scalar_dense", 0) <= 3  # transformers looks into each forward's positions
         assert counts["d2h"] > 0
         assert set(counts) <= {"h2d", "d2h"}
+
+
+def train_on(ranks: int, *arguments: str) -> list[dict[str, Any]]:
+    """What each rank says at the end."""
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    said = [line for line in run(*launcher, TRAIN_ON_RANKS, *arguments).splitlines() if line.startswith("{")]
+    assert len(said) == ranks
+    return [json.loads(line) for line in said]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_ranks_that_send_from_gpu_to_gpu_give_the_bits_of_one_without_a_race(stage: int) -> None:
+    alone, *both = *train_on(1, "llama", "0"), *train_on(2, "llama", str(stage))
+    for rank in both:
+        assert not rank["races"]
+        assert rank["weights"] == alone["weights"]
+
+
+def test_experts_on_the_gpus_of_two_ranks_get_their_tokens_without_a_race() -> None:
+    assert [rank["races"] for rank in train_on(2, "moe", "0")] == [[], []]
 
 
 @pytest.mark.slow

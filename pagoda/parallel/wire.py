@@ -40,6 +40,16 @@ class Wire:
         said = self.announce_bytes(f"{_host()} {os.getpid()}".encode())
         self._processes = [(host, int(number)) for host, number in (text.decode().split() for text in said)]
 
+    def connect(self, device: torch.device) -> None:
+        """Let tensors on `device` travel too; every rank has to call it.
+
+        NCCL connects a group when it is first used, which all of its ranks must do together, and what follows here is
+        often between some of them.
+        """
+        if device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            torch.cuda.current_stream(device).synchronize()
+
     def announce(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, as many from each, by rank."""
         everyone = torch.empty(self.size, len(numbers), dtype=torch.int64)

@@ -9,6 +9,7 @@ from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.shards import Shards
 from pagoda.parallel.wire import Wire
 from pagoda.plan.ops import COLLECTIVE
+from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 
 Work = Callable[[Sequence[Call]], Any]
@@ -23,12 +24,13 @@ class Collectives:
     one: loads, copies and updates are on lanes of their own, and updates need gradients that were reduced before.
     """
 
-    def __init__(self, mesh: Mesh, wire: Wire, shards: Shards, slots: int) -> None:
+    def __init__(self, mesh: Mesh, wire: Wire, shards: Shards, device: Device, slots: int) -> None:
         """`slots` is the most trainable parameters of a unit."""
         self.mesh = mesh
         self.wire = wire
         self.shards = shards
         self.lane = Lane(COLLECTIVE)
+        self._device = device
         self._servers: dict[Asks, Callable[[Call, Sequence[Call]], None]] = {}
         self._agreement = Agreement(wire, slots, lambda call, calls: self._servers[call.asks](call, calls))
         self._left = False
@@ -54,13 +56,22 @@ class Collectives:
             except BaseException:
                 self._agreement.fail()
                 raise
-            work(self._agreement.settle(call))
+            with self._device.beside_compute():
+                work(self._agreement.settle(call))
 
         return self.lane.submit(run, (), nbytes, label)
 
     def jointly(self, what: str, work: Work) -> None:
-        """Have all ranks do what each of them asks for at this point of its program; returns when it is done."""
-        self.submit(self._agreement.joint(what), work, (), label=what).wait()
+        """Have all ranks do what each of them asks for at this point of its program; returns when it is done.
+
+        On a device `work` is a part of what compute is told, as if it were done here."""
+        queue = self._device.as_compute()
+
+        def here(calls: Sequence[Call]) -> None:
+            with queue:
+                work(calls)
+
+        self.submit(self._agreement.joint(what), here, (), label=what).wait()
 
     def close(self) -> None:
         """Tell the others that nothing more is asked for here, and join the thread."""

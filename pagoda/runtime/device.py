@@ -6,6 +6,7 @@ contract where compute is the CPU, so everything above runs, and is tested, with
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -66,6 +67,14 @@ class Device:
     def wait_for(self, event: Event) -> None:
         """Let what compute is told from now on run behind `event`. Called by the compute thread."""
 
+    def as_compute(self) -> AbstractContextManager[object]:
+        """Called by the compute thread, for another one: what that tells the device inside is compute's."""
+        return nullcontext()
+
+    def beside_compute(self) -> AbstractContextManager[object]:
+        """For a thread that talks to other ranks: what it tells the device inside waits for compute only where told."""
+        return nullcontext()
+
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         """Start copying RAM to the device once compute has passed `after`; returns when that has ended."""
         _copy(target, source)
@@ -124,8 +133,8 @@ class Device:
 
 
 class CudaDevice(Device):
-    """A GPU: copies run on a stream per direction, updates on one for each pipe, behind events of the stream that
-    computes. A copy that waits for compute holds up those behind it, but no update.
+    """A GPU: copies run on a stream per direction, updates on one for each pipe, and what ranks send each other on one,
+    behind events of the stream that computes. A copy that waits for compute holds up those behind it, but no update.
 
     Lanes queue their work and wait for its events (`Event.synchronize`, without the GIL), so a handle that has ended
     means bytes that have arrived, for every thread and stream. Nothing uses `record_stream`: a tensor being copied is
@@ -136,9 +145,9 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
-        self._in, self._out, self._squares, *self._pipes = (
+        self._in, self._out, self._squares, self._ranks, *self._pipes = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for _ in range(3 + PIPES)
+            for _ in range(4 + PIPES)
         )
         self._sums = torch.empty(0, LANES, dtype=torch.float64, device=device)
         self._landed_sums = torch.empty(0, LANES, dtype=torch.float64)
@@ -163,6 +172,12 @@ class CudaDevice(Device):
     def wait_for(self, event: Event) -> None:
         if isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream(self.torch_device).wait_event(event)
+
+    def as_compute(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.current_stream(self.torch_device))
+
+    def beside_compute(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._ranks)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         return self._copy(self._in, target, source, after)

@@ -59,7 +59,8 @@ class Together:
         self._units = units
         self._gradients = gradients
         slots = max(unit.trainable for unit in units)
-        self.collectives = Collectives(mesh, wire, store.shards, slots)
+        wire.connect(device.torch_device)
+        self.collectives = Collectives(mesh, wire, store.shards, device, slots)
         self._gathering = Gathering(self.collectives, store, units, device)
         early = store.plan.options.update_under_backward
         self._reducer = (

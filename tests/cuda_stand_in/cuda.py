@@ -11,6 +11,8 @@ from typing import Any
 
 from cuda_stand_in.build import MODULE, build, torch_root
 
+MOST_PROCESSES = 8
+"""On a node, of which each believes to have its own GPU: what is cuda:0 in each is another memory."""
 SEGMENT_BYTES = 2 << 20
 """How much torch's allocator asks CUDA for at a time, for small tensors."""
 
@@ -101,7 +103,7 @@ def _torch_cuda(native: ModuleType) -> dict[str, Any]:
         "synchronize": of_device(native.wait_for_device),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=native.unpin),
         "is_available": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: MOST_PROCESSES,
         "current_device": lambda: 0,
         "set_device": nothing(),
         "get_device_name": of_device("stand-in"),

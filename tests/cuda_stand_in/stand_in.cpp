@@ -386,6 +386,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string& name = schema.name();
   auto arguments = stack->end() - schema.arguments().size();
+  const std::vector<c10::IValue> given(arguments, stack->end());  // freed without the mutex: that may take the GIL
   Twins twins;
   {
     Locked locked(mutex);
