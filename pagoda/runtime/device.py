@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from pagoda.memory.arena import Arena
@@ -220,10 +221,9 @@ class CudaDevice(Device):
         """The sums, once they are there."""
         self._summed.synchronize()
         pieces = -(-gradient.numel() // BOUNCE_ELEMENTS)
-        total = torch.zeros(pieces, dtype=torch.float64)
-        for lane in self._landed_sums[:pieces].unbind(1):  # from the first to the last, as the CPU does
-            total += lane
-        return total.tolist()
+        lanes = self._landed_sums[:pieces].numpy()
+        sums: list[float] = np.cumsum(lanes, axis=1)[:, -1].tolist()  # from the first to the last, as the CPU does
+        return sums
 
     def update_kernel(self, rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
         from pagoda.optim import triton_kernels
