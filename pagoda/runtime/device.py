@@ -5,6 +5,8 @@ contract where compute is the CPU, so everything above runs, and is tested, with
 """
 
 import ctypes
+import math
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
@@ -19,6 +21,9 @@ from pagoda.optim.jit import LANES
 from pagoda.optim.rule import ElementwiseRule, Precision
 from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
 from pagoda.plan.placement import BOUNCE_ELEMENTS
+
+_ARRIVING = 4
+"""Gradients whose squares a GPU sums at once."""
 
 StoreGradient = Callable[[int, int, int], float]
 """The CPU's kernel: (target address, source address, elements) -> sum of squares."""
@@ -43,6 +48,34 @@ class _Past:
 
 
 PAST: Event = _Past()
+
+
+class Arrival:
+    """The event of a gradient that goes to where it is kept, behind which the sum of its squares is known."""
+
+    def __init__(self, events: Sequence[Event], sums: Callable[[], Sequence[float]]) -> None:
+        """`sums` are of each BOUNCE_ELEMENTS, and can be asked for once `events` have passed."""
+        self._events = events
+        self._sums = sums
+        self._lock = threading.Lock()
+        self._square_sum: float | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return not self._events
+
+    def synchronize(self) -> None:
+        self.square_sum()
+
+    def square_sum(self) -> float:
+        """Waits until it is known. Any thread may ask."""
+        with self._lock:
+            if self._square_sum is None:
+                for event in self._events:
+                    event.synchronize()
+                self._square_sum = math.fsum(self._sums())
+            return self._square_sum
 
 
 class Device:
@@ -88,17 +121,16 @@ class Device:
 
     def store_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
-    ) -> list[float]:
-        """Copy a flat gradient to RAM once compute has passed `after`, and wait for that.
-
-        Returns the sum of squares of each BOUNCE_ELEMENTS of it, with the bits of the CPU's `kernel`.
-        """
+    ) -> Arrival:
+        """Start copying a flat gradient to RAM once compute has passed `after`; its square sum has the bits of the
+        CPU's `kernel`. Called by one thread."""
         n, itemsize = gradient.numel(), gradient.element_size()
         to, source = target.data_ptr(), gradient.data_ptr()
-        return [
+        sums = [
             kernel(to + start * itemsize, source + start * itemsize, min(BOUNCE_ELEMENTS, n - start))
             for start in range(0, n, BOUNCE_ELEMENTS)
         ]
+        return Arrival((), lambda: sums)
 
     def update_kernel(self, rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
         """The update of states that lie on the device, to be called inside `pipe`."""
@@ -111,11 +143,9 @@ class Device:
 
     def add_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
-    ) -> list[float]:
-        """Add a flat gradient to one on the device, once compute has passed `after`, and wait for that.
-
-        Returns what `store_gradient` does, of the sum, with the bits of the CPU's `kernel`.
-        """
+    ) -> Arrival:
+        """Start adding a flat gradient to one on the device, once compute has passed `after`; the square sum is that of
+        the sum, with the bits of the CPU's `kernel`. Called by the thread that stores."""
         return self.store_gradient(kernel, target, gradient, after)
 
     def pipe(self, number: int, work: Callable[[], None], after: Event = PAST) -> Event:
@@ -150,9 +180,11 @@ class CudaDevice(Device):
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for _ in range(4 + PIPES)
         )
-        self._sums = torch.empty(0, LANES, dtype=torch.float64, device=device)
-        self._landed_sums = torch.empty(0, LANES, dtype=torch.float64)
-        self._summed = PAST
+        self._arriving = [Arrival((), tuple)] * _ARRIVING
+        """Gradients on their way, by the rows of `_sums` and `_landed_sums` that theirs are in."""
+        self._turn = 0
+        self._sums = torch.empty(_ARRIVING, 0, LANES, dtype=torch.float64, device=device)
+        self._landed_sums = torch.empty(_ARRIVING, 0, LANES, dtype=torch.float64)
 
     def arena(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.torch_device)
@@ -188,42 +220,41 @@ class CudaDevice(Device):
 
     def store_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
-    ) -> list[float]:
+    ) -> Arrival:
         # Straight to its extent, at the link's rate: the CPU neither copies it again nor sums its squares.
-        self._square(gradient, after)
-        self.copy_out(target, gradient, after).synchronize()
-        return self._squared(gradient)
+        return self._square(gradient, after, self.copy_out(target, gradient, after))
 
     def add_gradient(
         self, kernel: StoreGradient, target: torch.Tensor, gradient: torch.Tensor, after: Event
-    ) -> list[float]:
+    ) -> Arrival:
         with torch.cuda.stream(self._squares):
             self._behind(self._squares, after)
             target.add_(gradient)  # torch rounds as the CPU's kernel does
-        self._square(target, PAST)
-        return self._squared(target)
+        return self._square(target, PAST, PAST)
 
-    def _square(self, gradient: torch.Tensor, after: Event) -> None:
-        """Start summing the squares of a flat gradient."""
+    def _square(self, gradient: torch.Tensor, after: Event, copied: Event) -> Arrival:
+        """Start summing the squares of a flat gradient, which arrives with `copied`."""
         from pagoda.optim import triton_kernels
 
         pieces = -(-gradient.numel() // BOUNCE_ELEMENTS)
+        self._turn = (self._turn + 1) % _ARRIVING
+        self._arriving[self._turn].synchronize()
         with torch.cuda.stream(self._squares):
             self._behind(self._squares, after)
-            if pieces > len(self._sums):  # only until the largest gradient has come once
+            if pieces > self._sums.shape[1]:  # only until the largest gradient has come once
+                for arrival in self._arriving:
+                    arrival.synchronize()
                 # In the memory of this stream: compute may still be at work in what it has freed of its own.
-                self._sums = torch.empty(pieces, LANES, dtype=torch.float64, device=self.torch_device)
-                self._landed_sums = torch.empty(pieces, LANES, dtype=torch.float64, pin_memory=True)
-            triton_kernels.square_sums(gradient, self._sums, BOUNCE_ELEMENTS)
-        self._summed = self._copy(self._squares, self._landed_sums[:pieces], self._sums[:pieces], PAST)
-
-    def _squared(self, gradient: torch.Tensor) -> list[float]:
-        """The sums, once they are there."""
-        self._summed.synchronize()
-        pieces = -(-gradient.numel() // BOUNCE_ELEMENTS)
-        lanes = self._landed_sums[:pieces].numpy()
-        sums: list[float] = np.cumsum(lanes, axis=1)[:, -1].tolist()  # from the first to the last, as the CPU does
-        return sums
+                shape = (_ARRIVING, pieces, LANES)
+                self._sums = torch.empty(shape, dtype=torch.float64, device=self.torch_device)
+                self._landed_sums = torch.empty(shape, dtype=torch.float64, pin_memory=True)
+            sums, landed = self._sums[self._turn, :pieces], self._landed_sums[self._turn, :pieces]
+            triton_kernels.square_sums(gradient, sums, BOUNCE_ELEMENTS)
+        summed = self._copy(self._squares, landed, sums, PAST)
+        # Lanes are added from the first to the last, as the CPU does.
+        arrival = Arrival((copied, summed), lambda: np.cumsum(landed.numpy(), axis=1)[:, -1].tolist())
+        self._arriving[self._turn] = arrival
+        return arrival
 
     def update_kernel(self, rule: ElementwiseRule, precision: Precision) -> UpdateKernel:
         from pagoda.optim import triton_kernels

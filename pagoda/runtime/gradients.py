@@ -18,7 +18,7 @@ from pagoda.optim.gradient_kernels import GradientKernels
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS
-from pagoda.runtime.device import PAST, Device, Event
+from pagoda.runtime.device import PAST, Arrival, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -89,6 +89,16 @@ class UnitGradient:
         bad = [slot for slot, square_sum in enumerate(self.square_sums) if not math.isfinite(square_sum)]
         here = (slot for slot in bad if self.arrivals[slot] or slot in self.present)
         return min(((self.order[slot], slot) for slot in here), default=None)
+
+
+class _Taken:
+    """The event of a gradient that arrives: behind it, the record has its square sum."""
+
+    def __init__(self, record: UnitGradient, slot: int, arrival: Arrival) -> None:
+        self._record, self._slot, self.arrival = record, slot, arrival
+
+    def synchronize(self) -> None:
+        self._record.square_sums[self._slot] = self.arrival.square_sum()
 
 
 class Gradients:
@@ -162,13 +172,19 @@ class Gradients:
         grad = grad.to(self.arriving).contiguous().view(-1)
         issued = self._device.fence()
 
-        def take() -> None:
-            record.square_sums[slot] = self._take(unit, into, grad, issued, accumulate)
+        def take() -> Event:
+            taken = _Taken(record, slot, self._take(unit, into, grad, issued, accumulate))
+            if not taken.arrival.is_there:
+                return taken
+            taken.synchronize()
+            return PAST
 
         nbytes = grad.numel() * grad.element_size()
         stays = unit.index in self._store.plan.placement.resident
         moved = 0 if stays else nbytes
-        handle = self._lanes["d2h"].submit(take, record.pending[-1:], moved, f"offload {unit.spec.name}")
+        # What is stored follows what was stored before in the device's queue; what is added to has to be there.
+        after = record.pending[-1:] if accumulate or record.loading is not None else ()
+        handle = self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
         self.expect(record, handle)
         self._hold_back(handle, nbytes)
         return record
@@ -219,7 +235,7 @@ class Gradients:
         assert record.buffer is not None
         spec = record.unit.spec
         at = start - self._store.shards.updated(spec).start + self._store.shards.origin(spec, GRAD)
-        return self._take(record.unit, record.buffer[at : at + values.numel()], values, PAST, accumulate)
+        return self._take(record.unit, record.buffer[at : at + values.numel()], values, PAST, accumulate).square_sum()
 
     def take(self, record: UnitGradient) -> None:
         """Hand a record to its update; arrivals from now on belong to the next step."""
@@ -302,16 +318,16 @@ class Gradients:
             self._store.host.tensor(run, dtype, pages * self._store.plan.page_bytes // dtype.itemsize) for run in runs
         ]
 
-    def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> float:
-        """Store or add a flat gradient, shape [n]; returns the square sum of the result.
+    def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
+        """Store or add a flat gradient, shape [n]; the square sum is that of the result.
 
         On the d2h lane. What is added or widened comes in pieces: from a device of its own, each is on its way while
         the one before is added.
         """
         if accumulate and unit.index in self._store.plan.placement.resident:
-            return math.fsum(self._device.add_gradient(self._kernels.add_gradient, into, grad, issued))
+            return self._device.add_gradient(self._kernels.add_gradient, into, grad, issued)
         if not accumulate and self._store.plan.layout.has_device_kernels:
-            return math.fsum(self._device.store_gradient(self._kernels.store_gradient, into, grad, issued))
+            return self._device.store_gradient(self._kernels.store_gradient, into, grad, issued)
         kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient
         starts = range(0, grad.numel(), BOUNCE_ELEMENTS)
 
@@ -330,7 +346,7 @@ class Gradients:
             upcoming = fetch(start + BOUNCE_ELEMENTS) if start + BOUNCE_ELEMENTS < grad.numel() else None
             arrived.synchronize()
             sums.append(kernel(into[start:].data_ptr(), piece.data_ptr(), piece.numel()))
-        return math.fsum(sums)
+        return Arrival((), lambda: sums)
 
     # Everything below is called with the lock held, except `_hold_back` and lane callbacks.
 
