@@ -5,8 +5,10 @@
 
 copies     copy bandwidth each way, what a step's copies reach of it, the GPU's idle share
 step       all states in RAM, few units on the device, beside plain PyTorch in the GPU's memory
+whole      the whole shape, more than plain PyTorch holds
 limited    the device tier limited, beside ample
-largest    the largest models, with exact and with 8-bit moments, five steps each
+largest    the largest model with exact moments, five steps
+largest_8bit  the same with 8-bit moments
 bits       CPU's and GPU's update of random vectors
 predict    predicted and measured steps of eight configurations, calibrated now
 baselines  DeepSpeed ZeRO-3 and FSDP2, states in RAM, where they are installed
@@ -32,14 +34,16 @@ from gpu_suite.bits import bits
 from gpu_suite.common import REAL, SMOKE, Figures, Machine
 from gpu_suite.copies import copies
 from gpu_suite.predict import predict
-from gpu_suite.steps import largest, limited, step
+from gpu_suite.steps import largest, largest_8bit, limited, step, whole
 from pagoda.errors import ConfigError
 
 SECTIONS: dict[str, Callable[[Machine], Figures]] = {
     "copies": copies,
     "step": step,
+    "whole": whole,
     "limited": limited,
     "largest": largest,
+    "largest_8bit": largest_8bit,
     "bits": bits,
     "predict": predict,
     "baselines": baselines,

@@ -31,12 +31,14 @@ def rehearse(sections: tuple[str, ...], tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_rehearsal_has_figures_of_every_section_but_predictions(tmp_path: Path) -> None:
-    found = rehearse(("copies", "step", "limited", "largest", "bits", "baselines"), tmp_path)
+    sections = ("copies", "step", "whole", "limited", "largest", "largest_8bit", "bits", "baselines")
+    found = rehearse(sections, tmp_path)
     assert set(found["copies"]["step_share"]) == {"h2d", "d2h"}
-    for run in (found["step"]["paged"], found["step"]["whole_shape"], found["limited"]["limited"]):
+    assert len(found["step"]["share_of_plain"]) == 2
+    for run in (*found["step"]["paged"].values(), found["whole"], found["limited"]["limited"]):
         assert run["within_plan"]
         assert run["tokens_per_s"] > 0
-    for run in (found["largest"]["exact"], found["largest"]["8bit"]):
+    for run in (found["largest"], found["largest_8bit"]):
         assert run["falling"]
         assert run["within_plan"]
     different = {kernel: count for kernel, count in found["bits"].items() if kernel != "took_s"}

@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from torch import nn
 
-from gpu_suite.common import WARM_UP, Figures, Machine, paged_figures, release, throughput
+from gpu_suite.common import WARM_UP, Figures, Machine, drawn_quickly, paged_figures, release, throughput
 from training import LR, Workload
 
 Step = Callable[[torch.Tensor], None]
@@ -36,7 +36,8 @@ def baselines(machine: Machine) -> Figures:
 def _measured(machine: Machine, load: Workload, build: Callable[[Machine, Workload], Step], ours_s: float) -> Figures:
     _single_rank(machine)
     try:
-        step = build(machine, load)
+        with drawn_quickly():
+            step = build(machine, load)
         seconds = []
         for ids in islice(load.batches(machine.device), WARM_UP + machine.sizes.steps):
             start = machine.now()

@@ -3,7 +3,8 @@
 import gc
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,8 @@ from training import LR, Paged, Plain, Workload
 
 Figures = dict[str, object]
 _ACTIVATIONS = 12 << 30
+_BLOCK = 1_048_573
+"""Random numbers that are repeated: a prime, so that no two rows of a matrix are the same."""
 WARM_UP = 3
 """Steps before any that count: one is traced, one planned for it, one finds its updates under way."""
 
@@ -44,18 +47,22 @@ class Sizes:
     effort: Effort | None
     plain_layers: int | None
     """Layers of the in-memory comparison; None: as many as the GPU's memory holds."""
+    predicted_layers: int
+    """Layers where steps are predicted: eight models are built for that."""
+    device_shares: tuple[float, ...]
+    """Shares of the updates that are done on the device, each of which is tried."""
 
 
 REAL = Sizes(
     model="llama-8b", batch_size=8, seq_len=2048, steps=5, few="8GiB", limited="24GiB", ample="48GiB",
     exact_parameters=24e9, compressed_parameters=40e9, compared_elements=100_000_000, piece_bytes=256 << 20,
-    effort=None, plain_layers=None,
+    effort=None, plain_layers=None, predicted_layers=8, device_shares=(0.0, 0.3, 0.6),
 )  # fmt: skip
 SMOKE = Sizes(
     model="gpt-2x64", batch_size=1, seq_len=16, steps=2, few="24MiB", limited="28MiB", ample="40MiB",
     exact_parameters=3.4e6, compressed_parameters=3.4e6, compared_elements=5_000, piece_bytes=1 << 20,
     effort=Effort(figure_s=0.01, params=1 << 18, copy_bytes=1 << 20, tokens=32, width=64, file_bytes=1 << 24),
-    plain_layers=2,
+    plain_layers=2, predicted_layers=2, device_shares=(0.0, 0.5),
 )  # fmt: skip
 
 
@@ -124,6 +131,27 @@ def parameters_of(workload: Workload) -> int:
     return sum(p.numel() for p in meta(workload).parameters())
 
 
+@contextmanager
+def drawn_quickly() -> Iterator[None]:
+    """Initialisers repeat a block of random numbers inside: drawing billions takes torch's one thread minutes."""
+    draw = torch.Tensor.normal_
+    block = torch.randn(_BLOCK)
+
+    def normal_(tensor: torch.Tensor, mean: float = 0, std: float = 1, *, generator: object = None) -> torch.Tensor:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() <= _BLOCK:
+            return draw(tensor, mean, std)
+        scaled = (block * std + mean).to(tensor.dtype)
+        for part in torch.split(tensor.view(-1), _BLOCK):
+            part.copy_(scaled[: len(part)])
+        return tensor
+
+    torch.Tensor.normal_ = normal_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.normal_ = draw  # type: ignore[method-assign]
+
+
 def timed(machine: Machine, trainer: Plain | Paged, workload: Workload) -> list[float]:
     """Seconds of each step after those that warm up."""
     seconds = []
@@ -136,14 +164,18 @@ def timed(machine: Machine, trainer: Plain | Paged, workload: Workload) -> list[
 
 def plain_step_s(machine: Machine, workload: Workload) -> float:
     """Median step of plain PyTorch with everything in the device's memory."""
-    seconds = timed(machine, Plain(workload, machine.device), workload)
+    with drawn_quickly():
+        plain = Plain(workload, machine.device)
+    seconds = timed(machine, plain, workload)
+    del plain
     release(machine)
     return statistics.median(seconds)
 
 
 def paged_figures(machine: Machine, workload: Workload, memory: pagoda.Memory) -> Figures:
     """The median step under Pagoda, what it says of itself, and whether it kept to its plan."""
-    paged = Paged(workload, memory)
+    with drawn_quickly():
+        paged = Paged(workload, memory)
     try:
         seconds = timed(machine, paged, workload)
         stats, plan = paged.optimizer.stats, pagoda.plan_of(paged.model)

@@ -4,7 +4,7 @@ import statistics
 from dataclasses import replace
 
 import pagoda
-from gpu_suite.common import Figures, Machine, meta, release, timed
+from gpu_suite.common import Figures, Machine, drawn_quickly, meta, release, timed
 from pagoda.calibrate import ComputeProfiler, calibrate
 from pagoda.plan.compute import Compute
 from pagoda.plan.planner import Options, make_plan
@@ -19,7 +19,7 @@ def predict(machine: Machine) -> Figures:
     hardware = calibrate(machine.ssd, machine.device, effort=sizes.effort)
     results: dict[str, dict[str, float]] = {}
     for batch_size in (sizes.batch_size, max(1, sizes.batch_size // 2)):
-        load = replace(machine.workload, batch_size=batch_size)
+        load = replace(machine.workload, batch_size=batch_size, layers=sizes.predicted_layers)
         profiler = ComputeProfiler(load.model, batch_size=batch_size, seq_len=load.seq_len, device=machine.device)
         profile = profiler.measure()
         del profiler
@@ -32,7 +32,8 @@ def predict(machine: Machine) -> Figures:
                 plan = make_plan(root, pagoda.AdamW().states("bf16"), memory.budgets(), options)
                 compute = Compute.from_profile(profile, root)
                 predicted = simulate(plan, hardware, compute.of_step(root, plan)).step_s
-                paged = Paged(load, memory)
+                with drawn_quickly():
+                    paged = Paged(load, memory)
                 try:
                     measured = statistics.median(timed(machine, paged, load))
                 finally:

@@ -1,10 +1,19 @@
-"""Steps: Pagoda beside plain PyTorch, in a limited device, and the largest models."""
+"""Steps: Pagoda beside plain PyTorch, with few units on the device, in a limited device, and the largest models."""
 
 import math
 from dataclasses import replace
 
-from gpu_suite.common import Figures, Machine, paged_figures, plain_step_s, release, rule, throughput
-from pagoda import plan_of
+from gpu_suite.common import (
+    Figures,
+    Machine,
+    drawn_quickly,
+    paged_figures,
+    plain_step_s,
+    release,
+    rule,
+    throughput,
+)
+from pagoda import Split, plan_of
 from pagoda.errors import BudgetError
 from pagoda.optim.codecs import Moments
 from training import Paged
@@ -13,19 +22,21 @@ _LARGEST_STEPS = 5
 
 
 def step(machine: Machine) -> Figures:
-    """All states in RAM and few units on the device, beside the largest model that plain PyTorch holds there; then the
-    whole shape."""
+    """All states in RAM and few units on the device, beside the largest model that plain PyTorch holds there."""
     same = replace(machine.workload, layers=machine.plain_layers())
     plain = throughput(same, plain_step_s(machine, same))
-    memory = machine.memory(machine.sizes.few)
-    paged = paged_figures(machine, same, memory)
-    return {
-        "layers": same.layers,
-        "plain": plain,
-        "paged": paged,
-        "share_of_plain": plain["step_s"] / paged["step_s"],  # type: ignore[operator]
-        "whole_shape": paged_figures(machine, machine.workload, memory),
-    }
+    paged, shares = {}, {}
+    for share in machine.sizes.device_shares:
+        memory = machine.memory(machine.sizes.few, split=Split(device_update_share=share))
+        figures = paged_figures(machine, same, memory)
+        name = f"{share:.0%} of updates on the device"
+        paged[name], shares[name] = figures, plain["step_s"] / figures["step_s"]  # type: ignore[operator]
+    return {"layers": same.layers, "plain": plain, "paged": paged, "share_of_plain": shares}
+
+
+def whole(machine: Machine) -> Figures:
+    """The whole shape, more than plain PyTorch holds, in few units of device memory."""
+    return paged_figures(machine, machine.workload, machine.memory(machine.sizes.few))
 
 
 def limited(machine: Machine) -> Figures:
@@ -36,20 +47,22 @@ def limited(machine: Machine) -> Figures:
 
 
 def largest(machine: Machine) -> Figures:
-    """The largest models, with exact and with 8-bit moments, whose states have their homes on all tiers: five steps of
-    each, updated under backward, or why not."""
-    sizes = machine.sizes
-    return {
-        "exact": _trained(machine, sizes.exact_parameters, "fp32"),
-        "8bit": _trained(machine, sizes.compressed_parameters, "8bit"),
-    }
+    """The largest model with exact moments, whose states have their homes on all tiers: five steps, updated under
+    backward, or why not."""
+    return _trained(machine, machine.sizes.exact_parameters, "fp32")
+
+
+def largest_8bit(machine: Machine) -> Figures:
+    """The largest model with 8-bit moments."""
+    return _trained(machine, machine.sizes.compressed_parameters, "8bit")
 
 
 def _trained(machine: Machine, parameters: float, moments: Moments) -> Figures:
     load = replace(machine.workload, batch_size=1, clip=None, layers=machine.layers_for(parameters))
     ssd = None if machine.ssd is None else str(machine.ssd)
     try:
-        paged = Paged(load, machine.memory(machine.most_of_the_device(), ssd=ssd), rule=rule(moments))
+        with drawn_quickly():
+            paged = Paged(load, machine.memory(machine.most_of_the_device(), ssd=ssd), rule=rule(moments))
     except BudgetError as refused:
         release(machine)
         return {"refused": str(refused)}
