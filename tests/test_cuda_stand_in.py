@@ -13,7 +13,7 @@ from cuda_stand_in.build import build, compiler
 
 TESTS = Path(__file__).parent
 TRAIN_ON_RANKS = str(TESTS / "cuda_stand_in" / "train_on_ranks.py")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}:{TESTS.parent / 'benchmarks'}"}
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -114,14 +114,16 @@ from cuda_stand_in.cuda import install
 native = install()
 import sys
 from pathlib import Path
-import torch, pagoda
+import pytest, torch, pagoda
 from runtime.test_cuda import memory, on_gpu
 from zoo import Recipe, batch, loss_of
 
 for placement in ("few", "ssd", "both", "home"):
     recipe = Recipe("llama")
     tiers = memory(placement, Path(sys.argv[1]), recipe)
-    model, optimizer = pagoda.wrap(recipe.build(), pagoda.AdamW(), memory=tiers, clip_grad_norm=1.0)
+    with pagoda.init():
+        model = recipe.build()
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=tiers, clip_grad_norm=1.0)
     inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
     for step in range(6):
         if step == 3:
@@ -131,6 +133,9 @@ for placement in ("few", "ssd", "both", "home"):
         optimizer.zero_grad()
     optimizer.drain()
     print(native.take_counts())
+    torch.nn.init.zeros_(next(model.parameters()))
+    with pytest.raises(pagoda.UsageError, match="was written to"):
+        model(**inputs)
     optimizer.close()
 """
 
@@ -142,6 +147,65 @@ def test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(tmp_path: Path)
         assert counts.pop("aten::_local_scalar_dense", 0) <= 3  # transformers looks into each forward's positions
         assert counts["d2h"] > 0
         assert set(counts) <= {"h2d", "d2h"}
+
+
+BENCHMARK = """
+from cuda_stand_in.cuda import install
+native = install()
+import sys
+from pathlib import Path
+import gpu
+import gpu_suite.common as common
+import pagoda.calibrate.gpu as calibrate
+
+gpu.REAL = common.SMOKE
+common._ACTIVATIONS = native.DEVICE_BYTES - (40 << 20)
+calibrate._TOKENS, calibrate._WIDTH = 32, 64
+sections = [name for name in gpu.SECTIONS if name not in ("copies", "baselines")]  # which need a profiler, and NCCL
+gpu.main(tuple(sections), host="256MiB", ssd=Path(sys.argv[1]), out=Path(sys.argv[1]) / "gpu.json")
+print(native.take_races())
+"""
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_runs_on_it(tmp_path: Path) -> None:
+    assert run("-c", BENCHMARK, str(tmp_path)).splitlines()[-1] == "[]"
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["largest"]["falling"]
+    assert found["largest_8bit"]["within_plan"]
+    assert found["bits"]["AdamW, bf16"] == 0
+
+
+TRAIN = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+from cuda_stand_in.cuda import install
+native = install()
+import sys
+from pagoda.cli import main
+code = main(sys.argv[1:])
+print(native.take_races())
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--speculate", "True"),
+        ("--update", "async", "--max-staleness", "2", "--clip-grad-norm", "None"),
+        ("--activations", "offload", "--precision", "fp16"),
+        ("--optimizer", "adafactor", "--chunked-loss", "True", "--batch-tiles", "2"),
+        ("--accumulation-steps", "2", "--gradients", "fp32", "--tile-limit", "100KB"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_the_program_trains_on_it_in_every_mode(options: tuple[str, ...], tmp_path: Path) -> None:
+    sizes = ("--memory.device", "24MiB", "--memory.host", "256MiB", "--memory.ssd", f"{tmp_path}:512MiB")
+    shape = ("--model", "gpt-2x64", "--batch-size", "2", "--seq-len", "32", "--steps", "4")
+    said = run("-c", TRAIN, "train", *shape, *sizes, "--out", str(tmp_path / "run"), *options)
+    assert said.splitlines()[-1] == "[]"
 
 
 def train_on(ranks: int, *arguments: str) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def _row(gradient: tl.tensor, at: tl.tensor, half: tl.constexpr) -> tl.tensor:
     return one + two + three + four
 
 
-@jit(do_not_specialize=("n",))
+@jit(do_not_specialize=("n",), do_not_specialize_on_alignment=("gradient",))
 def square_sums(gradient: tl.tensor, sums: tl.tensor, n: tl.tensor, piece: tl.constexpr, half: tl.constexpr) -> None:
     """The partial sums of squares of each `piece` of ``n`` elements, shape [pieces, LANES] in fp64.
 

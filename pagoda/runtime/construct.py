@@ -184,7 +184,7 @@ class Builder:
                 self._install(whole, _on_meta(whole))
         for unit in units:
             for slot, param in enumerate(unit.params):
-                unit.params[slot] = self._build(unit, slot, param)
+                unit.replace_param(slot, self._build(unit, slot, param))
         for unit in units:
             for param, owners in zip(unit.params, unit.owners, strict=True):
                 for module, short in owners:

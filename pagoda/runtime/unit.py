@@ -103,6 +103,11 @@ class LiveUnit:
         else:
             param._local_tensor = part
 
+    def replace_param(self, slot: int, param: nn.Parameter) -> None:
+        """Let another one, which shows the placeholder, be the parameter of a slot."""
+        self.params[slot] = param
+        self._versions[slot] = param._version
+
     def as_param(self, slot: int, part: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor in a parameter's shape, as the parameter is: a DTensor where that is one."""
         form = self.forms[slot]
