@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_stand_in.build import build, compiler
+from cuda_stand_in.build import build, missing
 
 TESTS = Path(__file__).parent
 TRAIN_ON_RANKS = str(TESTS / "cuda_stand_in" / "train_on_ranks.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}:{TESTS.parent / 'benchmarks'}"}
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 @pytest.fixture(scope="module", autouse=True)

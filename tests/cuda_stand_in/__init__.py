@@ -14,5 +14,5 @@ give. So it shows
 It does not show speed, and it runs the CPU's kernels instead of Triton's, which have tests of their own.
 
 `PYTHONPATH=tests python -m pytest -p cuda_stand_in.plugin -m gpu tests/runtime/test_cuda.py` runs tests that need a GPU
-with it; a C++ compiler must be there.
+with it; a C++ compiler must be there, and torch must be a build without CUDA.
 """

@@ -1,4 +1,4 @@
-"""Compiles the stand-in, once for each version of it and of torch."""
+"""Compiles the stand-in, once for each version of it, of torch and of Python."""
 
 import hashlib
 import importlib.metadata
@@ -19,6 +19,15 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
+def missing() -> str | None:
+    """Why there can be no stand-in here, if so."""
+    if compiler() is None:
+        return "the stand-in for CUDA needs a C++ compiler"
+    if (torch_root() / "lib" / "libtorch_cuda.so").exists():
+        return "the stand-in for CUDA needs a torch that was built without CUDA"
+    return None
+
+
 def torch_root() -> Path:
     """Where torch lies, without importing it."""
     spec = find_spec("torch")
@@ -30,12 +39,16 @@ def torch_root() -> Path:
 def build() -> Path:
     """The compiled library; it takes most of a minute when there is none yet. Raises CalledProcessError."""
     command = compiler()
-    assert command is not None, "the stand-in needs a C++ compiler"
-    key = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
+    if (reason := missing()) is not None:
+        raise SystemExit(reason)
+    assert command is not None
+    made_for = f"{importlib.metadata.version('torch')} {sysconfig.get_config_var('SOABI')}"
+    key = hashlib.sha256(SOURCE.read_bytes() + made_for.encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"pagoda-{os.getuid()}-{key}" / f"{MODULE}.so"
+    library.parent.mkdir(mode=0o700, exist_ok=True)
+    assert library.parent.stat().st_uid == os.getuid(), "somebody else's directory"
     if library.exists():
         return library
-    library.parent.mkdir(mode=0o700, exist_ok=True)
     torch, python = torch_root(), sysconfig.get_path("include")
     includes = (torch / "include", torch / "include/torch/csrc/api/include", python)
     with tempfile.NamedTemporaryFile(dir=library.parent, suffix=".so", delete=False) as made:
