@@ -33,7 +33,7 @@ def rehearse(sections: tuple[str, ...], tmp_path: Path) -> dict[str, Any]:
 def test_a_rehearsal_has_figures_of_every_section_but_predictions(tmp_path: Path) -> None:
     sections = ("copies", "step", "whole", "limited", "largest", "largest_8bit", "bits", "baselines")
     found = rehearse(sections, tmp_path)
-    assert set(found["copies"]["step_share"]) == {"h2d", "d2h"}
+    assert {"d2h"} <= set(found["copies"]["step_share"]) <= {"h2d", "d2h"}  # weights may come before the step begins
     assert len(found["step"]["share_of_plain"]) == 2
     for run in (*found["step"]["paged"].values(), found["whole"], found["limited"]["limited"]):
         assert run["within_plan"]

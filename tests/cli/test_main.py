@@ -118,7 +118,7 @@ def test_help_works_as_a_module_and_does_not_import_transformers(args: list[str]
     assert shows in done.stdout
 
 
-def test_who_reads_only_the_beginning_of_help_sees_no_traceback() -> None:
-    command = f"{sys.executable} -m pagoda train --help | head -c 1; exit ${{PIPESTATUS[0]}}"
+def test_who_does_not_read_help_to_its_end_sees_no_traceback() -> None:
+    command = f"{sys.executable} -m pagoda train --help | true; exit ${{PIPESTATUS[0]}}"  # `true` ends long before
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (141, "")

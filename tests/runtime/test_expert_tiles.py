@@ -128,7 +128,7 @@ def test_placement_does_not_change_a_bit(name: str, tmp_path: Path) -> None:
     wrap = {"tile_limit": limit(name, 1), "activations": "recompute", "clip_grad_norm": 0.5}
     memory = zoo.squeeze(built(name), zoo.ARENA_ALL_ON_SSD, tmp_path, activations="recompute")
     outcome = zoo.run(built(name), memory, few_tokens, **wrap)
-    assert min(outcome.moved[-1][lane] for lane in ("h2d", "ssd_read", "ssd_write")) > 0
+    assert all(any(step[lane] for step in outcome.moved) for lane in ("h2d", "ssd_read", "ssd_write"))
     outcome.assert_same_bits(zoo.run(built(name), zoo.RESIDENT, few_tokens, **wrap))
 
 
