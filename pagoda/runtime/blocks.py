@@ -28,6 +28,8 @@ class Block:
 
         @wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                refuse_compiling()
             return run(self, forward, args, kwargs)
 
         self.module.__dict__[self._name] = wrapped
@@ -98,7 +100,9 @@ def _is_transformers_layer(module: nn.Module) -> bool:
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
-@torch.compiler.disable(reason="torch.compile reached a model that pagoda.wrap() wrapped: compile before wrap()")
+@torch.compiler.disable(  # type: ignore[no-untyped-call,untyped-decorator]
+    reason="torch.compile reached a model that pagoda.wrap() wrapped: compile before wrap()"
+)
 def refuse_compiling() -> NoReturn:
     """Raises UsageError; for code that torch.compile traces, which cannot raise it itself."""
     raise UsageError(

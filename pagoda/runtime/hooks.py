@@ -101,9 +101,6 @@ class ModelHooks:
         brackets, activations = self._engine.brackets, self._engine.graphs.activations
 
         def run(block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                refuse_compiling()
-
             def again(*args: Any, **kwargs: Any) -> Any:
                 brackets.open(block.module, units)
                 try:

@@ -19,10 +19,14 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(16, 16)) for _ in range(2))
         self.head = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.body(x))).square().mean()  # type: ignore[no-any-return]
+        x = self.body(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
 
 
 def fresh() -> nn.Module:
@@ -142,12 +146,18 @@ def compiled_part(model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_block(model: nn.Module) -> nn.Module:
+    """One whose own forward reads no parameter, so that no hook is on it."""
+    model.get_submodule("blocks.0").compile(backend="eager")
+    return model
+
+
 def compiled_call(model: nn.Module) -> Any:
     return torch.compile(lambda x: model(x), backend="eager")
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("compile_late", [compiled, compiled_part, compiled_call])
+@pytest.mark.parametrize("compile_late", [compiled, compiled_part, compiled_block, compiled_call])
 def test_compiling_after_wrap_is_refused(
     compile_late: Callable[[nn.Module], nn.Module], activations: str, wrap: Wrap
 ) -> None:

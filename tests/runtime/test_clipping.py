@@ -118,6 +118,18 @@ def test_clipping_by_torch_does_not_depend_on_placement(wrap: Wrap, tmp_path: Pa
     assert_same_bits(models[0][0], models[1][0])
 
 
+def test_updates_that_wait_are_clipped_too(wrap: Wrap) -> None:
+    model, optimizer = wrap(update="async", max_staleness=0)
+    twin, twin_optimizer = wrap(clip_grad_norm=1e-3)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        loss_of(twin, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        twin_optimizer.step()
+    assert_same_bits(model, twin)
+
+
 def test_a_part_of_the_parameters_can_be_clipped(wrap: Wrap) -> None:
     """As torch does it, and what is clipped twice is clipped to both limits."""
     model, optimizer = wrap()
