@@ -128,9 +128,10 @@ def wrap(
     group yet, for `optimizer.add_param_group`. Only these and those in groups take memory for gradients and optimizer
     state; all others cost their weights alone, and stay frozen.
 
-    `clip_grad_norm` clips the global gradient norm, exactly, wherever the gradients live. `accumulation_steps`
-    announces how many backward passes precede each `step()`: then, without clipping, units are updated while
-    backward still runs. Left out, any number of passes may precede a step.
+    `clip_grad_norm` clips the global gradient norm, exactly, wherever the gradients live. If something else clips too
+    (`torch.nn.utils.clip_grad_norm_`, a trainer), the smaller of the two limits holds. `accumulation_steps` announces
+    how many backward passes precede each `step()`: then, without clipping, units are updated while backward still runs.
+    Left out, any number of passes may precede a step.
 
     `keep_checkpoints` says of how many checkpoints the pages on SSD are kept at once. A checkpoint keeps them where
     they are instead of copying them, and training writes to others, so each takes as much of the SSD as the weights

@@ -1,17 +1,19 @@
-"""Adapters of peft on a model whose weights are on meta: their first values, which moving them there has lost.
+"""Adapters of peft: their first values on a model whose weights are on meta, and merging, which needs weights.
 
 peft moves an adapter to where the layer it adapts is, after having initialised it. On a model from `pagoda.load` or
 `pagoda.init` that is meta. Neither the model's `_init_weights` nor a module's `reset_parameters` would do instead: an
 adapter must start as zero beside its layer.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, UsageError
+from pagoda.runtime.gathered import home_of
 
 Initialise = Callable[[], Any]
 
@@ -43,3 +45,25 @@ def adapter_initialiser(name: str, around: Sequence[tuple[str, nn.Module]]) -> t
             "model outside pagoda.init() and pagoda.load()."
         )
     return layer, partial(getattr(layer, _INITIALISER), adapter, asked)
+
+
+def guard_merging(model: nn.Module) -> None:
+    """Let peft's layers refuse to merge where their weights are not in memory, instead of failing inside."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, peft.BaseTunerLayer):
+            for method in ("merge", "unmerge"):
+                module.__dict__[method] = partial(_where_gathered, getattr(module, method), module, f"{name}.{method}")
+
+
+def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    for home in map(home_of, module.parameters()):
+        if home is not None and home[2] not in home[1].gathered:
+            raise UsageError(
+                f"{name}() needs weights that are not in memory. Call what merges (merge_and_unload, merge_adapter, "
+                "merge) inside `with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "
+                "`with pagoda.gathered(layer, modify=True):`, which takes less RAM."
+            )
+    return merge(*args, **kwargs)

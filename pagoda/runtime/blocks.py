@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from pagoda.errors import UsageError
@@ -27,6 +28,8 @@ class Block:
 
         @wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                refuse_compiling()
             return run(self, forward, args, kwargs)
 
         self.module.__dict__[self._name] = wrapped
@@ -95,3 +98,14 @@ def _original(module: nn.Module) -> nn.Module:
 
 def _is_transformers_layer(module: nn.Module) -> bool:
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call,untyped-decorator]
+    reason="torch.compile reached a model that pagoda.wrap() wrapped: compile before wrap()"
+)
+def refuse_compiling() -> NoReturn:
+    """Raises UsageError; for code that torch.compile traces, which cannot raise it itself."""
+    raise UsageError(
+        "torch.compile was called on a wrapped model, a part of it, or a function that runs it. Weights come and go "
+        "around each forward, which compiled code cannot follow: compile the model's blocks before wrap()."
+    )

@@ -11,54 +11,12 @@ from torch.utils.hooks import RemovableHandle
 from pagoda.errors import UsageError
 from pagoda.models.expert_tiles import TiledExperts
 from pagoda.models.mixture import Experts
-from pagoda.runtime.blocks import Block, find_blocks, is_compiled
+from pagoda.runtime.blocks import Block, find_blocks, is_compiled, refuse_compiling
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.markers import GradientMarker
 from pagoda.runtime.next_update import check_is_ours
 from pagoda.runtime.reads import has_forward, params_read_in
 from pagoda.runtime.unit import LiveUnit
-
-
-class _GradientElsewhere(torch.Tensor):
-    """Stands in `param.grad` for a gradient that lies in its extent.
-
-    Its presence means what a gradient's presence means (`is None` works, `zero_grad` clears it); its shape, dtype
-    and device are true; any use of its value raises, because it would silently be wrong.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name == "__get__" or name in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
-            # `.data` and `detach()` give a plain tensor, whose NaN would be read without a word.
-            return result.as_subclass(cls) if type(result) is torch.Tensor else result
-        raise RuntimeError(
-            f"{name}() was called on a gradient that lies in Pagoda's pages, not in param.grad. To clip, pass "
-            "wrap(clip_grad_norm=...) or call optimizer.clip_grad_norm_(max_norm) instead of "
-            "torch.nn.utils.clip_grad_norm_; the norm is in optimizer.stats.grad_norm."
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<gradient in Pagoda's pages, shape {tuple(self.shape)}>"
-
-
-_HARMLESS = frozenset(
-    {
-        "size",
-        "stride",
-        "dim",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "detach",
-        "requires_grad_",
-    }
-    | {"is_complex", "is_contiguous", "__len__", "__hash__", "untyped_storage", "data_ptr", "__repr__"}
-)
 
 
 class ModelHooks:
@@ -89,7 +47,7 @@ class ModelHooks:
         for block in find_blocks(model):
             self._follow(block, needed.get(block.module, []))
         for unit in engine.units:
-            unit.markers = [unit.blanks[slot].as_subclass(_GradientElsewhere) for slot in range(unit.trainable)]
+            unit.markers = [self._marker(unit, slot) for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
         for module in model.modules():
@@ -113,6 +71,8 @@ class ModelHooks:
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, units: list[LiveUnit], root: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            refuse_compiling()
         brackets = self._engine.brackets
         if root:
             brackets.drop_interrupted(calling=module)
@@ -168,13 +128,12 @@ class ModelHooks:
 
     def _catch_gradient(self, unit: LiveUnit, slot: int) -> None:
         param = unit.params[slot]
-        marker = unit.markers[slot]
         accumulate = False
 
         def before(_grads: tuple[torch.Tensor, ...]) -> None:
             nonlocal accumulate
             check_is_ours(unit, slot)
-            accumulate = param.grad is marker
+            accumulate = param.grad is not None
             param.grad = None
 
         def after(_param: torch.Tensor) -> None:
@@ -183,7 +142,9 @@ class ModelHooks:
             if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
                 param.grad = None
                 return
-            param.grad = marker
+            if not accumulate:
+                unit.markers[slot] = self._marker(unit, slot)
+            param.grad = unit.markers[slot]
             self._engine.stepper.on_gradient(unit, slot, unit.part_of(slot, grad), accumulate)
 
         # The node that accumulates, not the tensor: a tensor's own hooks also run for torch.autograd.grad, which leaves
@@ -199,6 +160,9 @@ class ModelHooks:
         self._catches.append(accumulator.register_prehook(before))
         self._catches.append(param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
         param.requires_grad_(trained)
+
+    def _marker(self, unit: LiveUnit, slot: int) -> GradientMarker:
+        return GradientMarker.of(unit.blanks[slot], unit, slot, self._engine.stepper)
 
 
 def _refuse(_grads: tuple[torch.Tensor, ...]) -> None:

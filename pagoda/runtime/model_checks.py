@@ -41,6 +41,29 @@ def _check_memory_is_apart(model: nn.Module) -> None:
             )
 
 
+def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
+    """Raises UsageError where a step would train nothing, or not all that requires a gradient.
+
+    `stepped`: the parameters in the optimizer's groups.
+    """
+    if any(
+        p.requires_grad and not is_paged(p) for m in model.modules() for p in m._parameters.values() if p is not None
+    ):
+        unseen = [name for name, param in model.named_parameters() if param.requires_grad and not is_paged(param)]
+        names = ", ".join(map(repr, unseen[:3])) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
+        raise UsageError(
+            f"{names} came into the model after wrap(), so this optimizer does not train them, and its checkpoints do "
+            "not have them. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; or freeze "
+            "them by requires_grad_(False)."
+        )
+    if not any(param.requires_grad or param.grad is not None for param in stepped):
+        raise UsageError(
+            "Every parameter of the optimizer is frozen (requires_grad=False) and none has a gradient, so this step "
+            "trains nothing. If peft.get_peft_model or other code froze them after wrap(), call it before wrap(); else "
+            "call requires_grad_(True) on what is to be trained."
+        )
+
+
 def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
     """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
 

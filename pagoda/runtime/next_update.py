@@ -14,8 +14,11 @@ GroupOf = Callable[[LiveUnit, int], Group]
 """The param group of a unit's parameter, by slot."""
 
 
-def next_hypers(unit: LiveUnit, group_of: GroupOf, rule: Rule, scale: float) -> dict[int, Hyper]:
-    """slot -> hyperparameters, as they are now, of the next update, for slots with a gradient; `scale` clips it."""
+def next_hypers(unit: LiveUnit, group_of: GroupOf, rule: Rule, scale: Callable[[int], float]) -> dict[int, Hyper]:
+    """slot -> hyperparameters, as they are now, of the next update, for slots with a gradient.
+
+    `scale` says what the gradient of a slot is multiplied by.
+    """
     rules: dict[int, Rule] = {}
     hypers: dict[int, Hyper] = {}
     for slot in range(unit.trainable):
@@ -24,7 +27,7 @@ def next_hypers(unit: LiveUnit, group_of: GroupOf, rule: Rule, scale: float) -> 
         group = group_of(unit, slot)
         if id(group) not in rules:
             rules[id(group)] = rule.with_group(group)
-        hypers[slot] = Hyper(rules[id(group)], unit.steps[slot] + 1, scale)
+        hypers[slot] = Hyper(rules[id(group)], unit.steps[slot] + 1, scale(slot))
     return hypers
 
 

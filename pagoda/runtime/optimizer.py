@@ -1,19 +1,24 @@
 """The optimizer the user holds: a real `torch.optim.Optimizer` whose state lives in pages."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pagoda.checkpoint.torch_file import torch_file
 from pagoda.errors import UsageError
 from pagoda.optim.rule import Rule
 from pagoda.plan.timeline import Timeline
+from pagoda.runtime.adapters import guard_merging
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.gathered import home_of
 from pagoda.runtime.groups import NamedGroup, check_groups
 from pagoda.runtime.hooks import ModelHooks
+from pagoda.runtime.model_checks import check_step
 from pagoda.runtime.next_update import Group
 from pagoda.runtime.rule_states import RuleStates
 from pagoda.runtime.snapshot import Snapshot
@@ -39,12 +44,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             [{**group, "params": [params[name] for name in group["params"]]} for group in groups], rule.defaults()
         )
         self._mark_grouped()
+        _refuse_other_optimizers()
         self._grouped: list[dict[str, Any]] | None = None
         self._groups: dict[int, Group] = {}
         self._engine = engine
         engine.stepper.group_of = self._group_of
         engine.stepper.groups = lambda: self.param_groups
+        self._model = model
         self._hooks = ModelHooks(model, engine)
+        guard_merging(model)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
         self._states = RuleStates(engine.store, rule)
@@ -71,6 +79,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient.
 
+        Raises UsageError for trainable parameters that came into the model after `wrap`, and where all that it could
+        update are frozen.
+
         Raises NonFiniteGradientError, with weights unchanged and gradients dropped, when a gradient is NaN or
         infinite (with updates under backward, units updated before it was found keep their update).
         """
@@ -79,6 +90,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._engine.saver.check()
+        self._check_members()
+        self._engine.check_open()
+        check_step(self._model, [param for group in self.param_groups for param in group["params"]])
         self._engine.step()
         return loss
 
@@ -99,7 +113,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the global 2-norm of this step's gradients; returns the norm before, as torch's function does.
 
-        Use it in place of `torch.nn.utils.clip_grad_norm_`, or pass `wrap(clip_grad_norm=...)` once.
+        On one rank `torch.nn.utils.clip_grad_norm_` does the same. With `wrap(clip_grad_norm=...)` the smaller of the
+        two limits holds. Raises UsageError where units are updated under backward (`accumulation_steps` announced, no
+        clipping): pass `wrap(clip_grad_norm=...)` then.
         """
         return self._engine.stepper.clip(max_norm)
 
@@ -295,9 +311,41 @@ class PagedOptimizer(torch.optim.Optimizer):
             if slot < unit.trainable:
                 (unit.grouped.add if id(unit.params[slot]) in grouped else unit.grouped.discard)(slot)
         self._grouped = None
+        self._member_ids = [id(param) for group in self.param_groups for param in group["params"]]
+
+    def _check_members(self) -> None:
+        """Raises UsageError where somebody has edited the lists of parameters in `param_groups`."""
+        if self._member_ids != [id(param) for group in self.param_groups for param in group["params"]]:
+            raise UsageError(
+                "The parameters in optimizer.param_groups are others than wrap() and add_param_group() put there. To "
+                "add some, use wrap(reserve=...) and add_param_group(); to stop training some, use "
+                "requires_grad_(False)."
+            )
 
     def _group_of(self, unit: LiveUnit, slot: int) -> Group:
         if self._grouped is not self.param_groups:  # load_state_dict makes a new list
             self._grouped = self.param_groups
             self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         return self._groups[id(unit.params[slot])]
+
+
+def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if isinstance(optimizer, PagedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            home = home_of(param)
+            if home is not None:
+                _, unit, slot = home
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() was called with {unit.name(slot)!r}, a parameter of a model "
+                    "that pagoda.wrap() wrapped: its weights and gradients are in pages, where only the optimizer that "
+                    "wrap() returned can step them. Pass the optimizer you want to wrap(model, pagoda.AdamW(...)); "
+                    "pagoda.Optim takes classes of torch and others."
+                )
+
+
+@cache
+def _refuse_other_optimizers() -> None:
+    """From the first wrapped model on, no other optimizer may step parameters that are in pages."""
+    register_optimizer_step_pre_hook(_refuse_foreign_step)

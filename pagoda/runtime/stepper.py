@@ -13,6 +13,7 @@ from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.optim.rule import Hyper, Rule
 from pagoda.plan.planner import Options
 from pagoda.runtime.async_updates import AsyncUpdater
+from pagoda.runtime.factors import Factors
 from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Leases
@@ -30,6 +31,11 @@ from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.together import Counts, Together
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters
+
+_TOO_LATE = (
+    "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated under backward. "
+    "Pass wrap(clip_grad_norm=...) too, or leave out accumulation_steps."
+)
 
 
 class Norms(NamedTuple):
@@ -84,7 +90,7 @@ class Stepper:
         """Units whose update under backward waits for a graph to let go of their weights."""
         self._norm_terms: dict[int, UnitGradient] = {}
         self._used_groups: dict[int, Hyper] = {}
-        self._manual_scale: float | None = None
+        self._factors = Factors()
 
     def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
         """Autograd has finished one parameter's gradient."""
@@ -107,11 +113,13 @@ class Stepper:
         self._speculation.undo(unit)
         if unit.update is not None:
             unit.wait_for_update(self._wait)
-        if self._manual_scale is not None:
+        if accumulate and self._factors.are_set(unit, slot):
             raise UsageError(
-                f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, whose factor is for the "
-                "gradients before it. Clip after the last backward, right before optimizer.step()."
+                f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, torch's clip_grad_norm_ "
+                "or a multiplication of param.grad, whose factor is for the gradients before it. Clip after the last "
+                "backward, right before optimizer.step()."
             )
+        self._factors.drop(unit, slot)
         record = self._arrivals.add(unit, slot, grad, accumulate)
         if announced is not None and record.arrivals[slot] > announced:
             raise UsageError(
@@ -134,7 +142,7 @@ class Stepper:
             self._together.drop_gradients()
         self._gradients.clear()
         self._due.clear()
-        self._manual_scale = None
+        self._factors.clear()
 
     def drop_step(self) -> None:
         """Forget the step that has begun, whose updates have failed: no `step()` will end it."""
@@ -154,10 +162,7 @@ class Stepper:
         if self._together is not None:
             self._together.flush()
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
-        start = time.perf_counter()
-        for record in terms.values():
-            record.settle()
-        self._stalled("d2h", time.perf_counter() - start)
+        self._settle(terms.values())
         if self._together is not None:
             found = self._together.norm_terms(asked_by, self._norm_terms, self._square_sums)
             first, square_sums = found.non_finite, found.square_sums
@@ -168,25 +173,66 @@ class Stepper:
             raise NonFiniteGradientError(non_finite_message(first))
         return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
 
-    def scale_for(self, norm: float, limit: float) -> float:
-        """The factor that clips gradients of 2-norm `norm` to `limit`, as torch's clip_grad_norm_ computes it."""
-        return min(1.0, limit / (norm + 1e-6))
-
     def clip(self, limit: float) -> float:
         """Clip this step's gradients; returns their norm before."""
+        if not limit >= 0:
+            raise UsageError(f"optimizer.clip_grad_norm_ was called with max_norm={limit}: it must be 0 or more.")
         if self._options.update_under_backward:
-            raise UsageError(
-                "optimizer.clip_grad_norm_ comes too late: units are updated under backward. Pass "
-                "wrap(clip_grad_norm=...), or leave out accumulation_steps."
-            )
+            raise UsageError(_TOO_LATE.format("optimizer.clip_grad_norm_"))
         try:
-            norm = self.norms("optimizer.clip_grad_norm_()").total or 0.0
+            total = self.norms("optimizer.clip_grad_norm_()").total
         except NonFiniteGradientError:
             if not self.scaler.skips:
                 raise
             return math.inf  # `step` finds it too, and is skipped
-        self._manual_scale = self.scale_for(norm, limit)
-        return norm
+        return 0.0 if total is None else self._limit(total, limit)
+
+    def gradient_norm(self, unit: LiveUnit, slot: int) -> float:
+        """2-norm of the gradient that `param.grad` shows; waits until it is in its extent."""
+        self._check_one_rank()
+        record = self._gradients.get(unit) or self._norm_terms.get(unit.index)
+        if record is None:
+            raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
+        self._settle([record])
+        return abs(self._factors.of(unit, slot)) * math.sqrt(record.square_sums[slot]) / self.scaler.scale
+
+    def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
+        """Multiply one parameter's gradient."""
+        self._check_one_rank()
+        if not self._options.update_under_backward:
+            self._factors.multiply(unit, slot, factor)
+        elif factor != 1.0:
+            raise UsageError(_TOO_LATE.format("Clipping, or multiplying param.grad,"))
+
+    def _check_one_rank(self) -> None:
+        if self._together is not None:
+            raise UsageError(
+                "On several ranks, param.grad cannot be asked for its norm or multiplied, and torch's clip_grad_norm_ "
+                "does both: pass wrap(clip_grad_norm=...), or call optimizer.clip_grad_norm_(max_norm) on every rank."
+            )
+
+    def _limit(self, total: float, limit: float) -> float:
+        """Clip gradients, of norm `total` without factors, to `limit`; returns their norm before, with factors."""
+        shown = self._shown()
+        factors = [self._factors.of(record.unit, slot) for record, slot in shown]
+        largest = max(map(abs, factors), default=1.0)
+        if largest == 0:
+            return 0.0
+        # Relative to the largest, so that gradients with one and the same factor are clipped as those without any.
+        relative = [factor / largest for factor in factors]
+        norm = total
+        if any(abs(each) != 1.0 for each in relative):
+            self._check_one_rank()
+            sums = [each**2 * record.square_sums[slot] for each, (record, slot) in zip(relative, shown, strict=True)]
+            norm = self._norm(sums) or 0.0
+        clipped = min(largest, limit / (norm + 1e-6))
+        for each, (record, slot) in zip(relative, shown, strict=True):
+            self._factors.set(record.unit, slot, each * clipped)
+        return norm * largest
+
+    def _shown(self) -> list[tuple[UnitGradient, int]]:
+        """The gradients that `step()` would use now."""
+        return [(record, slot) for record in self._gradients.records() for slot in self._used(record)]
 
     def step(self) -> Norms | None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward.
@@ -205,20 +251,30 @@ class Stepper:
             self._speculation.end_of_step(clipped=True)
             self.scaler.end_of_step(skipped=True)
             return None
-        scale = 1.0
-        if self._manual_scale is not None:
-            scale = self._manual_scale
-        elif self._clip_grad_norm is not None and norms.total is not None:
-            scale = self.scale_for(norms.total, self._clip_grad_norm)
-        if scale != 1.0:
+        if self._clip_grad_norm is not None and norms.total is not None:
+            self._limit(norms.total, self._clip_grad_norm)
+        factors = [self._factors.of(record.unit, slot) for record, slot in self._shown()]
+        if not all(map(math.isfinite, factors)):
+            raise UsageError(
+                "Gradients were multiplied by NaN or infinity, so no step can be taken with them. Clip with a max_norm "
+                "that is a number."
+            )
+        clipped = any(factor != 1.0 for factor in factors)
+        if clipped:
             self._speculation.undo_all()
         for record in self._gradients.records():
-            self._queue_update(record, scale)
+            self._queue_update(record)
         if self._norm_terms:
-            self._speculation.end_of_step(clipped=scale != 1.0)
+            self._speculation.end_of_step(clipped=clipped)
             self.scaler.end_of_step(skipped=False)
         self._clear_step()
         return norms
+
+    def _settle(self, records: Iterable[UnitGradient]) -> None:
+        start = time.perf_counter()
+        for record in records:
+            record.settle()
+        self._stalled("d2h", time.perf_counter() - start)
 
     def _square_sums(
         self, records: Iterable[UnitGradient], counts: Counts = lambda _unit, _slot: True
@@ -247,9 +303,12 @@ class Stepper:
         self._due.clear()
         self._norm_terms.clear()
         self._used_groups.clear()
-        self._manual_scale = None
+        self._factors.clear()
         for unit in self._units:
             unit.used = False
+            if unit.updated:  # until now, whoever clips had to see the gradient
+                for slot in range(unit.trainable):
+                    unit.params[slot].grad = None
             unit.updated = False
 
     def _abandon(self) -> None:
@@ -267,13 +326,12 @@ class Stepper:
             self._updater.drain()
         self._clear_step()
 
-    def _queue_update(self, record: UnitGradient, scale: float) -> None:
-        """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on.
-
-        `scale` clips the gradient.
-        """
+    def _queue_update(self, record: UnitGradient) -> None:
+        """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on."""
         unit = record.unit
-        hypers = next_hypers(unit, self.group_of, self._rule, scale / self.scaler.scale)
+        hypers = next_hypers(
+            unit, self.group_of, self._rule, lambda slot: self._factors.of(unit, slot) / self.scaler.scale
+        )
         segments = segments_of(unit, hypers)
         self._norm_terms[unit.index] = record
         kept = self._speculation.confirm(record, segments)
@@ -281,7 +339,8 @@ class Stepper:
             self._gradients.take(record)
         record.used = list(hypers)
         for slot, hyper in hypers.items():
-            unit.params[slot].grad = None
+            if not unit.updated:
+                unit.params[slot].grad = None
             unit.steps[slot] = hyper.step
             self._used_groups[id(unit.params[slot])] = hyper
         if not segments:
@@ -300,7 +359,9 @@ class Stepper:
         """Update a unit as `step()` will if it clips nothing."""
         unit = record.unit
         if self._speculation.may_begin(unit):
-            segments = segments_of(unit, next_hypers(unit, self.group_of, self._rule, 1.0 / self.scaler.scale))
+            segments = segments_of(
+                unit, next_hypers(unit, self.group_of, self._rule, lambda _: 1.0 / self.scaler.scale)
+            )
             self._speculation.begin(record, segments, self._urgency(unit))
 
     def _update_due(self) -> None:
@@ -317,7 +378,7 @@ class Stepper:
             assert record is not None
             if self._options.update_under_backward:
                 unit.updated = True
-                self._queue_update(record, 1.0)
+                self._queue_update(record)
             else:
                 self._speculate(record)
         self._due = waiting

@@ -420,6 +420,22 @@ def not_finite(out: Path) -> dict[str, Any]:
     return {"error": error, "same": all(torch.equal(before[name], after[name]) for name in before)}
 
 
+def clip_by_torch(out: Path) -> dict[str, Any]:
+    """Torch's function asks for each gradient's norm here, where every rank would have to be asked together."""
+    model, optimizer = wrapped(Recipe("llama", steps=1, clip=None), "ram", out, 3)
+    loss_of(model(**batch("llama", torch.Generator().manual_seed(1)))).backward()
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        error = ""
+    except pagoda.UsageError as found:
+        error = str(found)
+    norm = optimizer.clip_grad_norm_(0.1)
+    clipped = optimizer.clip_grad_norm_(0.05)
+    optimizer.step()
+    optimizer.close()
+    return {"error": error, "norm": norm, "clipped": clipped}
+
+
 def train_on_nodes(out: Path, recipe: dict[str, Any], per_node: int, two_step: bool, **settings: Any) -> dict[str, Any]:
     """As `train`, on nodes of so many ranks, with the bytes that this rank has sent to other nodes."""
     rank, _ = place()

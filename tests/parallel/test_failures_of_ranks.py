@@ -52,6 +52,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_on_any(rank
         assert result["same"]
 
 
+def test_torchs_clipping_is_refused_on_ranks_and_the_optimizers_works(ranks: RankServer, tmp_path: Path) -> None:
+    first, second = ranks.run("clip_by_torch", 2, tmp_path)
+    assert first["norm"] == second["norm"] > 0.1
+    for result in (first, second):
+        assert "optimizer.clip_grad_norm_(max_norm) on every rank" in result["error"]
+        assert result["clipped"] == pytest.approx(0.1, rel=1e-4)
+
+
 def test_gathered_parameters_are_whole_on_every_rank_and_changes_stay(ranks: RankServer, tmp_path: Path) -> None:
     first, second = ranks.run("gather_some", 2, tmp_path)
     assert torch.equal(first["after"], second["after"])

@@ -1,0 +1,186 @@
+"""Markers: what `param.grad` shows of a gradient that lies in pages, and the few things that can be done with one."""
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from pagoda.errors import UsageError
+from pagoda.runtime.unit import LiveUnit
+
+
+class Scaling(Protocol):
+    """Knows the norms of this step's gradients, and multiplies them."""
+
+    def gradient_norm(self, unit: LiveUnit, slot: int) -> float:
+        """2-norm of one parameter's gradient."""
+        ...
+
+    def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
+        """Multiply one parameter's gradient."""
+        ...
+
+
+class _Gradient:
+    """The gradient that a marker stands for. It keeps nothing alive: Python's collector does not see `param.grad`."""
+
+    def __init__(self, unit: LiveUnit, slot: int, scaling: Scaling) -> None:
+        self._unit = weakref.ref(unit)
+        self._slot = slot
+        self._scaling = weakref.ref(scaling)
+
+    def norm(self, asked_by: str) -> float:
+        unit, scaling = self._here(asked_by)
+        return scaling.gradient_norm(unit, self._slot)
+
+    def multiply(self, factor: float, asked_by: str) -> None:
+        unit, scaling = self._here(asked_by)
+        scaling.scale_gradient(unit, self._slot, factor)
+
+    def _here(self, asked_by: str) -> tuple[LiveUnit, Scaling]:
+        """Raises UsageError unless the gradient is still the one of this step."""
+        unit, scaling = self._unit(), self._scaling()
+        if unit is not None and scaling is not None and unit.params[self._slot].grad is not None:
+            current = unit.markers[self._slot]
+            if isinstance(current, GradientMarker) and current.gradient is self:
+                return unit, scaling
+        raise UsageError(
+            f"{asked_by}() was called on a gradient that is gone: optimizer.step() has used it, or it was set to None. "
+            "Take norms and clip between backward and optimizer.step(), and read param.grad anew each time."
+        )
+
+
+class GradientMarker(torch.Tensor):
+    """Stands in `param.grad` for a gradient that lies in pages.
+
+    It is there when the gradient is, and `zero_grad` clears it; its shape, dtype and device are true. Its 2-norm can be
+    asked for, and it can be multiplied by a number in place: the norm is exact, and the update multiplies. That is all
+    that `torch.nn.utils.clip_grad_norm_` needs. Methods that move or cast a tensor return the marker itself. Every
+    other use of the values raises UsageError.
+    """
+
+    gradient: _Gradient | None = None
+    """None for a view, which has a shape alone."""
+
+    @classmethod
+    def of(cls, blank: torch.Tensor, unit: LiveUnit, slot: int, scaling: Scaling) -> "GradientMarker":
+        """A marker that looks like `blank`, for the gradient of a unit's parameter that arrives now."""
+        marker = blank.as_subclass(cls)
+        marker.gradient = _Gradient(unit, slot, scaling)
+        return marker
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name in _SELF and isinstance(args[0], GradientMarker):
+            return args[0]
+        if name in _NORMS and _is_whole_norm(name, args, kwargs):
+            return _norms(args[0], name)
+        if name in _PRODUCTS and len(args) == 2 and not kwargs:
+            return _multiply(args[0], args[1], name)
+        if name == "__set__" and isinstance(args[1], GradientMarker):  # module.cpu() sets grad.data to what cpu() gave
+            return None
+        if name in _HARMLESS or (name == "__set__" and not isinstance(args[1], torch.Tensor)):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+            # `.data` and views are plain tensors, whose NaN would be read without a word.
+            if type(result) is torch.Tensor:
+                result = result.as_subclass(cls)
+                if func == _DATA:
+                    result.gradient = args[0].gradient
+            return result
+        raise _refusal(name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<gradient in Pagoda's pages, shape {tuple(self.shape)}>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SELF = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "detach", "detach_", "contiguous"})
+_HARMLESS = frozenset(
+    {"__get__", "__len__", "__hash__", "__repr__", "__dir__", "size", "stride", "dim", "ndimension", "numel"}
+    | {"nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "data_ptr"}
+    | {"untyped_storage", "requires_grad_", "_has_compatible_shallow_copy_type"}
+)
+_NORMS: dict[str, tuple[Any, ...]] = {
+    "linalg_vector_norm": (2,),
+    "norm": ("fro", 2),
+    "linalg_norm": (None,),
+    "_foreach_norm": (2,),
+}
+"""Function -> what it may be given as its order, the default first, to return the 2-norm of all elements."""
+_QUOTIENTS = frozenset({"div_", "_foreach_div_"})
+_PRODUCTS = frozenset({"mul_", "_foreach_mul_"}) | _QUOTIENTS
+
+
+def _is_whole_norm(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    orders = _NORMS[name]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", orders[0]))
+    rest = {key: value for key, value in kwargs.items() if key not in ("ord", "p")}
+    return 1 <= len(args) <= 2 and order in orders and all(value is None or value is False for value in rest.values())
+
+
+def _norms(of: Any, asked_by: str) -> Any:
+    """The norm of a marker, or of each tensor in a list, in float64: it is known to that precision."""
+    if not isinstance(of, GradientMarker):
+        return [_norms(each, asked_by) if isinstance(each, GradientMarker) else each.norm() for each in of]
+    if of.gradient is None:
+        raise _refusal(asked_by)
+    return torch.tensor(of.gradient.norm(asked_by), dtype=torch.float64, device=of.device)
+
+
+def _multiply(what: Any, by: Any, asked_by: str) -> Any:
+    is_number = isinstance(by, int | float) or (type(by) is torch.Tensor and by.numel() == 1)
+    if not is_number:
+        raise _refusal(asked_by)
+    factor = float(by)
+    if asked_by in _QUOTIENTS:
+        factor = 1 / factor if factor else math.inf
+    for each in [what] if isinstance(what, torch.Tensor) else what:
+        if not isinstance(each, GradientMarker):
+            each.mul_(factor)
+        elif each.gradient is None:
+            raise _refusal(asked_by)
+        else:
+            each.gradient.multiply(factor, asked_by)
+    return what
+
+
+def _refusal(name: str) -> UsageError:
+    advice = next((text for parts, text in _ADVICE if any(part in name for part in parts)), _OTHERWISE)
+    return UsageError(
+        f"{name}() was called on param.grad, but the values of this gradient lie in Pagoda's pages. {advice}"
+    )
+
+
+_ADVICE = (
+    (("norm",), "Only the 2-norm of all of its elements is known: call clip_grad_norm_ with norm_type=2."),
+    (
+        ("clamp",),
+        "It cannot be clipped by value: use torch.nn.utils.clip_grad_norm_ or wrap(clip_grad_norm=...).",
+    ),
+    (("zero_",), "Call zero_grad() with set_to_none=True, its default."),
+    (
+        ("unscale",),
+        "Do without torch's GradScaler, or pass it enabled=False: with wrap(precision='fp16'), call "
+        "optimizer.scale(loss).backward().",
+    ),
+    (
+        ("copy__", "__reduce"),
+        "It cannot be copied or saved: call optimizer.step() or zero_grad() first.",
+    ),
+)
+"""Parts of functions' names, and what to do instead."""
+_OTHERWISE = (
+    "torch.nn.utils.clip_grad_norm_ works: its 2-norm can be asked for, and it can be multiplied by a number in place. "
+    "To read or change a gradient in another way, use param.register_hook(...) before backward. Only the optimizer "
+    "that wrap() returned can step it."
+)

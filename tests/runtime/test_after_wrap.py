@@ -1,0 +1,196 @@
+"""What is done to a wrapped model too late, or by the wrong hands, is refused in words that name the cause and the fix.
+
+Each of these would train nothing in silence, or fail somewhere inside torch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pagoda
+
+from .conftest import Wrap
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(16, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)))
+    return loss
+
+
+def adapted(model: nn.Module) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["body"], init_lora_weights="gaussian"))
+
+
+# --- parameters that wrap never saw ----------------------------------------------------------------------------
+
+
+def new_head(model: Any) -> None:
+    model.head = nn.Linear(16, 16)
+
+
+def new_parameter(model: Any) -> None:
+    model.head.bias = nn.Parameter(torch.zeros(16))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (new_head, "'head.weight', 'head.bias' came"),
+        (new_parameter, "'head.bias' came"),
+        (adapted, "'body.lora_A.default.weight', 'body.lora_B.default.weight' came"),
+    ],
+)
+def test_a_step_refuses_trainable_parameters_that_came_after_wrap(
+    change: Callable[[nn.Module], object], names: str, wrap: Wrap
+) -> None:
+    model, optimizer = wrap(fresh(), precision="fp32")
+    change(model)
+    loss_of(model).backward()
+    with pytest.raises(pagoda.UsageError, match=rf"{names} into the model after wrap\(\).*get_peft_model"):
+        optimizer.step()
+
+
+def test_frozen_parameters_may_come_after_wrap(wrap: Wrap) -> None:
+    """A teacher, say: nothing has to train it."""
+    model, optimizer = wrap(fresh(), precision="fp32")
+    model.teacher = nn.Linear(16, 16).requires_grad_(False)
+    before = model.state_dict()["body.weight"]
+    loss_of(model).backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["body.weight"], before)
+
+
+def test_a_step_that_can_train_nothing_is_refused(wrap: Wrap) -> None:
+    """As after peft's get_peft_model for prompts: it freezes the model and holds what trains outside of it."""
+    model, optimizer = wrap(fresh(), precision="fp32")
+    model.requires_grad_(False)
+    with pytest.raises(pagoda.UsageError, match=r"frozen .*get_peft_model"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+def test_a_model_frozen_after_backward_takes_its_step(announced: int | None, wrap: Wrap) -> None:
+    model, optimizer = wrap(fresh(), precision="fp32", accumulation_steps=announced)
+    before = model.state_dict()["body.weight"]
+    loss_of(model).backward()
+    model.requires_grad_(False)
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["body.weight"], before)
+
+
+def test_parameters_edited_in_and_out_of_groups_are_refused(wrap: Wrap) -> None:
+    model, optimizer = wrap(fresh(), precision="fp32")
+    loss_of(model).backward()
+    taken = optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(pagoda.UsageError, match=r"param_groups.*requires_grad_\(False\)"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"].append(taken)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+    with pytest.raises(pagoda.UsageError, match=r"param_groups.*add_param_group"):
+        optimizer.step()
+
+
+# --- other optimizers, compilers, mergers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+def test_another_optimizer_over_paged_parameters_is_refused(announced: int | None, kind: type[Any], wrap: Wrap) -> None:
+    model, _ = wrap(fresh(), precision="fp32", accumulation_steps=announced)
+    other = kind(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    with pytest.raises(pagoda.UsageError, match=rf"{kind.__name__}\.step\(\).*'body\.weight'.*wrap\(\) returned"):
+        other.step()
+
+
+def test_another_optimizer_steps_what_is_not_paged(wrap: Wrap) -> None:
+    wrap(fresh())
+    plain = fresh()
+    before = plain.get_parameter("head.bias").detach().clone()
+    loss_of(plain).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert not torch.equal(plain.get_parameter("head.bias"), before)
+
+
+def compiled(model: nn.Module, **options: Any) -> nn.Module:
+    return torch.compile(model, backend="eager", **options)  # type: ignore[return-value]
+
+
+def compiled_part(model: nn.Module) -> nn.Module:
+    model.get_submodule("body").compile(backend="eager")
+    return model
+
+
+def compiled_block(model: nn.Module) -> nn.Module:
+    """One whose own forward reads no parameter, so that no hook is on it."""
+    model.get_submodule("blocks.0").compile(backend="eager")
+    return model
+
+
+def compiled_call(model: nn.Module) -> Any:
+    return torch.compile(lambda x: model(x), backend="eager")
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("compile_late", [compiled, compiled_part, compiled_block, compiled_call])
+def test_compiling_after_wrap_is_refused(
+    compile_late: Callable[[nn.Module], nn.Module], activations: str, wrap: Wrap
+) -> None:
+    model, _ = wrap(fresh(), precision="fp32", activations=activations)
+    torch.compiler.reset()
+    with pytest.raises(pagoda.UsageError, match=r"torch\.compile .*before wrap\(\)"):
+        loss_of(compile_late(model))
+
+
+def test_a_whole_graph_of_a_wrapped_model_is_refused(wrap: Wrap) -> None:
+    """torch words this error, and Pagoda the reason in it."""
+    model, _ = wrap(fresh(), precision="fp32")
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=r"compile before wrap\(\)"):
+        loss_of(compiled(model, fullgraph=True))
+
+
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+def test_adapters_merge_where_weights_are_gathered_and_nowhere_else(merge: str, wrap: Wrap) -> None:
+    model, optimizer = wrap(adapted(fresh()), precision="fp32")
+    for _ in range(2):
+        loss_of(model).backward()
+        optimizer.step()
+    with pytest.raises(pagoda.UsageError, match=r"body\.merge\(\) needs weights.*gathered\(model, modify=True\)"):
+        getattr(model, merge)()
+    with torch.no_grad():
+        before = loss_of(model).item()
+    with pagoda.gathered(model, modify=True):
+        merged = getattr(model, merge)() or model
+    with torch.no_grad():
+        assert loss_of(merged).item() == pytest.approx(before, rel=1e-5)
+    assert not torch.equal(merged.state_dict()[weight_of(merged)], fresh().state_dict()["body.weight"])
+
+
+def weight_of(model: nn.Module) -> str:
+    return next(name for name in model.state_dict() if name.endswith(("body.weight", "body.base_layer.weight")))
