@@ -1,10 +1,14 @@
 """The training loop: checks every input, then trains, writing nothing before a first step has succeeded."""
 
+import json
 import os
 import random
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +17,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.api import chunked_loss, init, no_decay_groups, open_mesh, plan_of, wrap
+from pagoda.checkpoint.directory import read_manifest
+from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
-from pagoda.errors import CheckpointError, ConfigError
+from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
@@ -33,8 +39,26 @@ from pagoda.train.data import VOCABULARY, Batches, ByteText
 from pagoda.train.metrics import StepMetrics
 from pagoda.train.progress import Progress
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
+from pagoda.train.resume import CONFIG, Beginning, begin
 from pagoda.train.run_dir import Checkpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
+
+_TOKENIZERS = (
+    "*tokenizer*",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""Files of a Hugging Face directory that only a model with a tokenizer has."""
+
+
+_VERSION = "transformers_version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +81,42 @@ class TrainResult:
     """Number of the signal that interrupted it, or None."""
 
 
-def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
-    """Trains as `config` says and shows plan and progress on `console`.
+def run(config: TrainConfig, console: Console | None = None) -> TrainResult | None:
+    """Trains as `config` says and shows plan and progress on `console`; None if a run that is resumed has finished.
 
     Interrupted by SIGINT or SIGTERM it ends its step, saves a checkpoint and returns. A user error before the
-    end of the first step leaves `config.out` as it was.
+    end of the first step leaves `config.out` as it was. A run that is resumed goes on from its last checkpoint that is
+    whole; later ones, which are damaged, are named on `console` and kept under other names.
 
     Raises:
-        ConfigError: a setting, path, text or model that cannot be used; `out` holds a run already, or none to
-            resume.
+        ConfigError: a setting, path, text or model that cannot be used; `out` is in use by another run, or holds one
+            already, or none to resume.
         BudgetError, StorageError: the state does not fit, or a directory cannot be used.
-        CheckpointError: nothing to resume from, or a checkpoint of another model or text.
+        CheckpointError: no checkpoint can be used, or the last one is of another model or text.
         NonFiniteGradientError: a gradient is NaN or infinite.
     """
     mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
     run_dir = RunDir(config.out)
-    again = was_restarted()
-    if again:
-        config = replace(config, resume=bool(run_dir.all_checkpoints()))
-    checkpoint = _checkpoint_to_resume(config, run_dir, again)
-    _check_trace(config, checkpoint.step if checkpoint else 0)
+    with ExitStack() as held:
+        beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
+        if beginning.done >= config.steps:
+            console.print(
+                f"The run in {run_dir.path} has finished: {beginning.done} of {config.steps} steps are done. Give a "
+                "larger --steps to continue it.",
+                soft_wrap=True,
+                highlight=False,
+            )
+            return None
+        return _run(config, run_dir, beginning, mesh, console)
+
+
+def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console) -> TrainResult:
+    """Builds what a run needs, and runs it."""
+    checkpoint = beginning.checkpoint
+    _check_trace(config, beginning.done)
+    if checkpoint is None:
+        _check_tokens(config)
     memory = config.memory.build()
     rule = config.optim.build(config.seed, config.optimizer)
     text = ByteText.open(config.data)
@@ -125,7 +164,9 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     try:
         console.print(plan_table(plan_of(model)))
         loop = _Loop(config, run_dir, batches, model, optimizer, mesh, console)
-        return loop.run(loop.restore(checkpoint) if checkpoint else 0)
+        if checkpoint is not None:
+            loop.restore(checkpoint)
+        return loop.run(beginning)
     finally:
         optimizer.close()
 
@@ -153,12 +194,15 @@ class _Loop:
         self.scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self.device = next(model.parameters()).device
         self.saved: Checkpoint | None = None
+        self.ran = False
+        """Whether the model has been run."""
         # Initialisation draws random numbers in an order that may follow the memory split; dropout must not. Ranks drop
         # elements of their own.
         _seed(config.seed + mesh.rank)
 
-    def restore(self, checkpoint: Checkpoint) -> int:
-        """Loads `checkpoint` and returns the steps done."""
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Loads `checkpoint`. Raises CheckpointError where it is of another model or text."""
+        self._check_model(checkpoint)
         extra = self.optimizer.load_checkpoint(checkpoint.path)
         if extra.get("text") != self.batches.text.fingerprint:
             raise CheckpointError(
@@ -166,17 +210,31 @@ class _Loop:
                 " give --data the bytes that the run started with"
             )
         self.batches = replace(self.batches, first_step=checkpoint.step, first_sample=extra["samples"])
-        self.scheduler.load_state_dict(extra["scheduler"])
+        self.scheduler.last_epoch = checkpoint.step
         # Recomputed because `steps` may have changed; otherwise this is the value it has already.
         factor = self.config.optim.lr_factor(checkpoint.step, self.config.steps)
         for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
             group["lr"] = base * factor
         self.console.print(f"Resuming {self.run_dir.path} after step {checkpoint.step}", highlight=False)
-        return checkpoint.step
 
-    def run(self, done: int) -> TrainResult:
-        """Runs the steps after `done`."""
-        config = self.config
+    def _check_model(self, checkpoint: Checkpoint) -> None:
+        """Raises CheckpointError where the model's own configuration is not that of the checkpoint."""
+        saved, mine = read_manifest(checkpoint.path).get("model"), model_record(self.model)
+        if saved is None or mine is None:
+            return
+        theirs, ours = saved["config"], mine["config"]
+        if theirs.get(_VERSION) != ours.get(_VERSION):
+            return  # another version of transformers may say the same in other words
+        if differing := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
+            raise CheckpointError(
+                f"{checkpoint.path} was trained with another config.json than --model {self.config.model} has: "
+                + ", ".join(f"{name} was {theirs.get(name)} and is {ours.get(name)}" for name in differing)
+                + ". Put back what it was"
+            )
+
+    def run(self, beginning: Beginning) -> TrainResult:
+        """Runs the steps that are left."""
+        config, done = self.config, beginning.done
         losses: list[float] = []
         seconds = 0.0
         step = done
@@ -189,6 +247,9 @@ class _Loop:
                     if traced:
                         self.optimizer.trace_next_step()
                     mine = self._step(step)
+                    if files is None and self.mesh.rank == 0:  # before any rank goes on and may take their names
+                        for damaged in beginning.damaged:
+                            self.run_dir.put_aside(damaged)
                     metrics, stopped_by = share_metrics(self.mesh, mine, stop.received)
                     step += 1
                     losses.append(metrics.loss)
@@ -201,9 +262,8 @@ class _Loop:
                     if traced and self.mesh.rank == 0:
                         self._write_trace(step)
                     progress.show(metrics)
-                    if config.checkpoint_every and (step % config.checkpoint_every == 0 or step == config.steps):
-                        self._save(step, files)
-                    if stopped_by is not None:
+                    due = config.checkpoint_every and step % config.checkpoint_every == 0
+                    if due or stopped_by is not None or (config.save_at_end and step == config.steps):
                         self._save(step, files)
                     if stopped_by is not None or step == config.steps:
                         break
@@ -237,7 +297,7 @@ class _Loop:
         routing = dict.fromkeys(("aux_loss", "dropped"), torch.zeros((), device=self.device))
         for index in range(passes):
             ids, labels = self.batches.batch(step, index)
-            output = self.model(input_ids=self._on_device(ids), labels=self._on_device(labels))
+            output = self._forward(self._on_device(ids), self._on_device(labels))
             self.optimizer.scale(output.loss / passes).backward()  # type: ignore[no-untyped-call]
             loss_sum += output.loss.detach().float()
             routing = {
@@ -273,6 +333,22 @@ class _Loop:
             staleness={unit: asdict(seen) for unit, seen in stats.staleness.items()},
         )
 
+    def _forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        """What the model says. Raises ConfigError where one from a directory cannot work as its config.json says."""
+        try:
+            return self.model(input_ids=ids, labels=labels)
+        except (PagodaError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # sizes that do not fit each other show here at the earliest
+            if self.ran or model_directory(self.config.model) is None:
+                raise
+            raise ConfigError(
+                f"model {self.config.model!r} fails in its first forward pass: {type(error).__name__}: {error}. Check "
+                "its config.json"
+            ) from error
+        finally:
+            self.ran = True
+
     def _write_trace(self, step: int) -> None:
         timeline = self.optimizer.timeline
         assert timeline is not None, "a step that was traced has ended"
@@ -283,15 +359,13 @@ class _Loop:
             self.console.print(f"{error}; the run goes on", soft_wrap=True, highlight=False)
 
     def _save(self, step: int, files: MetricsFiles) -> None:
-        """Saves the state after `step` steps, once; the metrics up to it are on disk before it is."""
-        if self.saved is not None and self.saved.step == step:
-            return
+        """Saves the state after `step` steps; the metrics up to it are on disk before it is."""
         files.sync()
         path = self.run_dir.checkpoint(step)
-        path.parent.mkdir(exist_ok=True)
+        self.run_dir.make_checkpoints()
         extra = {
             "step": step,
-            "scheduler": self.scheduler.state_dict(),
+            CONFIG: json.loads(self.config.to_json()),
             "text": self.batches.text.fingerprint,
             "samples": self.batches.samples_before(step),
         }
@@ -312,30 +386,11 @@ class _Loop:
         if result.checkpoint is not None:
             lines.append(f"Checkpoint: {result.checkpoint}")
         elif result.stopped_by is None:
-            lines.append("No checkpoint was saved: --checkpoint-every is 0, so the trained weights are not kept.")
+            lines.append("No checkpoint was saved (--no-save-at-end): the trained weights are not kept.")
         if result.stopped_by is not None:
             lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self.run_dir.path}")
         for line in lines:
             self.console.print(line, soft_wrap=True, highlight=False)
-
-
-def _checkpoint_to_resume(config: TrainConfig, run_dir: RunDir, again: bool) -> Checkpoint | None:
-    """The checkpoint that the run continues from, or None for a new run in a directory that is free.
-
-    `again` says that this run was here before, and stopped before its first checkpoint if `config` does not resume one.
-    """
-    if not config.resume:
-        if not again:
-            run_dir.check_free()
-        return None
-    config.check_resumes(run_dir.started_config())
-    checkpoint = run_dir.latest()
-    if checkpoint.step >= config.steps:
-        raise ConfigError(
-            f"the run in {run_dir.path} has done {checkpoint.step} of {config.steps} steps:"
-            " give a larger --steps to continue it"
-        )
-    return checkpoint
 
 
 def _check_trace(config: TrainConfig, done: int) -> None:
@@ -349,6 +404,21 @@ def _check_trace(config: TrainConfig, done: int) -> None:
     parent = config.trace.absolute().parent
     if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == config.out.absolute()):
         raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that is there")
+
+
+def _check_tokens(config: TrainConfig) -> None:
+    """Raises ConfigError for a model whose weights know tokens of a tokenizer: byte-level text would mean others."""
+    directory = model_directory(config.model)
+    if directory is None or not weight_files(directory):
+        return  # random weights know no tokens yet
+    names = sorted(path.name for path in directory.iterdir())
+    if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _TOKENIZERS)]:
+        raise ConfigError(
+            f"model {config.model!r} has weights that were trained with a tokenizer ({', '.join(found[:3])}), and "
+            "`pagoda train` reads text as bytes, which are other tokens to it. Train it in a loop of your own, with "
+            "its tokenizer, pagoda.load and pagoda.wrap; or give a directory with its config.json alone, to start "
+            "from random weights"
+        )
 
 
 def _built_model(config: TrainConfig, mesh: Mesh) -> nn.Module:
