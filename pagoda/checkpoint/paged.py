@@ -231,9 +231,10 @@ def _stretches(rank: PagesOfRank, unit: PagedUnit, state: str, parameter: PagedP
 
 
 def with_ranks(places: Sequence[str | Path]) -> list[Path]:
-    """Directories, and those of ranks below them, or beside those that are a rank's themselves."""
+    """Directories, and those of ranks below them, or beside those that are a rank's themselves; not symbolic links."""
     found: dict[Path, None] = {}
     for place in map(Path, places):
         top = place.parent if _OF_RANK.fullmatch(place.name) else place
-        found |= dict.fromkeys([place, *sorted(p for p in top.glob("rank-*") if _OF_RANK.fullmatch(p.name))])
+        ranks = sorted(p for p in top.glob("rank-*") if _OF_RANK.fullmatch(p.name))
+        found |= dict.fromkeys([place, *(p for p in ranks if p.is_dir() and not p.is_symlink())])
     return list(found)
