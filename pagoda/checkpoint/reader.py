@@ -1,8 +1,9 @@
 """Reading a checkpoint: its manifest and its tensors, wherever each of them is stored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ import torch
 from pagoda.checkpoint.directory import MANIFEST, read_manifest
 from pagoda.checkpoint.paged import PAGED, Pages
 from pagoda.checkpoint.shards import JoinedShards
-from pagoda.checkpoint.tensors import TensorFile, TensorSpec
+from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks
 from pagoda.errors import CheckpointError
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.tensor_shards import TensorShard
@@ -140,6 +141,19 @@ class Checkpoint:
     def read(self, state: str, name: str, start: int, count: int) -> torch.Tensor:
         """Elements [start, start + count) of a tensor, as a flat copy. Raises CheckpointError where it is damaged."""
         return self._sources[state][name].read(name, start, count)
+
+    def damage(self, share: int = 0, of: int = 1) -> Iterator[str]:
+        """Reads every tensor; yields what is wrong with each that is not as it was written.
+
+        Of several readers that divide the work, `of` in number, each has its share.
+        """
+        tensors = [(s, name, spec) for s in (*self.states, BUFFERS) for name, spec in self.specs(s).items()]
+        for state, name, spec in islice(tensors, share, None, of):
+            try:
+                for start, count in chunks(spec.nbytes // spec.dtype.itemsize):
+                    self.read(state, name, start, count)
+            except CheckpointError as error:
+                yield str(error)
 
     def check(self, state: str, expected: list[TensorSpec]) -> None:
         """A state has the tensors expected, with their dtypes and shapes, and no others. Else CheckpointError."""

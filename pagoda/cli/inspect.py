@@ -1,6 +1,6 @@
 """`pagoda inspect`: what a directory keeps, page stores or checkpoints, and whether it is still what was written."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +10,15 @@ import tyro
 from rich.console import Console
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
-from pagoda.checkpoint.tensors import chunks
-from pagoda.errors import CheckpointError, ConfigError, StorageError
+from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
 from pagoda.memory.commits import Commit, StoreRecord, stores_in, unknown_in
 from pagoda.memory.committed import CommittedPages
 from pagoda.memory.identity import MANIFEST
 from pagoda.memory.orphans import why_orphaned
 from pagoda.memory.sizes import format_bytes
+from pagoda.train.config import TrainConfig
+from pagoda.train.resume import CONFIG
+from pagoda.train.run_dir import Checkpoint as RunCheckpoint
 from pagoda.train.run_dir import RunDir
 
 _DAMAGED = 1
@@ -38,9 +40,12 @@ def run_inspect(config: InspectConfig, console: Console) -> int:
         raise ConfigError(f"{config.directory} is not a directory")
     if (config.directory / MANIFEST).exists():
         return _DAMAGED if _show_checkpoint(config.directory, config.verify, console) else 0
-    checkpoints = RunDir(config.directory).all_checkpoints()
+    run = RunDir(config.directory)
+    checkpoints = run.all_checkpoints()
     if checkpoints:
-        return _DAMAGED if sum(_show_checkpoint(c.path, config.verify, console) for c in checkpoints) else 0
+        found = sum(_show_checkpoint(c.path, config.verify, console) for c in checkpoints)
+        found += _show_config(run, checkpoints, console) if config.verify else 0
+        return _DAMAGED if found else 0
     damaged = 0
     stores = stores_in(config.directory)
     for record, stripe in stores:
@@ -62,7 +67,7 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
                 on_ssd = checkpoint.pages.sources[state].specs if checkpoint.pages and state != BUFFERS else {}
                 size = format_bytes(sum(spec.nbytes for spec in specs))
                 _say(console, f"  {state}: {len(specs)} tensors, {size}; {len(on_ssd)} are pages on SSD")
-            found = list(_damage(checkpoint)) if verify else []
+            found = list(checkpoint.damage()) if verify else []
     except CheckpointError as error:
         found = [str(error)]
     for what in found:
@@ -72,15 +77,29 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
     return len(found)
 
 
-def _damage(checkpoint: Checkpoint) -> Iterator[str]:
-    """Reads every tensor; yields what is wrong with each that is not as it was written."""
-    for state in (*checkpoint.states, BUFFERS):
-        for name, spec in checkpoint.specs(state).items():
-            try:
-                for start, count in chunks(spec.nbytes // spec.dtype.itemsize):
-                    checkpoint.read(state, name, start, count)
-            except CheckpointError as error:
-                yield str(error)
+def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Console) -> int:
+    """Prints whether config.json is what the run's checkpoints were saved with; returns how many say otherwise."""
+    started = [found for found in map(_started, checkpoints) if found is not None]
+    if not started:
+        return 0  # saved by a loop of the user's own
+    try:
+        config = run.started_config()
+        found = [f"{c.path}: {', '.join(differing)}" for c, s in started if (differing := s.differing(config, "it"))]
+    except ConfigError as error:
+        found = [str(error)]
+    for what in found:
+        _say(console, f"  {what}")
+    _say(console, f"{run.config} is not that of the run" if found else f"{run.config} is as it was written")
+    return len(found)
+
+
+def _started(checkpoint: RunCheckpoint) -> tuple[RunCheckpoint, TrainConfig] | None:
+    """The configuration that `pagoda train` saved with a checkpoint, if it did and that can be read."""
+    try:
+        with Checkpoint(checkpoint.path, all_pages=False) as opened:
+            return checkpoint, TrainConfig.from_settings(opened.manifest["extra"][CONFIG])
+    except (PagodaError, LookupError, TypeError):
+        return None
 
 
 def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> int:

@@ -20,7 +20,7 @@ def run_train(config: TrainConfig, console: Console) -> int:
     if config.memory.build().torch_device.type == "cpu":
         keep_freed_memory()
     result = run(config, console)
-    return 0 if result.stopped_by is None else _SIGNAL_BASE + result.stopped_by
+    return 0 if result is None or result.stopped_by is None else _SIGNAL_BASE + result.stopped_by
 
 
 def resumed_config(args: Sequence[str]) -> TrainConfig | None:

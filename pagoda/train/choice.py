@@ -1,15 +1,13 @@
 """The plan of a run: the planner's first choice, or the fastest that a search by simulation finds."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
-from pagoda.errors import ConfigError, PagodaError
+from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
@@ -23,6 +21,7 @@ from pagoda.plan.hardware import hardware_file, read_hardware
 from pagoda.settings import StatesConfig
 from pagoda.tiers import Memory
 from pagoda.train.config import TrainConfig
+from pagoda.train.ranks import from_first
 
 
 def activations_of(config: TrainConfig) -> ActivationMode:
@@ -89,7 +88,7 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mes
         return asked
     started = time.perf_counter()
     try:
-        found = _on_first(mesh, lambda: _searched(config, memory, mesh))
+        found = from_first(mesh, "the choice of a plan", lambda: _searched(config, memory, mesh))
     except ConfigError as error:
         if config.plan == "search":
             raise
@@ -100,23 +99,6 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mes
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
     activations = found.activations if config.activations == "auto" else asked.activations
     return Chosen(replace(memory, **found.memory), activations, found.batch_tiles)
-
-
-def _on_first(mesh: Mesh, search: Callable[[], _Found]) -> _Found:
-    """What the first rank finds, on every rank; its refusal too."""
-    if mesh.size == 1:
-        return search()
-    found: list[Any] = [None]
-    if mesh.rank == 0:
-        try:
-            found[0] = search()
-        except PagodaError as error:
-            found[0] = error
-    mesh.jointly("the choice of a plan", lambda: dist.broadcast_object_list(found))
-    if isinstance(found[0], PagodaError):
-        raise found[0]
-    chosen: _Found = found[0]
-    return chosen
 
 
 def _check_measured_for(mesh: Mesh) -> None:

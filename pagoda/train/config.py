@@ -1,19 +1,19 @@
 """The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
 
-What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `trace`, `plan`, `speculate`,
-`zero_stage`, `replicas`, `expert_parallel` and everything under `memory` (any split over tiers gives the same bits),
-the number of ranks (the state is the same, but each step reads another batch), and `data` if its bytes are the same (a
-moved file). Everything else decides the bits of the run and stays as the run was started; `check_resumes` names what
-differs.
+What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `save_at_end`, `trace`, `plan`,
+`speculate`, `zero_stage`, `replicas`, `expert_parallel` and everything under `memory` (any split over tiers gives the
+same bits), the number of ranks (the state is the same, but each step reads another batch), and `data` if its bytes are
+the same (a moved file). Everything else decides the bits of the run and stays as the run was started; `check_resumes`
+names what differs.
 With the cosine schedule, other `steps` mean other learning rates from there on.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 from pagoda.errors import ConfigError
 from pagoda.models.build import is_mixture
@@ -22,6 +22,7 @@ from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, check_tile_limit, flag, require
+from pagoda.train.decode import decoded
 
 if TYPE_CHECKING:
     from pagoda.optim import Rule
@@ -32,6 +33,7 @@ _FREE_ON_RESUME = frozenset(
         "out",
         "checkpoint_every",
         "keep_checkpoints",
+        "save_at_end",
         "data",
         "resume",
         "plan",
@@ -43,7 +45,6 @@ _FREE_ON_RESUME = frozenset(
         "expert_parallel",
     }
 )
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +171,12 @@ class TrainConfig:
     out: Path
     """Run directory, created: config.json, metrics.jsonl, checkpoints."""
     resume: bool = False
-    """Continue the run in --out from its last checkpoint; settings not given are those of the run."""
+    """Continue the run in --out from its last checkpoint that is whole, or from the beginning if it has none yet;
+    settings not given are those of the run."""
     checkpoint_every: int = 0
-    """Save a checkpoint every so many steps and at the end. 0: only when the run is interrupted."""
+    """Save a checkpoint every so many steps; 0: only at the end, and when the run is interrupted."""
+    save_at_end: bool = True
+    """Save a checkpoint after the last step."""
     keep_checkpoints: int = 2
     """Checkpoints to keep: older ones are deleted once a new one is complete. State on SSD is then kept in place, not
     copied, and takes this many times more room there. 0: delete none, and copy."""
@@ -220,7 +224,7 @@ class TrainConfig:
 
     @property
     def kept_on_ssd(self) -> int:
-        """Checkpoints that state on SSD has spare pages for: none where only an interrupted run saves one."""
+        """Checkpoints that state on SSD has spare pages for: none where a run saves only when it ends, which copies."""
         return self.keep_checkpoints if self.checkpoint_every else 0
 
     def to_json(self) -> str:
@@ -236,9 +240,14 @@ class TrainConfig:
         """
         try:
             settings = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"the configuration is not JSON: {error}") from error
-        return _decode(TrainConfig, settings)
+        return TrainConfig.from_settings(settings)
+
+    @staticmethod
+    def from_settings(settings: Any) -> "TrainConfig":
+        """As `from_json`, of JSON that is decoded already."""
+        return decoded(TrainConfig, settings)
 
     def check_resumes(self, started: "TrainConfig") -> None:
         """Checks that this configuration continues the run that was started with `started`.
@@ -246,17 +255,20 @@ class TrainConfig:
         Raises:
             ConfigError: a setting differs that decides the bits of the run; names each with both values.
         """
-        mine, theirs = dict(_flat(asdict(self))), dict(_flat(asdict(started)))
-        differing = [
-            f"{flag(name)} {value} (the run has {theirs[name]})"
-            for name, value in mine.items()
-            if value != theirs[name] and name not in _FREE_ON_RESUME and not name.startswith("memory.")
-        ]
-        if differing:
+        if differing := self.differing(started, "the run"):
             raise ConfigError(
                 f"cannot resume {started.out} with other settings: {', '.join(differing)}. Leave them out"
                 " to keep the run's own, or start a new run with another --out"
             )
+
+    def differing(self, other: "TrainConfig", whose: str) -> list[str]:
+        """The settings that decide the bits of a run and differ from those of `other`, each with both values."""
+        mine, theirs = dict(_flat(asdict(self))), dict(_flat(asdict(other)))
+        return [
+            f"{flag(name)} {value} ({whose} has {theirs[name]})"
+            for name, value in mine.items()
+            if value != theirs[name] and name not in _FREE_ON_RESUME and not name.startswith("memory.")
+        ]
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -266,26 +278,3 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def _decode(kind: type[_T], settings: Any) -> _T:
-    """A dataclass of type `kind` from decoded JSON."""
-    assert is_dataclass(kind)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"the configuration holds {settings!r} where {kind.__name__} has settings by name")
-    hints = get_type_hints(kind)
-    unknown = sorted(set(settings) - {f.name for f in fields(kind)})
-    if unknown:
-        raise ConfigError(f"the configuration has unknown settings: {', '.join(unknown)}")
-    values: dict[str, Any] = {}
-    for name, value in settings.items():
-        if is_dataclass(hints[name]):
-            values[name] = _decode(hints[name], value)
-        elif hints[name] is Path or (hints[name] == Path | None and value is not None):
-            values[name] = Path(value)
-        else:
-            values[name] = tuple(value) if isinstance(value, list) else value
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"the configuration is incomplete or has a value of the wrong type: {error}") from error

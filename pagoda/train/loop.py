@@ -1,8 +1,10 @@
 """The training loop: checks every input, then trains, writing nothing before a first step has succeeded."""
 
+import json
 import os
 import random
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from pagoda.train.data import VOCABULARY, Batches, ByteText
 from pagoda.train.metrics import StepMetrics
 from pagoda.train.progress import Progress
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
+from pagoda.train.resume import CONFIG, Beginning, begin
 from pagoda.train.run_dir import Checkpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
 
@@ -57,27 +60,40 @@ class TrainResult:
     """Number of the signal that interrupted it, or None."""
 
 
-def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
-    """Trains as `config` says and shows plan and progress on `console`.
+def run(config: TrainConfig, console: Console | None = None) -> TrainResult | None:
+    """Trains as `config` says and shows plan and progress on `console`; None if a run that is resumed has finished.
 
     Interrupted by SIGINT or SIGTERM it ends its step, saves a checkpoint and returns. A user error before the
-    end of the first step leaves `config.out` as it was.
+    end of the first step leaves `config.out` as it was. A run that is resumed goes on from its last checkpoint that is
+    whole; later ones, which are damaged, are named on `console` and kept under other names.
 
     Raises:
-        ConfigError: a setting, path, text or model that cannot be used; `out` holds a run already, or none to
-            resume.
+        ConfigError: a setting, path, text or model that cannot be used; `out` is in use by another run, or holds one
+            already, or none to resume.
         BudgetError, StorageError: the state does not fit, or a directory cannot be used.
-        CheckpointError: nothing to resume from, or a checkpoint of another model or text.
+        CheckpointError: no checkpoint can be used, or the last one is of another model or text.
         NonFiniteGradientError: a gradient is NaN or infinite.
     """
     mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
     run_dir = RunDir(config.out)
-    again = was_restarted()
-    if again:
-        config = replace(config, resume=bool(run_dir.all_checkpoints()))
-    checkpoint = _checkpoint_to_resume(config, run_dir, again)
-    _check_trace(config, checkpoint.step if checkpoint else 0)
+    with ExitStack() as held:
+        beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
+        if beginning.done >= config.steps:
+            console.print(
+                f"The run in {run_dir.path} has finished: {beginning.done} of {config.steps} steps are done. Give a "
+                "larger --steps to continue it.",
+                soft_wrap=True,
+                highlight=False,
+            )
+            return None
+        return _run(config, run_dir, beginning, mesh, console)
+
+
+def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh, console: Console) -> TrainResult:
+    """Builds what a run needs, and runs it."""
+    checkpoint = beginning.checkpoint
+    _check_trace(config, beginning.done)
     memory = config.memory.build()
     rule = config.optim.build(config.seed, config.optimizer)
     text = ByteText.open(config.data)
@@ -125,7 +141,9 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult:
     try:
         console.print(plan_table(plan_of(model)))
         loop = _Loop(config, run_dir, batches, model, optimizer, mesh, console)
-        return loop.run(loop.restore(checkpoint) if checkpoint else 0)
+        if checkpoint is not None:
+            loop.restore(checkpoint)
+        return loop.run(beginning)
     finally:
         optimizer.close()
 
@@ -157,8 +175,8 @@ class _Loop:
         # elements of their own.
         _seed(config.seed + mesh.rank)
 
-    def restore(self, checkpoint: Checkpoint) -> int:
-        """Loads `checkpoint` and returns the steps done."""
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Loads `checkpoint`."""
         extra = self.optimizer.load_checkpoint(checkpoint.path)
         if extra.get("text") != self.batches.text.fingerprint:
             raise CheckpointError(
@@ -166,17 +184,16 @@ class _Loop:
                 " give --data the bytes that the run started with"
             )
         self.batches = replace(self.batches, first_step=checkpoint.step, first_sample=extra["samples"])
-        self.scheduler.load_state_dict(extra["scheduler"])
+        self.scheduler.last_epoch = checkpoint.step
         # Recomputed because `steps` may have changed; otherwise this is the value it has already.
         factor = self.config.optim.lr_factor(checkpoint.step, self.config.steps)
         for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
             group["lr"] = base * factor
         self.console.print(f"Resuming {self.run_dir.path} after step {checkpoint.step}", highlight=False)
-        return checkpoint.step
 
-    def run(self, done: int) -> TrainResult:
-        """Runs the steps after `done`."""
-        config = self.config
+    def run(self, beginning: Beginning) -> TrainResult:
+        """Runs the steps that are left."""
+        config, done = self.config, beginning.done
         losses: list[float] = []
         seconds = 0.0
         step = done
@@ -189,6 +206,9 @@ class _Loop:
                     if traced:
                         self.optimizer.trace_next_step()
                     mine = self._step(step)
+                    if files is None and self.mesh.rank == 0:  # before any rank goes on and may take their names
+                        for damaged in beginning.damaged:
+                            self.run_dir.put_aside(damaged)
                     metrics, stopped_by = share_metrics(self.mesh, mine, stop.received)
                     step += 1
                     losses.append(metrics.loss)
@@ -201,9 +221,8 @@ class _Loop:
                     if traced and self.mesh.rank == 0:
                         self._write_trace(step)
                     progress.show(metrics)
-                    if config.checkpoint_every and (step % config.checkpoint_every == 0 or step == config.steps):
-                        self._save(step, files)
-                    if stopped_by is not None:
+                    due = config.checkpoint_every and step % config.checkpoint_every == 0
+                    if due or stopped_by is not None or (config.save_at_end and step == config.steps):
                         self._save(step, files)
                     if stopped_by is not None or step == config.steps:
                         break
@@ -283,15 +302,13 @@ class _Loop:
             self.console.print(f"{error}; the run goes on", soft_wrap=True, highlight=False)
 
     def _save(self, step: int, files: MetricsFiles) -> None:
-        """Saves the state after `step` steps, once; the metrics up to it are on disk before it is."""
-        if self.saved is not None and self.saved.step == step:
-            return
+        """Saves the state after `step` steps; the metrics up to it are on disk before it is."""
         files.sync()
         path = self.run_dir.checkpoint(step)
-        path.parent.mkdir(exist_ok=True)
+        self.run_dir.make_checkpoints()
         extra = {
             "step": step,
-            "scheduler": self.scheduler.state_dict(),
+            CONFIG: json.loads(self.config.to_json()),
             "text": self.batches.text.fingerprint,
             "samples": self.batches.samples_before(step),
         }
@@ -312,30 +329,11 @@ class _Loop:
         if result.checkpoint is not None:
             lines.append(f"Checkpoint: {result.checkpoint}")
         elif result.stopped_by is None:
-            lines.append("No checkpoint was saved: --checkpoint-every is 0, so the trained weights are not kept.")
+            lines.append("No checkpoint was saved (--no-save-at-end): the trained weights are not kept.")
         if result.stopped_by is not None:
             lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self.run_dir.path}")
         for line in lines:
             self.console.print(line, soft_wrap=True, highlight=False)
-
-
-def _checkpoint_to_resume(config: TrainConfig, run_dir: RunDir, again: bool) -> Checkpoint | None:
-    """The checkpoint that the run continues from, or None for a new run in a directory that is free.
-
-    `again` says that this run was here before, and stopped before its first checkpoint if `config` does not resume one.
-    """
-    if not config.resume:
-        if not again:
-            run_dir.check_free()
-        return None
-    config.check_resumes(run_dir.started_config())
-    checkpoint = run_dir.latest()
-    if checkpoint.step >= config.steps:
-        raise ConfigError(
-            f"the run in {run_dir.path} has done {checkpoint.step} of {config.steps} steps:"
-            " give a larger --steps to continue it"
-        )
-    return checkpoint
 
 
 def _check_trace(config: TrainConfig, done: int) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from pagoda.errors import StorageError
+from pagoda.train.files import read_ordinary, sync_directory, write_durably
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +77,14 @@ class MetricsFile:
             if path.exists():
                 _truncate(path, after_step)
             self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
+            sync_directory(path.parent)
 
     def write(self, metrics: StepMetrics) -> None:
         """Appends one step."""
         with _errors_named(self._path):
-            self._file.write(metrics.to_json().encode() + b"\n")
+            rest = memoryview(metrics.to_json().encode() + b"\n")
+            while rest:  # a raw file may take a part and say so, as on a disk that is almost full
+                rest = rest[self._file.write(rest) :]
 
     def sync(self) -> None:
         """Returns once every line would survive a power loss; called before a checkpoint of the same step."""
@@ -110,24 +114,24 @@ def _errors_named(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl, in order; a last line cut short by a crash is left out."""
-    steps = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The steps of a metrics.jsonl, in order; lines that a crash has cut short or damaged are left out."""
+    return [metrics for _, metrics in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every line that is a step, as it is in the file, and what it says."""
+    for line in read_ordinary(path).split(b"\n"):
         try:
-            steps.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return steps
+            metrics = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(metrics, dict) and type(metrics.get("step")) is int:
+            yield line, metrics
 
 
 def _truncate(path: Path, step: int) -> None:
     """Replaces the file, atomically, by its lines up to `step`."""
-    temporary = path.with_suffix(".jsonl.tmp")
-    with temporary.open("w", encoding="utf-8") as kept:
-        kept.writelines(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step)
-        kept.flush()
-        os.fsync(kept.fileno())
-    os.replace(temporary, path)
+    write_durably(path, b"".join(line + b"\n" for line, metrics in _lines(path) if metrics["step"] <= step))
 
 
 def _finite(value: Any) -> Any:

@@ -1,14 +1,23 @@
 """The run directory: configuration, metrics and checkpoints of one run, and which checkpoint is the last."""
 
+import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.train.config import TrainConfig
+from pagoda.train.files import make_directories, read_ordinary, sync_directory, write_durably
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
+_DAMAGED = ".damaged"
+_MOST_CONFIG_BYTES = 1 << 20
+_HASH = "hash"
+"""In config.json: of its settings."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of a run. Nothing is written before `create`."""
+    """Paths of a run, and what they hold."""
 
     path: Path
 
@@ -45,17 +54,25 @@ class RunDir:
         """Directory of the checkpoint after `step` steps."""
         return self.checkpoints / f"step-{step:06d}"
 
-    def check_free(self) -> None:
-        """Checks that a new run can start here, writing nothing.
+    def check_place(self) -> None:
+        """Checks that there is a directory here that can be written, or that one can be made, writing nothing.
 
         Raises:
-            ConfigError: the path is a file, cannot be written, or holds a run already.
+            ConfigError: the path is a file, or cannot be written.
         """
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise ConfigError(f"--out {self.path}: {existing} is a file, not a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigError(f"--out {self.path} cannot be made: {existing} is not writable")
+
+    def check_free(self) -> None:
+        """Checks that a new run can start here, writing nothing.
+
+        Raises:
+            ConfigError: as `check_place`, or there is a run already.
+        """
+        self.check_place()
         taken = [p.name for p in (self.config, self.metrics, self.checkpoints) if p.exists()]
         if taken:
             raise ConfigError(
@@ -67,17 +84,31 @@ class RunDir:
         """The configuration the run was started with.
 
         Raises:
-            ConfigError: there is no run here, or its configuration cannot be read.
+            ConfigError: there is no run here, or its configuration cannot be read, or is not as it was written.
         """
         try:
-            text = self.config.read_text(encoding="utf-8")
+            content = read_ordinary(self.config, _MOST_CONFIG_BYTES)
         except OSError as error:
             raise ConfigError(
                 f"no run to resume in {self.path}: {self.config.name} cannot be read"
                 f" ({error.strerror or type(error).__name__}). Check --out, or start a run without --resume"
             ) from error
         try:
-            return TrainConfig.from_json(text)
+            settings = json.loads(content.decode())
+            known = settings.pop(_HASH, None) if isinstance(settings, dict) else None
+            whole = known == _hash(settings)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.config} is damaged: it is not JSON ({error}). Put a copy of it back, or start another run"
+            ) from error
+        if not whole:
+            raise ConfigError(
+                f"{self.config} is not as `pagoda train` wrote it: it was edited or damaged, or another version wrote "
+                "it. Put it back as it was, and give changed settings as flags: pagoda train --resume --out "
+                f"{self.path} --steps N"
+            )
+        try:
+            return TrainConfig.from_settings(settings)
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
 
@@ -95,22 +126,44 @@ class RunDir:
         """
         complete = self.all_checkpoints()
         if not complete:
-            raise CheckpointError(
-                f"no complete checkpoint in {self.checkpoints}: the run stopped before its first."
-                " Start again with another --out, and a smaller --checkpoint-every"
-            )
+            raise CheckpointError(f"no complete checkpoint in {self.checkpoints}: the run stopped before its first")
         return complete[-1]
 
-    def create(self, config: TrainConfig) -> None:
-        """Makes the directory and writes the configuration, atomically.
+    def aside(self, damaged: Checkpoint) -> Path:
+        """The name under which a damaged checkpoint is kept, out of the way of the one that will replace it."""
+        names = (f"{damaged.path.name}{_DAMAGED}{number}" for number in ("", *range(2, 10**6)))
+        return next(path for name in names if not (path := self.checkpoints / name).exists())
+
+    def put_aside(self, damaged: Checkpoint) -> None:
+        """Renames a damaged checkpoint, so that it is kept, and none of the run's.
 
         Raises:
             ConfigError: the directory cannot be written.
         """
-        temporary = self.config.with_suffix(".json.tmp")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(config.to_json(), encoding="utf-8")
-            os.replace(temporary, self.config)
+            damaged.path.rename(self.aside(damaged))
+            sync_directory(self.checkpoints)
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
+
+    def make_checkpoints(self) -> None:
+        """Makes the directory of the checkpoints, durably."""
+        make_directories(self.checkpoints)
+
+    def create(self, config: TrainConfig) -> None:
+        """Makes the directory and writes the configuration, atomically and durably.
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
+        settings = json.loads(config.to_json())
+        try:
+            make_directories(self.path)
+            content = json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n"
+            write_durably(self.config, content.encode())
+        except OSError as error:
+            raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
+
+
+def _hash(settings: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())

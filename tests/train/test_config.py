@@ -16,10 +16,12 @@ from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
 
 BASE = TrainConfig(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
 
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)  # as arguments have it
+
 configs = st.builds(
     TrainConfig,
-    model=st.text(min_size=1),
-    data=st.text(min_size=1),
+    model=TEXT,
+    data=TEXT,
     steps=st.integers(1, 10**6),
     batch_size=st.integers(1, 512),
     seq_len=st.integers(2, 10**5),

@@ -1,0 +1,36 @@
+"""What the ranks of a run find out together, before there is a model."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from pagoda.errors import PagodaError
+from pagoda.parallel.mesh import Mesh
+
+_T = TypeVar("_T")
+
+
+def from_first(mesh: Mesh, what: str, find: Callable[[], _T]) -> _T:
+    """What the first rank finds, on every rank; its refusal too. `what` names it in errors."""
+    if mesh.size == 1:
+        return find()
+    found: list[Any] = [None]
+    if mesh.rank == 0:
+        try:
+            found[0] = find()
+        except PagodaError as error:
+            found[0] = error
+    mesh.jointly(what, lambda: dist.broadcast_object_list(found))
+    if isinstance(found[0], PagodaError):
+        raise found[0]
+    result: _T = found[0]
+    return result
+
+
+def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
+    """What every rank has found, by rank, on every rank. `what` names it in errors."""
+    found: list[Any] = [mine] * mesh.size
+    if mesh.size > 1:
+        mesh.jointly(what, lambda: dist.all_gather_object(found, mine))
+    return found

@@ -1,0 +1,139 @@
+"""Where a run begins: anew, or after its last checkpoint that is whole."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pagoda.checkpoint import reader
+from pagoda.errors import CheckpointError, ConfigError, StorageError
+from pagoda.parallel.mesh import Mesh
+from pagoda.train.config import TrainConfig
+from pagoda.train.lock import locked
+from pagoda.train.ranks import from_all, from_first
+from pagoda.train.run_dir import Checkpoint, RunDir
+
+CONFIG = "config"
+"""In what `pagoda train` adds to a checkpoint: the configuration that it was saved with."""
+_KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a run goes on from."""
+
+    checkpoint: Checkpoint | None = None
+    """None: it begins with the first step."""
+    damaged: tuple[Checkpoint, ...] = ()
+    """Later checkpoints, which cannot be used. They are put aside once the run writes."""
+
+    @property
+    def done(self) -> int:
+        """Steps that need not be run again."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+def begin(
+    config: TrainConfig, run_dir: RunDir, again: bool, mesh: Mesh, console: Console, held: ExitStack
+) -> Beginning:
+    """Takes the run's directory, until `held` is closed, and finds what the run goes on from, the same on all ranks.
+
+    Every bit of a checkpoint is read before it is chosen: of one that is adopted in place, damage would else be found
+    in the middle of a step. What is damaged, or has lost its pages, is named on the console.
+
+    Args:
+        again: whether torchrun has started this run anew, which then resumes if it had come to write anything.
+
+    Raises:
+        ConfigError: the directory is in use, or cannot be used, or holds a run although none is resumed, or none
+            although one is; or the settings are not those of the run.
+        CheckpointError: there are checkpoints, and none can be used.
+    """
+
+    def claim() -> list[Checkpoint] | None:
+        run_dir.check_place()
+        held.enter_context(locked(run_dir.path))
+        if not (config.resume or (again and run_dir.config.exists())):
+            run_dir.check_free()
+            return None
+        config.check_resumes(run_dir.started_config())
+        return run_dir.all_checkpoints()
+
+    found = from_first(mesh, "the run's directory", claim)
+    if found is None:
+        return Beginning()
+    if not found:
+        _say(console, f"{run_dir.path} has no checkpoint yet: the run starts from its first step")
+        return Beginning()
+    places = list(config.memory.build().ssd_directories)
+    problems: list[str] = []
+    for checkpoint in reversed(found):
+        with console.status(f"Checking {checkpoint.path}"):
+            problem, extra = _examined(checkpoint, places, mesh)
+        if problem is None:
+            _check_belongs(config, checkpoint, extra, run_dir)
+            damaged = tuple(found[len(found) - len(problems) :])
+            if damaged:
+                _say(console, _fallback(run_dir, checkpoint, damaged, problems))
+            return Beginning(checkpoint, damaged)
+        problems.append(problem)
+    raise CheckpointError(
+        f"none of the {len(found)} checkpoints of {run_dir.path} can be used:\n"
+        + "\n".join(_numbered(reversed(found), problems))
+        + "\nNothing was changed. Put back what is missing, or start a new run with another --out"
+    )
+
+
+def _examined(checkpoint: Checkpoint, places: Sequence[Path], mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
+    """Why a checkpoint cannot be used, or None, and what `pagoda train` added to it. Ranks divide the reading."""
+    problem, extra = None, {}
+    try:
+        with reader.Checkpoint(checkpoint.path, places) as opened:
+            extra = opened.manifest["extra"]
+            problem = _not_ours(extra, checkpoint.step) or next(opened.damage(mesh.rank, mesh.size), None)
+    except (CheckpointError, StorageError) as error:
+        problem = str(error)
+    problems = from_all(mesh, "the check of a checkpoint", problem)
+    return next((found for found in problems if found is not None), None), extra
+
+
+def _not_ours(extra: object, step: int) -> str | None:
+    """Why a checkpoint is not what `pagoda train` saved under this name, or None."""
+    if not isinstance(extra, dict) or any(type(extra.get(key)) is not kind for key, kind in _KEYS.items()):
+        return "it is not one of `pagoda train`, or of another version"
+    if extra["step"] != step:
+        return f"it is the state after step {extra['step']}, under another name"
+    return None
+
+
+def _check_belongs(config: TrainConfig, checkpoint: Checkpoint, extra: dict[str, Any], run_dir: RunDir) -> None:
+    """Raises ConfigError where the checkpoint was saved with settings that decide other bits."""
+    if differing := config.differing(TrainConfig.from_settings(extra[CONFIG]), "the checkpoint"):
+        raise ConfigError(
+            f"cannot resume from {checkpoint.path}: {run_dir.config} is not what it was saved with: "
+            f"{', '.join(differing)}. Put back the config.json of this run, or its checkpoints"
+        )
+
+
+def _fallback(run_dir: RunDir, checkpoint: Checkpoint, damaged: Sequence[Checkpoint], problems: Sequence[str]) -> str:
+    again = damaged[-1].step - checkpoint.step
+    lines = [
+        *_numbered(reversed(damaged), problems),
+        f"Falling back to the checkpoint after step {checkpoint.step}: the {again} steps after it run again.",
+        f"What cannot be used is kept as {', '.join(str(run_dir.aside(one)) for one in damaged)}.",
+    ]
+    return "\n".join(lines)
+
+
+def _numbered(checkpoints: Iterable[Checkpoint], problems: Sequence[str]) -> list[str]:
+    return [
+        f"The checkpoint after step {checkpoint.step} ({checkpoint.path}) cannot be used: {problem}"
+        for checkpoint, problem in zip(checkpoints, problems, strict=True)
+    ]
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
