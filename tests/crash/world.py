@@ -183,7 +183,7 @@ class World:
     def pagoda(self, args: list[str], fault: tuple[int, int, int] | None = None, run: Path | None = None) -> Done:
         """Run a command line; calls [first, last) that change anything fail with an error, 0 for short writes."""
         record = None if fault is None else [str(self.root), str(self._log), *fault]
-        return self.server.run(args, run or self.run_dir, record)
+        return self.server.run(args, (run or self.run_dir) if args[0] == "train" else None, record)
 
     def watch(self, args: list[str], before: Image, fault: tuple[int, int, int] = (0, 0, 0)) -> tuple[Done, Recording]:
         """Record a command line on an image."""
