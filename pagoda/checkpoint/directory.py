@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from pagoda.errors import CheckpointError, StorageError
+from pagoda.memory.commits import Reference
 from pagoda.memory.files import (
     TEMPORARY,
     inside,
@@ -224,10 +225,14 @@ def _deleting(directory: Path) -> Iterator[None]:
 
 
 def _references(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Raises CheckpointError for what no checkpoint says of its pages."""
     try:
-        return [rank["reference"] for rank in manifest.get("paged", {}).get("ranks", ())]
-    except (AttributeError, LookupError, TypeError) as error:
-        raise CheckpointError(f"its pages are not described: {error!r}") from error
+        found = [rank["reference"] for rank in manifest.get("paged", {}).get("ranks", ())]
+        for reference in found:
+            Reference.from_json(reference)
+    except (StorageError, AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"its pages are not described: {error}") from error
+    return found
 
 
 def check_absent(directory: Path) -> None:

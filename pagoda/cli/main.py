@@ -1,7 +1,7 @@
 """Entry of the `pagoda` command: picks the subcommand, and turns user errors into messages and exit codes.
 
-Exit codes: 0 done, 1 a plan that does not fit, damage that was found, or pages that `gc` was not to delete, 2 user error
-(message on stderr, no traceback), 128 + signal when interrupted.
+Exit codes: 0 done, 1 a plan that does not fit, damage that was found, or pages that `gc` left, 2 user error (message on
+stderr, no traceback), 128 + signal when interrupted.
 """
 
 import os

@@ -34,9 +34,9 @@ def check(value: Any, form: Form, where: str = "it") -> None:
                 check(item, inner, f"{where}[{index}]")
         case dict():
             _expect(isinstance(value, dict), value, where, "an object")
-            if str not in form:
-                right = value.keys() == form.keys()
-                _expect(right, sorted(value), where, f"an object with the names {sorted(form)}")
+            for problem, names in (("lacks", form.keys() - value.keys()), ("has", value.keys() - form.keys())):
+                if names and str not in form:
+                    raise FormError(f"{where} {problem} {', '.join(map(repr, sorted(names)))}"[:200])
             for name, item in value.items():
                 check(item, form[name] if str not in form else form[str], f"{where}.{name}")
         case type():
