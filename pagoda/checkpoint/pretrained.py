@@ -178,7 +178,10 @@ def _read_generation_config(model: nn.Module, directory: Path) -> None:
     from transformers import GenerationConfig
 
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        except Exception as error:  # as of a config.json, transformers validates with many types
+            raise ConfigError(f"{directory / 'generation_config.json'} cannot be read: {error}") from error
 
 
 def _named(names: list[str]) -> str:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from pagoda.models.mixture_shapes import RoutingConfig
 
 
+_MOST_LAYERS = 10_000
+"""More than any model has: a configuration that says more is broken, and would be built for hours."""
+
+
 def build_model(
     name_or_dir: str,
     *,
@@ -189,10 +193,10 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
     build = getattr(model_class, "from_config", None) or model_class._from_config
     try:
         model: nn.Module = build(config, dtype=torch.float32).train()
-    except ValueError as error:
+    except Exception as error:  # as in `_instantiate`
         raise ConfigError(
             f"{directory} (model_type {config.model_type!r}) cannot be built as {model_class.__name__}:"
-            f" {str(error).splitlines()[0]}"
+            f" {_first_line(error)}"
         ) from error
     return model
 
@@ -205,12 +209,18 @@ def _configuration(name_or_dir: str) -> Any:
 
 def _read_configuration(directory: Path) -> Any:
     transformers = import_transformers()
+    path = directory / "config.json"
     try:
-        return transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config()
     except Exception as error:  # transformers validates a bad file with many exception types
-        raise ConfigError(
-            f"transformers {transformers.__version__} cannot read {directory / 'config.json'}: {error}"
-        ) from error
+        raise ConfigError(f"transformers {transformers.__version__} cannot read {path}: {error}") from error
+    if not isinstance(text, transformers.PretrainedConfig):
+        raise ConfigError(f"{path} has a text_config that is no configuration: {text!r:.80}")
+    layers = getattr(text, "num_hidden_layers", 1)
+    if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
+        raise ConfigError(f"{path} says {layers:.3g} layers, and a model has 1 to {_MOST_LAYERS}: correct it")
+    return config
 
 
 def _shape_configuration(shape: Shape) -> Any:
@@ -224,11 +234,17 @@ def _shape_configuration(shape: Shape) -> Any:
 def _instantiate(name_or_dir: str, config: Any, **options: Any) -> Any:
     try:
         return import_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-    except ValueError as error:
+    except Exception as error:  # sizes that make no model fail wherever they are used first
         raise ConfigError(
             f"model {name_or_dir!r} (model_type {config.model_type!r}) cannot be built as a causal language"
-            f" model: {str(error).splitlines()[0]}"
+            f" model: {_first_line(error)}"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """What an error of a library says, with its type where that alone tells what is meant."""
+    said = next(iter(str(error).splitlines()), "")
+    return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
 
 
 def _enable_checkpointing(name_or_dir: str, model: Any) -> None:

@@ -26,6 +26,17 @@ STDLIB = "stdlib"
 VOCABULARY = 256
 """Token ids that byte-level text uses."""
 
+_RECORDS = {
+    ".arrow": "Arrow",
+    ".feather": "Arrow",
+    ".parquet": "Parquet",
+    ".jsonl": "JSON Lines",
+    ".ndjson": "JSON Lines",
+}
+"""Formats of data sets: a folder that has any of them is a data set."""
+_COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4"})
+_TABLES = {".json": "JSON", ".csv": "CSV", ".tsv": "CSV"}
+"""Formats that also lie about among text, such as source code: a data set where most of the text is of them."""
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _FEISTEL_ROUNDS = 6
 
@@ -55,7 +66,8 @@ class ByteText:
         ignored; files that are not UTF-8 text are left out and listed in `skipped`.
 
         Raises:
-            ConfigError: the path does not exist, a single file is not text, or there is no text at all.
+            ConfigError: the path does not exist, a single file is not text, there is no text at all, or it is a data
+                set whose text is in fields of records: Arrow, Parquet, JSON Lines, or mostly JSON or CSV.
         """
         if source == STDLIB:
             root = Path(sysconfig.get_path("stdlib"))
@@ -159,7 +171,10 @@ def _read(source: str, root: Path, paths: Iterable[Path]) -> ByteText:
     joined = bytearray()
     files = 0
     skipped: list[Skipped] = []
+    tables: dict[Path, int] = {}
     for path in sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix()):
+        if source != STDLIB and (kind := _format(path, _RECORDS)):
+            raise _data_set(source, path, kind)
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -174,6 +189,11 @@ def _read(source: str, root: Path, paths: Iterable[Path]) -> ByteText:
             joined += b"\n"
         joined += content
         files += 1
+        if _format(path, _TABLES):
+            tables[path] = len(content)
+    if 2 * sum(tables.values()) > len(joined):
+        largest = max(tables, key=lambda path: tables[path])
+        raise _data_set(source, largest, _format(largest, _TABLES))
     if not joined:
         why = "; ".join(f"{s.path.name}: {s.reason}" for s in skipped[:3])
         raise ConfigError(
@@ -181,6 +201,24 @@ def _read(source: str, root: Path, paths: Iterable[Path]) -> ByteText:
             " give a file or folder with UTF-8 text, or 'stdlib'"
         )
     return ByteText(source, np.frombuffer(joined, dtype=np.uint8), files, tuple(skipped))
+
+
+def _format(path: Path, formats: dict[str, str]) -> str:
+    """The format among these that a file's name says, compressed or not; "" for none."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    return formats.get(suffixes[-1], "") if suffixes else ""
+
+
+def _data_set(source: str, path: Path, kind: str) -> ConfigError:
+    return ConfigError(
+        f"data {source!r} is a data set of records ({path.name} is {kind}), and `pagoda train` reads plain text: it "
+        "would train on the format around the text in their fields. Write the text to a file, and give that to "
+        "--data. With Hugging Face datasets: d = load_from_disk(DIR), or load_dataset('json', data_files=FILE, "
+        "split='train') ('csv' and 'parquet' likewise); then open('text.txt', 'w').writelines(t + '\\n' for t in "
+        "d['text'])"
+    )
 
 
 def _not_text(content: bytes) -> str | None:

@@ -20,7 +20,8 @@ def decoded(kind: type[_T], settings: Any, prefix: str = "") -> _T:
     """
     assert is_dataclass(kind)
     if not isinstance(settings, dict):
-        raise ConfigError(f"the configuration holds {short(settings)} where {kind.__name__} has settings by name")
+        where = f" as {prefix.rstrip('.')}" if prefix else ""
+        raise ConfigError(f"the configuration has{where} {short(settings)}, where {kind.__name__} has settings by name")
     hints = get_type_hints(kind)
     if unknown := sorted(settings.keys() - hints.keys()):
         raise ConfigError(f"the configuration has unknown settings: {', '.join(unknown)[:200]}")

@@ -6,7 +6,9 @@ import random
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.api import chunked_loss, init, no_decay_groups, open_mesh, plan_of, wrap
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
-from pagoda.errors import CheckpointError, ConfigError
+from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
@@ -38,6 +40,20 @@ from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning, begin
 from pagoda.train.run_dir import Checkpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
+
+_TOKENIZERS = (
+    "*tokenizer*",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""Files of a Hugging Face directory that only a model with a tokenizer has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +110,8 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     """Builds what a run needs, and runs it."""
     checkpoint = beginning.checkpoint
     _check_trace(config, beginning.done)
+    if checkpoint is None:
+        _check_tokens(config)
     memory = config.memory.build()
     rule = config.optim.build(config.seed, config.optimizer)
     text = ByteText.open(config.data)
@@ -171,6 +189,8 @@ class _Loop:
         self.scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self.device = next(model.parameters()).device
         self.saved: Checkpoint | None = None
+        self.ran = False
+        """Whether the model has been run."""
         # Initialisation draws random numbers in an order that may follow the memory split; dropout must not. Ranks drop
         # elements of their own.
         _seed(config.seed + mesh.rank)
@@ -256,7 +276,7 @@ class _Loop:
         routing = dict.fromkeys(("aux_loss", "dropped"), torch.zeros((), device=self.device))
         for index in range(passes):
             ids, labels = self.batches.batch(step, index)
-            output = self.model(input_ids=self._on_device(ids), labels=self._on_device(labels))
+            output = self._forward(self._on_device(ids), self._on_device(labels))
             self.optimizer.scale(output.loss / passes).backward()  # type: ignore[no-untyped-call]
             loss_sum += output.loss.detach().float()
             routing = {
@@ -291,6 +311,22 @@ class _Loop:
             updates_undone=stats.updates_undone,
             staleness={unit: asdict(seen) for unit, seen in stats.staleness.items()},
         )
+
+    def _forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        """What the model says. Raises ConfigError where one from a directory cannot work as its config.json says."""
+        try:
+            return self.model(input_ids=ids, labels=labels)
+        except (PagodaError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # sizes that do not fit each other show here at the earliest
+            if self.ran or model_directory(self.config.model) is None:
+                raise
+            raise ConfigError(
+                f"model {self.config.model!r} fails in its first forward pass: {type(error).__name__}: {error}. Check "
+                "its config.json"
+            ) from error
+        finally:
+            self.ran = True
 
     def _write_trace(self, step: int) -> None:
         timeline = self.optimizer.timeline
@@ -347,6 +383,21 @@ def _check_trace(config: TrainConfig, done: int) -> None:
     parent = config.trace.absolute().parent
     if config.trace.is_dir() or not (os.access(parent, os.W_OK) or parent == config.out.absolute()):
         raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that is there")
+
+
+def _check_tokens(config: TrainConfig) -> None:
+    """Raises ConfigError for a model whose weights know tokens of a tokenizer: byte-level text would mean others."""
+    directory = model_directory(config.model)
+    if directory is None or not weight_files(directory):
+        return  # random weights know no tokens yet
+    names = sorted(path.name for path in directory.iterdir())
+    if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _TOKENIZERS)]:
+        raise ConfigError(
+            f"model {config.model!r} has weights that were trained with a tokenizer ({', '.join(found[:3])}), and "
+            "`pagoda train` reads text as bytes, which are other tokens to it. Train it in a loop of your own, with "
+            "its tokenizer, pagoda.load and pagoda.wrap; or give a directory with its config.json alone, to start "
+            "from random weights"
+        )
 
 
 def _built_model(config: TrainConfig, mesh: Mesh) -> nn.Module:

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pagoda.cli.main import main
 from pagoda.train.data import Batches
 from pagoda.train.metrics import read_metrics
-from tests.tiny import write_model
+from tests.tiny import LLAMA, write_model
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "aux_loss", "dropped", "step_s", "tokens_per_s", "stall_s",
@@ -102,6 +104,18 @@ def test_a_run_writes_metrics_and_configuration_and_its_loss_falls(
     assert shown.index("Plan:") < shown.index("step 1/12")
     for word in ("host", "ssd", "budget", "weight", "exp_avg"):
         assert word in shown
+
+
+def test_a_run_saves_at_its_end_unless_told_not_to(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    work.train("kept", steps=3)
+    assert [path.name for path in (work.root / "kept" / "checkpoints").iterdir()] == ["step-000003"]
+    work.train("often", steps=3, checkpoint_every=2)
+    names = sorted(path.name for path in (work.root / "often" / "checkpoints").iterdir())
+    assert names == ["step-000002", "step-000003"]
+    capsys.readouterr()
+    work.train("dropped", "--no-save-at-end", steps=3)
+    assert not (work.root / "dropped" / "checkpoints").exists()
+    assert "--no-save-at-end" in capsys.readouterr().out
 
 
 def test_any_memory_split_gives_the_same_bits(work: Workspace) -> None:
@@ -245,6 +259,83 @@ def test_bad_input_is_explained_and_leaves_nothing_behind(
     assert message in error
     assert "Traceback" not in error
     assert sorted(work.root.rglob("*")) == before
+
+
+TOKENIZERS = [
+    ["tokenizer.json"], ["tokenizer.model"], ["tokenizer_config.json"], ["vocab.json", "merges.txt"], ["vocab.txt"],
+    ["spiece.model"], ["sentencepiece.bpe.model"], ["tekken.json"], ["qwen.tiktoken"], ["source.spm"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("files", TOKENIZERS, ids=lambda files: files[0])
+def test_weights_that_know_the_tokens_of_a_tokenizer_are_not_trained_on_bytes(
+    files: list[str], work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work.model / "model.safetensors").touch()
+    for name in files:
+        (work.model / name).touch()
+    assert main(work.args("run")) == 2
+    error = capsys.readouterr().err
+    assert f"trained with a tokenizer ({', '.join(sorted(files))})" in error
+    assert "reads text as bytes" in error
+    assert not (work.root / "run").exists()
+
+
+def test_a_tokenizer_without_weights_and_weights_without_a_tokenizer_train(work: Workspace) -> None:
+    """Random weights know no tokens yet; what a run on bytes exported knows bytes."""
+    (work.model / "tokenizer.json").touch()
+    first = work.train("first", steps=2, memory__ssd=None, memory__host="64MiB")
+    assert main(["export", str(work.root / "first"), str(work.root / "exported")]) == 0
+    again = work.train("again", steps=2, model=work.root / "exported", memory__ssd=None, memory__host="64MiB")
+    assert first[0]["loss"] != again[0]["loss"]
+
+
+def test_data_of_records_is_explained(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `datasets` saves it: a folder of Arrow files, with JSON about them."""
+    saved = work.root / "saved"
+    saved.mkdir()
+    (saved / "data-00000-of-00001.arrow").write_bytes(b"\xff\xff\xff\xff\0\0")
+    (saved / "state.json").write_text(json.dumps({"_data_files": ["data-00000-of-00001.arrow"] * 100}))
+    (saved / "dataset_info.json").write_text(json.dumps({"features": {}}))
+    assert main(work.args("run", data=saved)) == 2
+    assert "data-00000-of-00001.arrow is Arrow" in capsys.readouterr().err
+    assert not (work.root / "run").exists()
+
+
+BROKEN_MODELS = {
+    "not UTF-8": b"\xff\xfe{}",
+    "nested deeply": b"[" * 100_000,
+    "a list": b"[]",
+    "a huge number": b'{"model_type": "llama", "vocab_size": ' + b"9" * 5000 + b"}",
+    "no layers": {"num_hidden_layers": 0},
+    "layers without end": {"num_hidden_layers": 10**9},
+    "a size above any": {"hidden_size": 10**30},
+    "a negative size": {"vocab_size": -1},
+    "a wrong type": {"rope_theta": "x"},
+    "a text_config that is none": {"text_config": "x"},
+    "an activation that is none": {"hidden_act": "x"},
+    "heads that do not fit": {"num_key_value_heads": 3},
+    "NaN": {"rope_theta": math.nan},
+}
+
+
+@pytest.mark.parametrize("case", [*BROKEN_MODELS, "a directory", "a FIFO", "no generation_config"])
+def test_a_broken_model_directory_is_one_message(
+    case: str, work: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = work.model / "config.json"
+    if case == "no generation_config":
+        save_file({"model.norm.weight": torch.ones(64)}, work.model / "model.safetensors")
+        (work.model / "generation_config.json").write_text("[")
+    elif case in BROKEN_MODELS:
+        broken = BROKEN_MODELS[case]
+        path.write_bytes(broken if isinstance(broken, bytes) else json.dumps({**LLAMA, **broken}).encode())
+    else:
+        path.unlink()
+        path.mkdir() if case == "a directory" else os.mkfifo(path)
+    assert main(work.args("run", memory__ssd=None, memory__host="64MiB")) == 2
+    assert capsys.readouterr().err.count("pagoda: ") == 1
+    assert not (work.root / "run").exists()
 
 
 def test_a_vocabulary_too_small_for_bytes_is_explained(work: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 from pagoda.plan.hardware import write_hardware
 from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, ByteText
+from pagoda.train.lock import LOCK, locked
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.forecast.machines import SMALL, figure
@@ -91,3 +92,31 @@ def test_ranks_take_the_plan_that_the_first_finds(ranks: RankServer, config: Tra
         first, second = (torch.load(tmp_path / out / f"rank-{rank}.pt") for rank in range(2))
         assert ("chosen by a search" in first["shown"]) == searched
         assert first["options"] == second["options"]
+
+
+def test_ranks_fall_back_together_from_a_damaged_checkpoint(
+    ranks: RankServer, config: TrainConfig, tmp_path: Path
+) -> None:
+    whole = replace(config, out=tmp_path / "whole")
+    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
+    assert started(ranks, 2, tmp_path / "b", config) == [0, 0]
+    last = RunDir(config.out).checkpoint(STEPS)
+    damaged = last / "exp_avg_sq.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert started(ranks, 2, tmp_path / "c", replace(config, resume=True)) == [0, 0]
+    first, second = (torch.load(tmp_path / "c" / f"rank-{rank}.pt") for rank in range(2))
+    assert first["steps"] == second["steps"] == (STEPS - 1, STEPS)
+    assert first["shown"].count("Falling back to the checkpoint after step 4") == 1
+    assert second["shown"] == ""
+    assert_same(whole, config)
+    assert last.with_name(f"{last.name}.damaged").is_dir()
+
+
+def test_a_directory_in_use_is_refused_on_every_rank(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
+    with locked(config.out):
+        assert started(ranks, 2, tmp_path / "a", config) == [1, 1]
+        for rank in range(2):
+            assert "is in use by another run" in (tmp_path / "a" / f"error-{rank}.txt").read_text()
+        assert [path.name for path in config.out.iterdir()] == [LOCK]

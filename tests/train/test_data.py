@@ -150,3 +150,29 @@ def test_a_text_shorter_than_a_sequence_is_refused() -> None:
     with pytest.raises(ConfigError, match="9 bytes, less than one sequence of 10"):
         Batches(text=text_of(9), batch_size=1, seq_len=10)
     assert Batches(text=text_of(10), batch_size=1, seq_len=10).windows == 1
+
+
+@pytest.mark.parametrize("compressed", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.arrow", "Arrow"), ("a.parquet", "Parquet"), ("a.jsonl", "JSON Lines"), ("sub/A.NDJSON", "JSON Lines")],
+)
+def test_a_folder_of_records_is_refused_by_what_they_are(name: str, kind: str, compressed: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "README.md").write_text("a long text beside them " * 100)
+    (tmp_path / "state.json").write_text('{"_format_type": null}')
+    (tmp_path / (name + compressed)).write_bytes(b"\0binary")
+    for source in (tmp_path, tmp_path / (name + compressed)):
+        with pytest.raises(ConfigError, match=f"is {kind}.*reads plain text.*--data"):
+            ByteText.open(str(source))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.json", "JSON"), ("a.csv", "CSV"), ("a.tsv", "CSV")])
+def test_tables_are_refused_where_most_of_the_text_is_of_them(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n' * 10)
+    (tmp_path / "short.txt").write_text("short")
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(ConfigError, match=f"is {kind}"):
+            ByteText.open(str(source))
+    (tmp_path / "source.py").write_text("print('a program with a table beside it')\n" * 10)
+    assert ByteText.open(str(tmp_path)).files == 3

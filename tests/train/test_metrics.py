@@ -1,5 +1,7 @@
 import json
 import math
+import os
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,41 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path, cut: int) -> Non
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path, loss: float) -> None:
     assert json.loads(metrics_of(1, loss).to_json())["loss"] is None
+
+
+class Short:
+    """A file that takes a few bytes at a time, as the system may."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        return self._file.write(bytes(data)[:100])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def test_a_short_write_loses_no_part_of_a_line(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "m") as file:
+        file._file = Short(file._file)  # type: ignore[assignment,arg-type]
+        for step in range(1, 4):
+            file.write(metrics_of(step))
+    assert (tmp_path / "m").read_text().splitlines() == [metrics_of(step).to_json() for step in range(1, 4)]
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"\0" * 40, b"[1]", b"[" * 100_000, b"{}"])
+def test_a_damaged_line_takes_no_other_with_it(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "m"
+    write_steps(path, range(1, 6))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], damage + b"\n", *lines[3:]]))
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 4, 5]
+    write_steps(path, range(5, 7), after_step=4)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 4, 5, 6]
+
+
+def test_metrics_that_are_no_ordinary_file_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m")
+    with pytest.raises(StorageError, match="not an ordinary file"):
+        MetricsFile(tmp_path / "m")

@@ -1,8 +1,10 @@
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.train import TrainConfig
@@ -65,3 +67,66 @@ def test_the_latest_checkpoint_is_the_complete_one_with_the_most_steps(tmp_path:
     (run_dir.checkpoints / "step-2000000").touch()
     assert run_dir.latest().step == 1_000_000
     assert run_dir.latest().path == run_dir.checkpoint(1_000_000)
+
+
+def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each name is synced after it was made or replaced, in the directory that has it; content before its name."""
+    done: list[tuple[str, str]] = []
+    real = {"fsync": os.fsync, "replace": os.replace, "mkdir": os.mkdir}
+
+    def fsync(descriptor: int) -> None:
+        done.append(("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)))
+        real["fsync"](descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        done.append(("replace", os.path.relpath(target, tmp_path)))
+        real["replace"](source, target)
+
+    def made(path: Path, mode: int = 0o777) -> None:
+        real["mkdir"](path, mode)
+        done.append(("mkdir", os.path.relpath(path, tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(os, "mkdir", made)
+    rewritten = [("fsync", "a/b/config.json.tmp"), ("replace", "a/b/config.json"), ("fsync", "a/b")]
+    RunDir(tmp_path / "a" / "b").create(CONFIG)
+    assert done == [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a"), *rewritten]
+    done.clear()
+    RunDir(tmp_path / "a" / "b").create(replace(CONFIG, steps=40))
+    assert done == rewritten
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", True),
+        ("steps", 4.0),
+        ("steps", 10**30),
+        ("steps", None),
+        ("model", 5),
+        ("model", "\0"),
+        ("model", "\ud800"),
+        ("out", ["run"]),
+        ("precision", "fp8"),
+        ("precision", []),
+        ("clip_grad_norm", "1"),
+        ("clip_grad_norm", 10**400),
+        ("batch_tiles", "all"),
+        ("optim", [1]),
+        ("optim", {"betas": [0.9]}),
+        ("optim", {"betas": {"0": 0.9}}),
+        ("optim", {"lr": {}}),
+        ("lora", {"targets": [1]}),
+        ("resume", 1),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_by_name(name: str, value: object, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    settings = {**json.loads(CONFIG.to_json()), name: value}
+    whole = xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())
+    run_dir.config.write_text(json.dumps({**settings, "hash": whole}))
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{name}"):
+        run_dir.started_config()

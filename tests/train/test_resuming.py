@@ -1,0 +1,303 @@
+"""What `--resume` goes on from: the last checkpoint that is whole, of this run and these settings, or nothing yet."""
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pagoda.cli.main import main
+from pagoda.errors import CheckpointError, ConfigError
+from pagoda.train import MemoryConfig, OptimConfig, TrainConfig, TrainResult, run
+from pagoda.train.data import Batches
+from pagoda.train.metrics import read_metrics
+from pagoda.train.run_dir import RunDir
+from tests.tiny import write_model
+
+STEPS = 4
+
+
+def config_in(folder: Path) -> TrainConfig:
+    (folder / "text").write_text("a text that is long enough for some sequences. " * 20)
+    return TrainConfig(
+        model=write_model(folder / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
+        data=str(folder / "text"),
+        steps=STEPS,
+        batch_size=2,
+        seq_len=16,
+        memory=MemoryConfig(host="64MiB", page_size="4KiB", unit_limit="128KiB"),
+        checkpoint_every=2,
+        keep_checkpoints=0,
+        out=folder / "run",
+    )
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run that has ended, with checkpoints after steps 2 and 4: to be copied, not changed."""
+    config = config_in(tmp_path_factory.mktemp("done"))
+    run(config, Console(quiet=True))
+    return config
+
+
+@pytest.fixture
+def config(done: TrainConfig, tmp_path: Path) -> TrainConfig:
+    """That run, elsewhere, to be resumed."""
+    shutil.copytree(done.out, tmp_path / "run")
+    return replace(done, out=tmp_path / "run", resume=True)
+
+
+def resumed(config: TrainConfig) -> tuple[TrainResult | None, str]:
+    """What it did, and what it said."""
+    shown = io.StringIO()
+    result = run(config, Console(file=shown))
+    return result, shown.getvalue()
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def tensors_of(checkpoint: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+
+
+def curve(config: TrainConfig) -> list[tuple[object, ...]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in read_metrics(RunDir(config.out).metrics)]
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a bit of a tensor": lambda checkpoint: flip(checkpoint / "exp_avg.safetensors"),
+    "a file cut short": lambda checkpoint: os.truncate(checkpoint / "weight.safetensors", 1000),
+    "a file missing": lambda checkpoint: (checkpoint / "exp_avg_sq.safetensors").unlink(),
+    "a bit of the manifest": lambda checkpoint: flip(checkpoint / "manifest.json", 200),
+    "no manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_kept_and_the_run_goes_on_from_the_one_before(
+    damage: str, config: TrainConfig, done: TrainConfig
+) -> None:
+    last = RunDir(config.out).checkpoint(4)
+    DAMAGES[damage](last)
+    before = content_of(last)
+    result, shown = resumed(config)
+    assert result is not None
+    assert (result.first_step, result.last_step) == (3, 4)
+    assert shown.count("The checkpoint after step 4") == shown.count("Falling back") == 1
+    assert "after step 2: the 2 steps after it run again" in shown
+    assert content_of(last.with_name("step-000004.damaged")) == before
+    assert tensors_of(last) == tensors_of(RunDir(done.out).checkpoint(4))
+    assert curve(config) == curve(done)
+
+
+def test_damage_after_damage_is_kept_under_another_name(config: TrainConfig) -> None:
+    for _ in range(2):
+        flip(RunDir(config.out).checkpoint(4) / "weight.safetensors")
+        resumed(config)
+    names = sorted(path.name for path in RunDir(config.out).checkpoints.iterdir())
+    assert names == ["step-000002", "step-000004", "step-000004.damaged", "step-000004.damaged2"]
+
+
+def test_damaged_checkpoints_are_none_of_those_to_keep(config: TrainConfig) -> None:
+    flip(RunDir(config.out).checkpoint(4) / "weight.safetensors")
+    resumed(replace(config, checkpoint_every=1, keep_checkpoints=2))
+    names = sorted(path.name for path in RunDir(config.out).checkpoints.iterdir())
+    assert names == ["step-000003", "step-000004", "step-000004.damaged"]
+
+
+def test_nothing_changes_where_every_checkpoint_is_damaged(config: TrainConfig) -> None:
+    for step in (2, 4):
+        flip(RunDir(config.out).checkpoint(step) / "weight.safetensors")
+    before = content_of(config.out)
+    with pytest.raises(CheckpointError, match=r"(?s)none of the 2 checkpoints.*step 4.*damaged.*step 2.*damaged"):
+        resumed(config)
+    assert content_of(config.out) == before
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_taken_for_it(config: TrainConfig) -> None:
+    run_dir = RunDir(config.out)
+    shutil.rmtree(run_dir.checkpoint(4))
+    shutil.copytree(run_dir.checkpoint(2), run_dir.checkpoint(3))
+    result, shown = resumed(config)
+    assert result is not None
+    assert result.first_step == 3
+    assert "it is the state after step 2, under another name" in shown
+
+
+def ssd_config(tmp_path: Path) -> TrainConfig:
+    """All state on SSD, of which a checkpoint keeps the pages."""
+    (tmp_path / "ssd").mkdir()
+    config = replace(config_in(tmp_path), model=write_model(tmp_path / "model"), keep_checkpoints=2)
+    memory = MemoryConfig(host="900KiB", ssd=str(tmp_path / "ssd"), unit_limit="128KiB", page_size="4KiB")
+    return replace(config, memory=memory, optim=OptimConfig(schedule="constant"))
+
+
+@pytest.mark.parametrize("how", ["bits", "gone"])
+def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: str, tmp_path: Path) -> None:
+    """Pages are adopted without being read: what is damaged there would show in the middle of a step."""
+    config = ssd_config(tmp_path)
+    whole = replace(config, out=tmp_path / "whole", memory=MemoryConfig(host="64MiB"))
+    run(whole, Console(quiet=True))
+    run(replace(config, steps=2), Console(quiet=True))
+    (pages,) = (tmp_path / "ssd").glob("*/pages")
+    (first,) = pages.parent.glob("commits/*")
+    before = pages.read_bytes()
+    resumed(replace(config, resume=True))
+    content = bytearray(pages.read_bytes())
+    changed = [at for at in range(0, len(content), 4096) if content[at : at + 4096] != before[at : at + 4096]]
+    assert changed, "the checkpoint after step 4 has pages that the one after step 2 has not"
+    if how == "bits":
+        for at in changed:
+            content[at] ^= 1
+        pages.write_bytes(content)
+    else:
+        (second,) = set(pages.parent.glob("commits/*")) - {first}
+        second.unlink()
+    result, shown = resumed(replace(config, resume=True))
+    assert result is not None
+    assert result.first_step == 3
+    assert "Falling back to the checkpoint after step 2" in shown
+    assert curve(config) == curve(whole)
+
+
+def test_a_run_without_a_checkpoint_is_started_by_resuming_it(config: TrainConfig, done: TrainConfig) -> None:
+    shutil.rmtree(RunDir(config.out).checkpoints)
+    result, shown = resumed(config)
+    assert result is not None
+    assert (result.first_step, result.last_step) == (1, 4)
+    assert "has no checkpoint yet: the run starts from its first step" in shown
+    assert curve(config) == curve(done)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    before = content_of(config.out)
+    assert main(["train", "--resume", "--out", str(config.out)]) == 0
+    assert "has finished: 4 of 4 steps are done" in capsys.readouterr().out
+    assert content_of(config.out) == before
+
+
+def edited(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert re.search(old, text)
+    path.write_text(re.sub(old, new, text))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"lr": 0.0003', '"lr": 0.3003'), ('"steps": 4', '"steps": 9'), ('"hash": "."', '"hash": "-"'), (r"\s*}\s*$", "")],
+    ids=["a setting that decides the bits", "a setting that may change", "the hash", "the end"],
+)
+def test_a_configuration_that_was_edited_is_noticed(
+    old: str, new: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "hash" in old:
+        old, new = r'"hash": "(.)', '"hash": "-'
+    edited(RunDir(config.out).config, old, new)
+    before = content_of(config.out)
+    assert main(["train", "--resume", "--out", str(config.out), "--steps", "6"]) == 2
+    assert str(RunDir(config.out).config) in capsys.readouterr().err
+    assert main(["inspect", "--verify", str(config.out)]) == 1
+    assert f"{RunDir(config.out).config} is not that of the run" in capsys.readouterr().out.replace("\n", "")
+    assert content_of(config.out) == before
+
+
+def test_the_configuration_of_another_run_is_noticed(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--verify", str(config.out)]) == 0
+    RunDir(config.out).create(replace(config, seed=1))
+    before = content_of(config.out)
+    capsys.readouterr()
+    assert main(["train", "--resume", "--out", str(config.out), "--steps", "6"]) == 2
+    assert "--seed 1 (the checkpoint has 0)" in capsys.readouterr().err
+    assert main(["inspect", "--verify", str(config.out)]) == 1
+    assert "--seed 0 (it has 1)" in capsys.readouterr().out
+    assert content_of(config.out) == before
+
+
+@pytest.fixture
+def second_run(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What runs in the same directory said that started in the middle of the first one's first step."""
+    said: list[str] = []
+    batch = Batches.batch
+
+    def starting_others(self: Batches, step: int, index: int = 0) -> object:
+        monkeypatch.setattr(Batches, "batch", batch)
+        for resume in (False, True):
+            with pytest.raises(ConfigError) as refused:
+                run(replace(config, resume=resume), Console(quiet=True))
+            said.append(str(refused.value))
+        return batch(self, step, index)
+
+    monkeypatch.setattr(Batches, "batch", starting_others)
+    return said
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_in_one_directory_are_an_error_before_anything_is_written(
+    resume: bool, config: TrainConfig, done: TrainConfig, second_run: list[str]
+) -> None:
+    shutil.rmtree(RunDir(config.out).checkpoint(4) if resume else config.out)
+    run(replace(config, resume=resume), Console(quiet=True))
+    assert len(second_run) == 2
+    assert all(f"is in use by another run (process {os.getpid()} on" in said for said in second_run)
+    assert curve(config) == curve(done)
+    assert sorted(path.name for path in config.out.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl"]
+
+
+def test_reading_a_run_needs_no_lock(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shutil.rmtree(RunDir(config.out).checkpoint(4))
+    batch = Batches.batch
+
+    def reading(self: Batches, step: int, index: int = 0) -> object:
+        monkeypatch.setattr(Batches, "batch", batch)
+        assert main(["inspect", "--verify", str(config.out)]) == 0
+        assert main(["export", str(config.out), str(tmp_path / "exported")]) == 0
+        return batch(self, step, index)
+
+    monkeypatch.setattr(Batches, "batch", reading)
+    resumed(config)
+    assert (tmp_path / "exported" / "config.json").exists()
+
+
+HOSTILE = {
+    "empty": b"",
+    "not UTF-8": b"\xff\xfe{}",
+    "nested deeply": b'{"a":' * 100_000,
+    "a list": b"[]",
+    "a huge number": b'{"steps": ' + b"9" * 5000 + b"}",
+    "without its hash": json.dumps({"model": "gpt2", "steps": 4}).encode(),
+}
+
+
+@pytest.mark.parametrize("case", [*HOSTILE, "a directory", "a FIFO", "a device"])
+def test_a_broken_configuration_is_one_message(
+    case: str, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = RunDir(config.out).config
+    path.unlink()
+    if case == "a directory":
+        path.mkdir()
+    elif case == "a FIFO":
+        os.mkfifo(path)
+    elif case == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(HOSTILE[case])
+    assert main(["train", "--resume", "--out", str(config.out), "--steps", "6"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("pagoda: ") == 1
+    assert "config.json" in error
+    assert main(["inspect", "--verify", str(config.out)]) == 1
