@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
