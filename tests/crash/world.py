@@ -6,11 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ SETTINGS = [
 ]
 PAGED = ["--memory.host", "150KiB", "--memory.unit-limit", "16KiB", "--memory.page-size", "4KiB"]
 CHECKPOINT = re.compile(r"run/checkpoints/step-(\d+)")
+_FLAGS = ("-O1", "-fPIC", "-shared")
 _OURS = re.compile(r"(run|exported|\.exported\.partial)(/|$)|(.*/)?pagoda-[0-9a-f]{16}(/|$)")
 """What `pagoda` may change: what the command line names, and stores, wherever a configuration has them made."""
 _NOT_OURS = {
@@ -68,21 +67,28 @@ class Done:
         return int(found[1]) if found else None
 
 
+def compiler() -> str | None:
+    """What compiles recorder.c, if it can be used here."""
+    return shutil.which(os.environ.get("CC", "cc")) if sys.platform.startswith("linux") else None
+
+
 class Server:
     """The process that imports everything once, and forks for each command."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compiler: str) -> None:
+        here, library = Path(__file__).parent, folder / "recorder.so"
+        subprocess.run([compiler, *_FLAGS, str(here / "recorder.c"), "-o", str(library), "-ldl"], check=True)
         write_model(folder / "model", hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
         (folder / "text").write_text("a text that is long enough for some sequences. " * 40)
         self.start = [*SETTINGS, "--model", str(folder / "model"), "--data", str(folder / "text")]
         self._output = folder / "output"
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("server.py")), json.dumps([self.start, PAGED])],
+            [sys.executable, str(here / "server.py"), json.dumps([self.start, PAGED])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
                 **os.environ,
-                "LD_PRELOAD": str(recorder()),
+                "LD_PRELOAD": str(library),
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "",
@@ -105,18 +111,6 @@ class Server:
 
     def close(self) -> None:
         self._process.communicate()
-
-
-@cache
-def recorder() -> Path:
-    """The compiled recorder.c. Raises LookupError where that cannot be."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None or not sys.platform.startswith("linux"):
-        raise LookupError("recording I/O needs Linux and a C compiler")
-    library = Path(tempfile.mkdtemp(prefix="pagoda-tests-")) / "recorder.so"
-    source = Path(__file__).with_name("recorder.c")
-    subprocess.run([compiler, "-O1", "-fPIC", "-shared", str(source), "-o", str(library), "-ldl"], check=True)
-    return library
 
 
 @dataclass(frozen=True)
@@ -200,10 +194,11 @@ class World:
         self.check_not_ours(before)
         return recording
 
-    def check_not_ours(self, before: Image) -> None:
-        """What Pagoda has no business with is as it was."""
+    def check_not_ours(self, before: Image, grown: bool = False) -> None:
+        """What Pagoda has no business with is as it was; but where somebody else was at work, more may be there."""
         was, now = ({p: c for p, c in image.items() if not _OURS.match(p)} for image in (before, image_of(self.root)))
-        changed = sorted(path for path in was.keys() | now.keys() if path not in now or was.get(path, 0) != now[path])
+        paths = was.keys() if grown else was.keys() | now.keys()
+        changed = sorted(path for path in paths if path not in now or path not in was or was[path] != now[path])
         assert not changed, f"changed, though it was none of Pagoda's: {changed}"
 
     def check_ends_well(self, image: Image, expected: dict[str, Any], all_done: bool = False) -> None:
