@@ -17,6 +17,7 @@ def root(tmp_path: Path) -> Path:
     write_model(tmp_path / "model")
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 50)
     (tmp_path / "ssd").mkdir()
+    (tmp_path / "other").mkdir()
     return tmp_path
 
 
@@ -38,9 +39,10 @@ def losses(root: Path, out: str) -> list[object]:
 
 
 def test_a_renamed_run_and_a_new_one_of_its_name_share_an_ssd_directory(root: Path) -> None:
-    assert main(args(root, "whole", steps=STEPS + 1)) == 0
+    assert main(args(root, "whole", **{"steps": STEPS + 1, "memory.ssd": root / "other"})) == 0
     assert main(args(root, "run")) == 0
     (root / "run").rename(root / "old")
+    assert len(list((root / "ssd").glob("*/commits/*"))) == 2
     assert main(args(root, "run", steps=STEPS - 1)) == 0, "a new one"
     for out, done in (("old", STEPS), ("run", STEPS - 1)):
         last = root / out / "checkpoints" / f"step-{done:06d}"
