@@ -209,9 +209,9 @@ class Checkpoint:
         """The sources of each state that has the parts of a parameter: all of them, in one dtype, or none."""
         for state, sources in self._sources.items():
             held = [part for part in parts if part in sources]
-            if not held:
+            if parts and not held:
                 continue
-            if len(held) != len(parts) or len({sources[part].specs[part].dtype for part in parts}) != 1:
+            if not parts or len(held) != len(parts) or len({sources[part].specs[part].dtype for part in parts}) != 1:
                 raise self._damaged(f"its {state} has not every part of {whole!r}, or not in one dtype")
             yield sources
 
@@ -227,6 +227,8 @@ class Checkpoint:
         states = self.manifest["states"]
         if not all(map(str.isidentifier, states)) or BUFFERS in states or len({*states}) < len(states):
             raise self._damaged(f"'states' is {states}")
+        if WEIGHT not in states or (PAGED in self.manifest and {*self.manifest[PAGED]["dtypes"]} != {*states}):
+            raise self._damaged(f"'states' is {states}, without {WEIGHT!r} or others than those of its pages")
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.directory / MANIFEST} is damaged: {what}")

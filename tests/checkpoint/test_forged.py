@@ -47,10 +47,11 @@ def model() -> nn.Module:
 def wrapped(ssd: Path) -> tuple[nn.Module, Any]:
     """On SSD as far as that goes."""
     settings: dict[str, Any] = {"ssd": str(ssd), "unit_limit": 8192, "page_size": 4096}
+    rule = pagoda.AdamW(lr=1e-3)
     with pytest.raises(pagoda.BudgetError) as refused:
-        pagoda.wrap(model(), pagoda.AdamW(lr=1e-3), memory=pagoda.Memory(host=4096, **settings))
+        pagoda.wrap(model(), rule, memory=pagoda.Memory(host=4096, **settings), precision="fp32")
     memory = pagoda.Memory(host=refused.value.needed_bytes, **settings)
-    return pagoda.wrap(model(), pagoda.AdamW(lr=1e-3), memory=memory, keep_checkpoints=1)
+    return pagoda.wrap(model(), rule, memory=memory, precision="fp32", keep_checkpoints=1)
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +89,15 @@ def forged(content: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[s
     return content
 
 
-def test_a_checkpoint_with_any_field_forged_is_read_or_refused(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("each", [27, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_checkpoint_with_any_field_forged_is_read_or_refused(each: int, saved: Path, tmp_path: Path) -> None:
+    """Some of the values at each place, others at the next one; all of them in the nightly run."""
     content, tried, refused = said(saved), 0, 0
     assert "paged" in content
     _, optimizer = wrapped(make_directory(tmp_path / "ssd"))
     try:
-        for path in places(content):
-            for value in FORGED:
+        for number, path in enumerate(places(content)):
+            for value in FORGED[number % min(each, len(FORGED)) :: each]:
                 case = tmp_path / "case"
                 shutil.copytree(saved, case)
                 write_manifest(case, forged(content, path, value))
@@ -108,7 +111,7 @@ def test_a_checkpoint_with_any_field_forged_is_read_or_refused(saved: Path, tmp_
         optimizer.load_checkpoint(saved)
     finally:
         optimizer.close()
-    assert tried > 1000
+    assert tried > 1500 // each
     assert refused > tried // 2
 
 
@@ -119,7 +122,6 @@ def test_parts_of_the_pages_that_contradict_each_other_are_refused(saved: Path, 
     cases: list[tuple[tuple[Any, ...], Any]] = [
         ((*unit, "layout"), 1000),
         ((*unit, "extents", state), [run[0] + 10**6, run[1]]),
-        ((*unit, "spans", state), [[0, 10**15, 0]]),
         ((*unit, "spans", state), [[8, 4, 0]]),
         ((*unit, "spans"), {}),
         (("paged", "layouts", 0, "parameters", 0, 2), [10**9, 10**9]),
@@ -136,8 +138,7 @@ def test_parts_of_the_pages_that_contradict_each_other_are_refused(saved: Path, 
         case = tmp_path / "case"
         shutil.copytree(saved, case)
         write_manifest(case, forged(content, path, value))
-        shown = main(["inspect", str(case), "--verify"])
-        assert shown == 1 or path[-1] == "parts", f"{path}: {value}"
+        assert main(["inspect", str(case), "--verify"]) == 1, f"{path}: {value}"
         shutil.rmtree(case)
 
 
