@@ -28,7 +28,7 @@ from pagoda.memory.commits import (
     table_hash,
     unknown_in,
 )
-from pagoda.memory.files import SyncError, inside, storage_errors, sync_descriptor
+from pagoda.memory.files import SyncError, inside, storage_errors, sync_descriptor, sync_directory
 from pagoda.memory.lock import DirectoryLock
 from pagoda.memory.orphans import gc_hint, why_abandoned
 from pagoda.memory.sizes import format_bytes
@@ -134,6 +134,9 @@ class PageStore:
             file.link(path)
             with storage_errors(f"{path} cannot be synced"), inside(path.parent.parent, path.parent.name) as folder:
                 sync_descriptor(folder, path)
+        for directory in self.record.directories:
+            with suppress(PermissionError):  # the directory may have been made just now, as those of ranks are
+                sync_directory(directory.parent)
         self._recorded = True
 
     def _check_in_place(self) -> None:

@@ -353,4 +353,5 @@ def test_the_folders_of_a_store_are_synced_before_it_is_referred_to(
     folder = f"pagoda-{reference['store']}"
     assert (folder, ["commits", "pages", "store.json"]) in synced[:-2]
     assert any(name == "ssd" and folder in inside for name, inside in synced[:-2])
+    assert any(name == tmp_path.name and "ssd" in inside for name, inside in synced[:-2])
     assert synced[-2:] == [(f"{reference['commit']}.tmp", []), ("commits", [reference["commit"]])]
