@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +42,14 @@ FORMAT, VERSION = "pagoda-checkpoint", 5
 
 
 @contextmanager
-def committed(directory: Path, checkpoint_id: str | None = None) -> Iterator[Path]:
+def committed(
+    directory: Path, checkpoint_id: str | None = None, keep_mark: Callable[[], bool] = lambda: False
+) -> Iterator[Path]:
     """A temporary directory to fill; renamed to `directory` when the block ends well, removed when it does not.
 
-    Files in it must have been synced by whoever wrote them. It carries the id of the checkpoint that it is to be, so
-    that what belongs to one that was never completed can be told.
+    Files in it must have been synced by whoever wrote them. It is marked with the id of the checkpoint that it is to
+    be, so that pages of one that was never completed can be told. Where `keep_mark` says so when the block has failed,
+    the mark stays, because ranks that are gone may have committed such pages.
 
     Raises CheckpointError when `directory` exists already, or somebody else is writing it, or the temporary directory's
     name is taken by something that Pagoda did not make; StorageError when the disk is full or cannot be written.
@@ -72,8 +75,11 @@ def committed(directory: Path, checkpoint_id: str | None = None) -> Iterator[Pat
             except BaseException:
                 if not named:
                     with suppress(OSError):
-                        _empty(lock, last=PARTIAL_MARK)
-                        temporary.rmdir()
+                        if keep_mark():
+                            _empty(lock, keep=PARTIAL_MARK)
+                        else:
+                            _empty(lock, last=PARTIAL_MARK)
+                            temporary.rmdir()
                 raise
         finally:
             os.close(lock)

@@ -70,7 +70,7 @@ def orphans_in(directory: Path, keep: Collection[str] = ()) -> Iterator[Orphan]:
         if not names:
             size = bytes_of_stores(directory) - bytes_of_stores(directory, but=store.id)
             yield Orphan(store, directory, None, "it keeps no checkpoint", _written(store, RECORD), size)
-        commits = [*_readable(store, names)]
+        commits = readable_commits(store)
         lost = {commit.commit: why for commit in commits if (why := why_orphaned(commit, keep)) is not None}
         kept = _slots(commit for commit in commits if commit.commit not in lost)
         for commit in commits:
@@ -99,10 +99,14 @@ def drop(orphans: Sequence[Orphan], directories: Sequence[Path]) -> Iterator[Sto
                 yield orphan.store
 
 
-def gc_hint(directories: Iterable[Path]) -> str:
-    """A sentence for errors about too little room: what `pagoda gc` would free. Empty where that is nothing."""
+def gc_hint(directories: Iterable[Path], stores: bool = True) -> str:
+    """A sentence for errors about too little room: what `pagoda gc` would free. Empty where that is nothing.
+
+    With `stores` that includes stores that keep no checkpoint.
+    """
     directories = list(directories)
-    nbytes = sum(orphan.nbytes for directory in directories for orphan in orphans_in(directory))
+    orphans = [orphan for directory in directories for orphan in orphans_in(directory)]
+    nbytes = sum(orphan.nbytes for orphan in orphans if stores or orphan.commit is not None)
     if not nbytes:
         return ""
     return (
@@ -111,10 +115,14 @@ def gc_hint(directories: Iterable[Path]) -> str:
     )
 
 
-def _readable(store: StoreRecord, names: Sequence[str]) -> Iterator[Commit]:
-    for name in names:
-        with contextlib.suppress(StorageError):
-            yield store.read_commit(name)
+def readable_commits(store: StoreRecord) -> list[Commit]:
+    """The commits of a store, oldest first, without those whose page tables are damaged."""
+    found = []
+    with contextlib.suppress(StorageError):
+        for name in store.commit_ids():
+            with contextlib.suppress(StorageError):
+                found.append(store.read_commit(name))
+    return found
 
 
 def _slots(commits: Iterable[Commit]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

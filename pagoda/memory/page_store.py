@@ -28,9 +28,9 @@ from pagoda.memory.commits import (
     table_hash,
     unknown_in,
 )
-from pagoda.memory.files import SyncError, inside, storage_errors, sync_descriptor
+from pagoda.memory.files import SyncError, inside, storage_errors, sync_descriptor, sync_directory
 from pagoda.memory.lock import DirectoryLock
-from pagoda.memory.orphans import gc_hint, why_abandoned
+from pagoda.memory.orphans import gc_hint, readable_commits, why_abandoned
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.slots import PageTable
 from pagoda.memory.ssd import PageFile, StripedFile, portion_of
@@ -134,6 +134,9 @@ class PageStore:
             file.link(path)
             with storage_errors(f"{path} cannot be synced"), inside(path.parent.parent, path.parent.name) as folder:
                 sync_descriptor(folder, path)
+        for directory in self.record.directories:
+            with suppress(PermissionError):  # the directory may have been made just now, as those of ranks are
+                sync_directory(directory.parent)
         self._recorded = True
 
     def _check_in_place(self) -> None:
@@ -244,16 +247,13 @@ def _tidy(directory: Path) -> None:
         _log.warning("%s; the folder is left alone", reason)
     for store, stripe in stores_in(directory):
         remove_temporary_files(store, stripe)
-        try:
-            for name in store.commit_ids() if stripe == 0 else ():
-                commit = store.read_commit(name)
-                why = why_abandoned(commit)
-                if why is not None:
-                    _log.warning("checkpoint %s: %s; its pages on SSD are free again", commit.checkpoint, why)
-                    store.remove_commit(name)
-        except StorageError as error:
-            _log.warning("%s", error)
-    if hint := gc_hint([directory]):
+        for commit in readable_commits(store) if stripe == 0 else ():
+            why = why_abandoned(commit)
+            if why is not None:
+                _log.warning("checkpoint %s: %s; its pages on SSD are free again", commit.checkpoint, why)
+                with suppress(StorageError):  # then the next to open it does
+                    store.remove_commit(commit.commit)
+    if hint := gc_hint([directory], stores=False):
         _log.warning("SSD directory %s:%s", directory, hint)
 
 

@@ -392,7 +392,11 @@ def forget_commit(reference: Mapping[str, Any], checkpoint_id: str, directories:
             locked.enter_context(_held(record.directories))
         except StorageError:
             return  # a rank that has them open forgets its own; else `pagoda gc` finds it
-        commit = record.read_commit(wanted.commit)
+        try:
+            commit = record.read_commit(wanted.commit)
+        except StorageError as error:
+            _log.warning("%s; it is kept", error)
+            return
         if commit.checkpoint_id != checkpoint_id:
             _log.warning("%s belongs to another checkpoint, and is kept", record.commit_path(wanted.commit))
         elif checkpoint_id_of(Path(commit.checkpoint)) == checkpoint_id:

@@ -56,7 +56,7 @@ class Files:
         with ExitStack() as stack:
             with self.together():
                 if self.first:
-                    stack.enter_context(committed(self._directory, self._checkpoint_id))
+                    stack.enter_context(committed(self._directory, self._checkpoint_id, self._some_are_gone))
                     self._create(stack, shared=False)
             with self.together():
                 if not self.first:
@@ -106,6 +106,10 @@ class Files:
                     self._agree(failed=True)
             raise
         self._agree()
+
+    def _some_are_gone(self) -> bool:
+        """Of a save that has failed: whether there may be ranks that do not know, and keep their pages."""
+        return self._wire is not None and not self._failed
 
     def _create(self, stack: ExitStack, shared: bool) -> None:
         for file, specs in self._specs.items():

@@ -139,11 +139,11 @@ class Snapshot:
         places = with_ranks(self._engine.ssd_directories)
         removable: list[Removable] = []
         with files.together():
-            for old in replaced:
+            for path in replaced:
                 try:
-                    removable.append(Removable.of(old))
+                    removable.append(Removable.of(path))
                 except CheckpointError as error:
-                    _log.warning("checkpoint %s was not deleted: %s", old, error)
+                    _log.warning("checkpoint %s was not deleted: %s", path, error)
         with files.together():
             for old in removable if files.first else ():
                 old.retire()
@@ -153,7 +153,7 @@ class Snapshot:
         with files.together():
             for old in removable if files.first else ():
                 old.delete()
-            for parent in {old.parent for old in replaced} if files.first else ():
+            for parent in {path.parent for path in replaced} if files.first else ():
                 remove_leftovers(parent, places)
 
     def _commit_pages(

@@ -79,6 +79,16 @@ def test_a_symlinked_folder_of_page_tables_deletes_nothing_elsewhere(tmp_path: P
     assert names(precious) == ["commits", f"commits/{reference['commit']}", "thesis.tex"]
 
 
+def test_a_damaged_page_table_is_kept_when_its_checkpoint_is_deleted(tmp_path: Path, ssd: Path) -> None:
+    """Whose it is can no longer be told; the run that deletes the checkpoint goes on."""
+    reference = save(tmp_path / "run" / "step-1", ssd)
+    table = ssd / f"pagoda-{reference['store']}" / "commits" / reference["commit"]
+    table.write_bytes(b"damaged")
+    remove(tmp_path / "run" / "step-1", [ssd])
+    assert names(tmp_path / "run") == []
+    assert table.read_bytes() == b"damaged"
+
+
 def test_a_checkpoint_that_holds_something_of_the_users_is_kept_with_its_pages(tmp_path: Path, ssd: Path) -> None:
     reference = save(tmp_path / "run" / "step-1", ssd)
     (tmp_path / "run" / "step-1" / "notes.txt").write_text("the best one")

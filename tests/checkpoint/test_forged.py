@@ -157,3 +157,22 @@ def test_what_is_no_file_is_an_error_and_does_not_hang(file: str, kind: str, sav
     with pytest.raises(CheckpointError, match="cannot be read"):
         Checkpoint(case)
     assert main(["inspect", str(case)]) == 1
+
+
+@pytest.mark.slow
+def test_a_forged_record_of_the_model_is_one_error_of_export(saved: Path, tmp_path: Path) -> None:
+    llama: dict[str, Any] = {"class": "LlamaForCausalLM", "config": {"model_type": "llama"}}
+    records = [
+        *FORGED,
+        {"class": 1},
+        {**llama, "config": []},
+        {**llama, "config": {"model_type": []}},
+        {**llama, "class": 3},
+    ]
+    for record in (*records, llama, {**llama, "adapter": {"peft_type": "x"}}, {**llama, "adapter": []}):
+        case = tmp_path / "case"
+        shutil.copytree(saved, case)
+        write_manifest(case, {**said(saved), "model": record})
+        assert main(["export", str(case), str(tmp_path / "out")]) == 2, record
+        assert not (tmp_path / "out").exists()
+        shutil.rmtree(case)
