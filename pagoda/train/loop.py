@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.api import chunked_loss, init, no_decay_groups, open_mesh, plan_of, wrap
+from pagoda.checkpoint.directory import read_manifest
+from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.forecast.plan_table import plan_table
@@ -54,6 +56,9 @@ _TOKENIZERS = (
     "added_tokens.json",
 )
 """Files of a Hugging Face directory that only a model with a tokenizer has."""
+
+
+_VERSION = "transformers_version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +201,8 @@ class _Loop:
         _seed(config.seed + mesh.rank)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Loads `checkpoint`."""
+        """Loads `checkpoint`. Raises CheckpointError where it is of another model or text."""
+        self._check_model(checkpoint)
         extra = self.optimizer.load_checkpoint(checkpoint.path)
         if extra.get("text") != self.batches.text.fingerprint:
             raise CheckpointError(
@@ -210,6 +216,21 @@ class _Loop:
         for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
             group["lr"] = base * factor
         self.console.print(f"Resuming {self.run_dir.path} after step {checkpoint.step}", highlight=False)
+
+    def _check_model(self, checkpoint: Checkpoint) -> None:
+        """Raises CheckpointError where the model's own configuration is not that of the checkpoint."""
+        saved, mine = read_manifest(checkpoint.path).get("model"), model_record(self.model)
+        if saved is None or mine is None:
+            return
+        theirs, ours = saved["config"], mine["config"]
+        if theirs.get(_VERSION) != ours.get(_VERSION):
+            return  # another version of transformers may say the same in other words
+        if differing := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
+            raise CheckpointError(
+                f"{checkpoint.path} was trained with another config.json than --model {self.config.model} has: "
+                + ", ".join(f"{name} was {theirs.get(name)} and is {ours.get(name)}" for name in differing)
+                + ". Put back what it was"
+            )
 
     def run(self, beginning: Beginning) -> TrainResult:
         """Runs the steps that are left."""

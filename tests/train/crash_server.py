@@ -56,10 +56,9 @@ def train(config: TrainConfig, echo: str | None) -> None:
     """Train, or go on with what is there."""
     restore = _Loop.restore
 
-    def restored(self: _Loop, checkpoint: RunCheckpoint) -> int:
-        step = restore(self, checkpoint)
+    def restored(self: _Loop, checkpoint: RunCheckpoint) -> None:
+        restore(self, checkpoint)
         self.optimizer.save_checkpoint(echo)  # type: ignore[arg-type]
-        return step
 
     if echo is not None:
         _Loop.restore = restored  # type: ignore[method-assign]
