@@ -206,7 +206,7 @@ def check_harmed(
     harm()
     harmed = image_of(world.root)
     changed = [path for path in harmed.keys() | image.keys() if harmed.get(path, 0) != image.get(path, 0)]
-    state = any(re.match(r"run/checkpoints/|ssd", path) for path in changed)
+    state = any(re.match(r"run/checkpoints/step-|ssd", path) for path in changed)
     verified = world.pagoda(["inspect", str(world.run_dir), "--verify"]).check(0, 1, 2)
     done = world.pagoda(world.resume).check(0, 2)
     world.check_not_ours(harmed)
