@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
-from pagoda.errors import CheckpointError
+from pagoda.errors import CheckpointError, PagodaError
 from pagoda.models.lora import ADAPTER as NAME
 from pagoda.models.lora import adapted_as
 
@@ -29,7 +29,12 @@ class AdaptedModel:
         own = {id(param): name for name, param in base.named_parameters()}
         self._read = read
         self._record = record
-        self._model = adapted_as(base, record[ADAPTER])
+        try:
+            self._model = adapted_as(base, record[ADAPTER])
+        except PagodaError:
+            raise
+        except Exception as error:  # peft validates with many exception types
+            raise CheckpointError(f"peft cannot build this checkpoint's adapter: {error}") from error
         named = dict(self._model.named_parameters())
         self._names: dict[str, str] = {own[id(param)]: name for name, param in named.items() if id(param) in own}
         self._adapter = [name for name, param in named.items() if id(param) not in own]

@@ -33,6 +33,7 @@ class DirectFile:
         """Raises OSError where the file cannot be opened; FileExistsError if it is to be made and is there already."""
         self._lock = threading.Lock()
         self._unsynced = 0
+        self._sync_error: OSError | None = None
         self._buffer = Arena(_BUFFER_BYTES)
         self._direct: int | None = None
         self._fd = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
@@ -58,8 +59,18 @@ class DirectFile:
         self._through_cache(data[done:], offset + done)
 
     def sync(self) -> None:
-        """Make what was written safe from a loss of power. Raises OSError as the disk does."""
-        os.fsync(self._fd)
+        """Make what was written safe from a loss of power.
+
+        Raises OSError as the disk does, and again whenever it has failed before: the kernel may have dropped what it
+        could not write.
+        """
+        if self._sync_error is None:
+            try:
+                os.fsync(self._fd)
+            except OSError as error:
+                self._sync_error = error
+        if self._sync_error is not None:
+            raise OSError(self._sync_error.errno, self._sync_error.strerror)
 
     def close(self) -> None:
         """Close the file as it is. Idempotent."""
@@ -104,5 +115,5 @@ class DirectFile:
             written = os.pwrite(self._fd, data, offset)
             data, offset = data[written:], offset + written
         if full:
-            os.fdatasync(self._fd)
+            self.sync()
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -21,6 +21,13 @@ from pagoda.plan.shards import Span
 
 PAGED = "paged"
 """The manifest's key."""
+_EXTENTS = {"layout": int, "extents": {str: (int, int)}, "spans": {str: [(int, int, int)]}}
+PAGED_FORM = {
+    "dtypes": {str: str},
+    "layouts": [{"parameters": [(str, int, [int], bool)], "packed": {str: [(str, int, [int])]}}],
+    "ranks": [{"reference": dict, "units": [_EXTENTS]}],
+}
+"""What `joined_pages` gives."""
 _OF_RANK = re.compile(r"rank-\d+")
 """Name of the directory that one of several ranks has below the one given for all."""
 
@@ -60,6 +67,12 @@ class PagedUnit:
 
     @staticmethod
     def from_json(layout: Mapping[str, Any], fields: Mapping[str, Any]) -> "PagedUnit":
+        """Of fields that have their form. Raises ValueError where they do not fit together."""
+        spans = fields["spans"]
+        if fields["extents"].keys() != spans.keys():
+            raise ValueError(f"extents {sorted(fields['extents'])} with the spans {sorted(spans)}")
+        if any(start > stop for of_state in spans.values() for start, stop, _ in of_state):
+            raise ValueError("a span that ends before it starts")
         packed = {
             state: tuple(PagedParameter(name, offset, tuple(shape), True) for name, offset, shape in of)
             for state, of in layout["packed"].items()
@@ -132,7 +145,8 @@ class Pages:
     """The pages of a checkpoint, of every rank that has kept some; to be closed."""
 
     def __init__(self, directory: Path, description: Mapping[str, Any], places: Sequence[str | Path]) -> None:
-        """`description` is what `joined_pages` gave. Pages are looked for in `places`, and where they were.
+        """`description` has the form of what `joined_pages` gives. Pages are looked for in `places`, then where they
+        were.
 
         Raises CheckpointError where the description is damaged; pages that are not to be found are for `check`.
         """
@@ -212,7 +226,7 @@ class PagedTensors:
             last = min(stop, part.stop)
             try:
                 found.append(part.rank.read(part.run, part.at + start - part.start, last - start, spec.dtype))
-            except StorageError as error:
+            except (StorageError, ValueError) as error:  # ValueError: the manifest names pages that there are not
                 raise CheckpointError(f"{self._directory} is damaged: {name!r} cannot be read: {error}") from error
             start = last
         return torch.cat(found)
@@ -231,9 +245,10 @@ def _stretches(rank: PagesOfRank, unit: PagedUnit, state: str, parameter: PagedP
 
 
 def with_ranks(places: Sequence[str | Path]) -> list[Path]:
-    """Directories, and those of ranks below them, or beside those that are a rank's themselves."""
+    """Directories, and those of ranks below them, or beside those that are a rank's themselves; not symbolic links."""
     found: dict[Path, None] = {}
     for place in map(Path, places):
         top = place.parent if _OF_RANK.fullmatch(place.name) else place
-        found |= dict.fromkeys([place, *sorted(p for p in top.glob("rank-*") if _OF_RANK.fullmatch(p.name))])
+        ranks = sorted(p for p in top.glob("rank-*") if _OF_RANK.fullmatch(p.name))
+        found |= dict.fromkeys([place, *(p for p in ranks if p.is_dir() and not p.is_symlink())])
     return list(found)

@@ -1,5 +1,6 @@
 """Reading a checkpoint: its manifest and its tensors, wherever each of them is stored."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -11,11 +12,13 @@ from typing import Protocol, Self
 
 import torch
 
-from pagoda.checkpoint.directory import MANIFEST, read_manifest
-from pagoda.checkpoint.paged import PAGED, Pages
+from pagoda.checkpoint.directory import read_manifest
+from pagoda.checkpoint.paged import PAGED, PAGED_FORM, Pages
 from pagoda.checkpoint.shards import JoinedShards
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks
 from pagoda.errors import CheckpointError
+from pagoda.memory.forms import FormError, check
+from pagoda.memory.identity import CHECKPOINT_ID, MANIFEST
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.tensor_shards import TensorShard
 
@@ -26,15 +29,24 @@ SHARDS = "shards"
 names of its parts, in order, under which it is stored."""
 BUFFERS = "buffers"
 """What a checkpoint has beside its states: the model's persistent buffers."""
-_MANIFEST_KINDS = {
-    "states": list,
-    "parameters": list,
-    "hashes": dict,
-    "steps": dict,
-    "param_groups": list,
+_CUT = {"shape": [int], "parts": [str]}
+_FORM = {
+    "id": CHECKPOINT_ID,
+    "states": [str],
+    "parameters": [str],
+    "hashes": {str: {str: [(int, re.compile("[0-9a-f]{16}"))]}},
+    "steps": {str: int},
+    "param_groups": [dict],
     "rng": dict,
-    "rank_rng": list,
+    "rank_rng": [dict],
     "extra": object,
+}
+"""What every manifest has; whether it fits a model is for whoever has the model."""
+_OPTIONAL_FORM = {
+    TILES: {str: _CUT},
+    SHARDS: {str: {**_CUT, "dim": int}},
+    PAGED: PAGED_FORM,
+    "loss_scale": dict,
 }
 
 
@@ -110,8 +122,7 @@ class Checkpoint:
             for whole, cut in self.manifest.get(TILES, {}).items():
                 self._join(whole, tuple(cut["shape"]), cut["parts"])
             for whole, divided in self.manifest.get(SHARDS, {}).items():
-                shard = TensorShard(tuple(divided["shape"]), divided["dim"], len(divided["parts"]))
-                self._join_shards(whole, shard, divided["parts"])
+                self._join_shards(whole, tuple(divided["shape"]), divided["dim"], divided["parts"])
             held = [state for state in self.manifest["states"] if self._sources[state] or state == WEIGHT]
             self.states = {state: self._dtype(state) for state in held}
             """Dtype of each state that a parameter has."""
@@ -178,30 +189,49 @@ class Checkpoint:
 
     def _join(self, whole: str, shape: tuple[int, ...], parts: list[str]) -> None:
         """Show the parts of a parameter as the one that they were cut from."""
-        for sources in self._sources.values():
-            if parts[0] in sources:
-                joined = JoinedTensor(whole, shape, [(part, sources[part]) for part in parts])
-                _show(sources, whole, joined, parts)
+        for sources in self._having(whole, parts):
+            joined = JoinedTensor(whole, shape, [(part, sources[part]) for part in parts])
+            _show(sources, whole, joined, parts)
 
-    def _join_shards(self, whole: str, shard: TensorShard, parts: list[str]) -> None:
+    def _join_shards(self, whole: str, shape: tuple[int, ...], dim: int, parts: list[str]) -> None:
         """Show the parts of tensor-parallel ranks as the parameter that they divide."""
-        for sources in self._sources.values():
-            if parts[0] in sources:
-                dtype = sources[parts[0]].specs[parts[0]].dtype
-                joined = JoinedShards(whole, shard, dtype, [partial(sources[part].read, part) for part in parts])
-                _show(sources, whole, joined, parts)
+        if dim >= len(shape) or not parts or shape[dim] % len(parts):
+            raise self._damaged(f"{whole!r} of shape {list(shape)} is not divided by {len(parts)} along {dim}")
+        shard = TensorShard(shape, dim, len(parts))
+        for sources in self._having(whole, parts):
+            specs = [sources[part].specs[part] for part in parts]
+            if any(prod(spec.shape) * len(parts) != prod(shape) for spec in specs):
+                raise self._damaged(f"the parts of {whole!r} are not equal parts of {list(shape)}")
+            joined = JoinedShards(whole, shard, specs[0].dtype, [partial(sources[part].read, part) for part in parts])
+            _show(sources, whole, joined, parts)
+
+    def _having(self, whole: str, parts: Sequence[str]) -> Iterator[dict[str, Source]]:
+        """The sources of each state that has the parts of a parameter: all of them, in one dtype, or none."""
+        for state, sources in self._sources.items():
+            held = [part for part in parts if part in sources]
+            if parts and not held:
+                continue
+            if not parts or len(held) != len(parts) or len({sources[part].specs[part].dtype for part in parts}) != 1:
+                raise self._damaged(f"its {state} has not every part of {whole!r}, or not in one dtype")
+            yield sources
 
     def _check_manifest(self) -> None:
-        """What any reader relies on; whether it fits a model is for whoever has the model."""
-        path = self.directory / MANIFEST
-        for key, kind in _MANIFEST_KINDS.items():
-            if key not in self.manifest or not isinstance(self.manifest[key], kind):
-                raise CheckpointError(f"{path} is damaged: it has no {key!r}, or none that can be used")
+        """Every field has its form."""
+        try:
+            check({key: self.manifest[key] for key in _FORM if key in self.manifest}, _FORM, "manifest")
+            for key, form in _OPTIONAL_FORM.items():
+                if key in self.manifest:
+                    check(self.manifest[key], form, f"manifest.{key}")
+        except FormError as error:
+            raise self._damaged(str(error)) from error
         states = self.manifest["states"]
-        if not all(isinstance(state, str) and state.isidentifier() for state in states) or BUFFERS in states:
-            raise CheckpointError(f"{path} is damaged: 'states' is {states}")
-        if any(type(count) is not int or count < 0 for count in self.steps.values()):
-            raise CheckpointError(f"{path} is damaged: 'steps' holds what is no count")
+        if not all(map(str.isidentifier, states)) or BUFFERS in states or len({*states}) < len(states):
+            raise self._damaged(f"'states' is {states}")
+        if WEIGHT not in states or (PAGED in self.manifest and {*self.manifest[PAGED]["dtypes"]} != {*states}):
+            raise self._damaged(f"'states' is {states}, without {WEIGHT!r} or others than those of its pages")
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.directory / MANIFEST} is damaged: {what}")
 
     def _dtype(self, state: str) -> torch.dtype:
         """What every tensor of a state has."""

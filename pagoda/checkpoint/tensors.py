@@ -13,6 +13,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import xxhash
 
 from pagoda.checkpoint.direct import DirectFile
 from pagoda.errors import CheckpointError
+from pagoda.memory.files import open_regular
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.plan.layout import PIECE_ELEMENTS
 
@@ -222,7 +224,7 @@ class TensorFile:
         self.path = path
         self._hashes = hashes
         try:
-            self._file = path.open("rb")
+            self._file = os.fdopen(open_regular(path), "rb")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         weakref.finalize(self, self._file.close)
@@ -233,6 +235,7 @@ class TensorFile:
         """Name, first element and values of the piece that was checked last."""
         try:
             self._read_header()
+            self._check_hashes()
         except BaseException:
             self.close()
             raise
@@ -307,6 +310,14 @@ class TensorFile:
             raise CheckpointError(
                 f"{self.path} is truncated or damaged: it has {size} bytes where its header says {data + end}"
             )
+
+    def _check_hashes(self) -> None:
+        """The pieces that hashes are given for begin at the first element, and follow each other."""
+        for name, pieces in (self._hashes or {}).items():
+            starts = [start for start, _ in pieces]
+            end = prod(self.specs[name].shape) if name in self.specs else 0
+            if starts and (starts[0] != 0 or starts[-1] >= end or any(a >= b for a, b in pairwise(starts))):
+                raise CheckpointError(f"{self.path} is damaged: its {name!r} does not have the pieces {starts!r:.80}")
 
     def _entry(self, name: str, entry: Any) -> tuple[TensorSpec, int, int]:
         """What the header says of one tensor, and where in the data its bytes begin and end."""

@@ -9,11 +9,12 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from pagoda.checkpoint.directory import MANIFEST
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
-from pagoda.memory.commits import Commit, StoreRecord, stores_in
+from pagoda.memory.commits import Commit, StoreRecord, stores_in, unknown_in
 from pagoda.memory.committed import CommittedPages
+from pagoda.memory.identity import MANIFEST
+from pagoda.memory.orphans import why_orphaned
 from pagoda.memory.sizes import format_bytes
 from pagoda.train.config import TrainConfig
 from pagoda.train.resume import CONFIG
@@ -49,6 +50,8 @@ def run_inspect(config: InspectConfig, console: Console) -> int:
     stores = stores_in(config.directory)
     for record, stripe in stores:
         damaged += _show(record, stripe, config.verify, console)
+    for reason in unknown_in(config.directory):
+        _say(console, reason)
     if not stores:
         _say(console, f"no page store and no checkpoint in {config.directory}")
     return _DAMAGED if damaged else 0
@@ -109,14 +112,19 @@ def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> i
         return 0
     tables: dict[str, Commit] = {}
     damaged = 0
-    for name in record.commit_ids():
+    try:
+        names = record.commit_ids()
+    except StorageError as error:
+        _say(console, f"  {error}")
+        return 1
+    for name in names:
         try:
-            tables[name] = Commit.read(record.commit_path(name))
+            tables[name] = record.read_commit(name)
         except StorageError as error:
             damaged += 1
             _say(console, f"  {error}")
     for name, commit in tables.items():
-        gone = "" if Path(commit.checkpoint).exists() else " (gone)"
+        gone = "" if why_orphaned(commit) is None else " (not there: see pagoda gc)"
         size = format_bytes(len(commit.table.written) * page)
         _say(console, f"  commit {name}: {size} of {commit.checkpoint}{gone}")
         if verify:

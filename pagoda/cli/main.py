@@ -1,7 +1,7 @@
 """Entry of the `pagoda` command: picks the subcommand, and turns user errors into messages and exit codes.
 
-Exit codes: 0 done, 1 a plan that does not fit, 2 user error (message on stderr, no traceback), 128 + signal when
-interrupted.
+Exit codes: 0 done, 1 a plan that does not fit, damage that was found, or pages that `gc` left, 2 user error (message on
+stderr, no traceback), 128 + signal when interrupted.
 """
 
 import os
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from pagoda.cli.calibrate import CalibrateConfig, run_calibrate
 from pagoda.cli.export import ExportConfig, run_export
+from pagoda.cli.gc import GcConfig, run_gc
 from pagoda.cli.inspect import InspectConfig, run_inspect
 from pagoda.cli.plan import run_plan
 from pagoda.cli.train import resumed_config, run_train
@@ -47,6 +48,7 @@ COMMANDS = (
     Command("export", ExportConfig, run_export),
     Command("calibrate", CalibrateConfig, run_calibrate),
     Command("inspect", InspectConfig, run_inspect),
+    Command("gc", GcConfig, run_gc, interrupted="interrupted"),
 )
 """Every subcommand. A new one is a module beside `train.py` and a line here."""
 

@@ -3,15 +3,13 @@
 Knows nothing of modules, plans or optimizers. The nouns, from small to large:
 
 `Run` (consecutive frames) · `PagePool` (which frames are free) · `Arena` (the bytes of a RAM tier) ·
-`PageFile` and `StripedFile` (the bytes of an SSD tier; as a GPU sees them, `GpuPageFile`) · `SlotTable` (which of them
-hold which page) · `MemoryTier` and `SSDTier` (a pool over its bytes) · `FrozenPages`, `Fork` and `CommittedPages`
-(pages of an SSD tier as they were).
+`PageFile` and `StripedFile` (the bytes of an SSD tier) · `SlotTable` (which of them hold which page) · `MemoryTier` and
+`SSDTier` (a pool over its bytes) · `FrozenPages`, `Fork` and `CommittedPages` (pages of an SSD tier as they were).
 """
 
 from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
 from pagoda.memory.committed import CommittedPages, open_commit
 from pagoda.memory.frozen import Fork, FrozenPages
-from pagoda.memory.gds import GpuPageFile
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES, Run, pages_for
 from pagoda.memory.pool import PagePool
 from pagoda.memory.sizes import format_bytes, parse_bytes
@@ -27,7 +25,6 @@ __all__ = [
     "CommittedPages",
     "Fork",
     "FrozenPages",
-    "GpuPageFile",
     "MemoryTier",
     "PageFile",
     "PagePool",

@@ -4,16 +4,19 @@
     DIR/pagoda-ID/pages           the slots of that directory
     DIR/pagoda-ID/commits/COMMIT  one page table; only in the store's first directory
 
-A commit is there as a whole or not at all: its table is written beside, synced and renamed. A store is worth keeping
-as long as it has a commit; a commit, as long as the checkpoint it belongs to exists.
+A record is believed only if each field has its form and its id is the one in the folder's name. The directories that it
+names are hints for reading; nothing is ever written or deleted along them.
+
+A commit is there as a whole or not at all: its table is written beside, synced and renamed. It names the checkpoint it
+belongs to by the checkpoint's id; the path is a hint for messages.
 """
 
 import contextlib
 import json
-import logging
 import os
+import re
 import secrets
-import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,14 +26,60 @@ import numpy as np
 import xxhash
 
 from pagoda.errors import StorageError
-from pagoda.memory.slots import PageTable
+from pagoda.memory.files import (
+    TEMPORARY,
+    inside,
+    read_regular,
+    replace_file,
+    storage_errors,
+    sync_descriptor,
+)
+from pagoda.memory.forms import FormError, check
+from pagoda.memory.identity import CHECKPOINT_ID
+from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.slots import UNWRITTEN, PageTable
 
-_log = logging.getLogger("pagoda")
+PREFIX = "pagoda-"
+RECORD, PAGES, COMMITS = "store.json", "pages", "commits"
+STORE_ID = re.compile(r"[0-9a-f]{16}")
+COMMIT_ID = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}")
+_HASH = re.compile(r"[0-9a-f]{32}")
+_FORMAT, _VERSION = "pagoda-pages", 2
+_MOST_SLOTS = 1 << 32
 
-_PREFIX = "pagoda-"
-_RECORD, _PAGES, _COMMITS = "store.json", "pages", "commits"
-_FORMAT, _VERSION = "pagoda-pages", 1
-_TEMPORARY = ".tmp"
+
+def _page_size(value: object) -> bool:
+    """a multiple of 4096 bytes"""
+    return type(value) is int and 0 < value < 1 << 40 and value % PAGE_ALIGN == 0
+
+
+def _place(value: object) -> bool:
+    """an absolute path"""
+    return isinstance(value, str) and "\0" not in value and os.path.isabs(value)
+
+
+def _named_place(value: object) -> bool:
+    """an absolute path with a name"""
+    return _place(value) and bool(Path(str(value)).name)
+
+
+_RECORD_FORM = {"id": STORE_ID, "page_bytes": _page_size, "directories": [_place], "stripe": int, "portions": [[int]]}
+_COMMIT_FORM = {
+    "pages": int,
+    "store": STORE_ID,
+    "commit": COMMIT_ID,
+    "page_bytes": _page_size,
+    "checkpoint_id": CHECKPOINT_ID,
+    "checkpoint": _named_place,
+}
+_REFERENCE_FORM = {
+    "store": STORE_ID,
+    "commit": COMMIT_ID,
+    "page_bytes": _page_size,
+    "pages": int,
+    "table": _HASH,
+    "directories": [_place],
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +89,7 @@ class StoreRecord:
     id: str
     page_bytes: int
     directories: tuple[Path, ...]
-    """Where its stripes are, in order."""
+    """Where its stripes are, in order; as read from a file, where they were."""
     portions: tuple[tuple[int, ...], ...]
     """Slots on each directory, one entry for each time the store grew."""
 
@@ -50,51 +99,121 @@ class StoreRecord:
         return StoreRecord(secrets.token_hex(8), page_bytes, absolute, (tuple(portion),))
 
     @property
+    def name(self) -> str:
+        """What the store's folder in each of its directories is called."""
+        return f"{PREFIX}{self.id}"
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """The store's own folder in each of its directories."""
-        return tuple(directory / f"{_PREFIX}{self.id}" for directory in self.directories)
+        return tuple(directory / self.name for directory in self.directories)
 
     @property
     def pages_paths(self) -> tuple[Path, ...]:
-        return tuple(folder / _PAGES for folder in self.folders)
+        return tuple(folder / PAGES for folder in self.folders)
+
+    @property
+    def pages_of_files(self) -> tuple[int, ...]:
+        """Slots in each directory."""
+        return tuple(map(sum, zip(*self.portions, strict=True)))
 
     def commit_path(self, commit: str) -> Path:
-        return self.folders[0] / _COMMITS / commit
+        """Where a page table is, for messages."""
+        return self.folders[0] / COMMITS / commit
 
     def commit_ids(self) -> list[str]:
-        """Ids of the commits on disk, oldest first."""
-        return sorted(_names(self.folders[0] / _COMMITS))
+        """Ids of the commits on disk, oldest first. Raises StorageError when that cannot be told."""
+        folder = self.folders[0] / COMMITS
+        with storage_errors(f"{folder} cannot be read"):
+            try:
+                with inside(self.directories[0], self.name, COMMITS) as commits:
+                    return sorted(filter(COMMIT_ID.fullmatch, os.listdir(commits)))
+            except FileNotFoundError:
+                return []
 
-    def make_folders(self) -> None:
-        """Create the store's folders, which are durable after `write`."""
-        for folder in self.folders:
-            with _storage_errors(f"{folder} cannot be created"):
-                folder.mkdir(exist_ok=True)
-        with _storage_errors(f"{self.folders[0]} cannot be written"):
-            (self.folders[0] / _COMMITS).mkdir(exist_ok=True)
+    def content(self, stripe: int) -> bytes:
+        """What the record in one of the directories says."""
+        fields = {"format": _FORMAT, "version": _VERSION, "id": self.id, "page_bytes": self.page_bytes}
+        directories = [str(directory) for directory in self.directories]
+        return json.dumps({**fields, "directories": directories, "stripe": stripe, "portions": self.portions}).encode()
+
+    def is_written(self, stripe: int) -> bool:
+        """Whether the record on disk says what this one does."""
+        try:
+            with inside(self.directories[stripe], self.name) as folder:
+                return read_regular(RECORD, dir_fd=folder, follow=False) == self.content(stripe)
+        except OSError:
+            return False
 
     def write(self) -> None:
-        """Write the record durably into every directory, the first one last: that one is what a store is found by."""
-        for stripe in reversed(range(len(self.directories))):
-            fields = {
-                "format": _FORMAT,
-                "version": _VERSION,
-                "id": self.id,
-                "page_bytes": self.page_bytes,
-                "directories": [str(directory) for directory in self.directories],
-                "stripe": stripe,
-                "portions": self.portions,
-            }
-            folder = self.folders[stripe]
-            write_durably(folder / _RECORD, json.dumps(fields).encode())
-            sync_directory(folder.parent)
+        """Write the record durably into every directory, the first one last: that one is what a store is found by.
 
-    def remove(self) -> None:
-        """Delete the store's files. What a crash leaves of them is deleted by the next `sweep`."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.folders[0] / _RECORD)
-        for folder in reversed(self.folders):
-            shutil.rmtree(folder, ignore_errors=True)
+        Creates the store's folders. Raises StorageError.
+        """
+        for stripe in reversed(range(len(self.directories))):
+            with storage_errors(f"{self.folders[stripe]} cannot be written"), inside(self.directories[stripe]) as top:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self.name, dir_fd=top)
+                with inside(self.directories[stripe], self.name) as folder:
+                    if stripe == 0:
+                        with contextlib.suppress(FileExistsError):
+                            os.mkdir(COMMITS, dir_fd=folder)
+                    replace_file(folder, RECORD, self.content(stripe))
+                sync_descriptor(top, self.folders[stripe])
+
+    def write_commit(self, commit: str, content: bytes) -> None:
+        """Write a page table durably. Raises StorageError; then there is no such table."""
+        what = f"the page table {self.commit_path(commit)} cannot be written"
+        with storage_errors(what), inside(self.directories[0], self.name, COMMITS) as commits:
+            try:
+                replace_file(commits, commit, content)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(commit, dir_fd=commits)
+                raise
+
+    def read_commit(self, commit: str) -> "Commit":
+        """A page table of this store. Raises StorageError when it is missing, truncated, damaged or another's."""
+        path = self.commit_path(commit)
+        what = f"the page table {path} cannot be read"
+        with storage_errors(what), inside(self.directories[0], self.name, COMMITS) as commits:
+            content = read_regular(commit, dir_fd=commits, follow=False)
+        found = Commit.from_bytes(content, path)
+        if (found.store, found.commit, found.page_bytes) != (self.id, commit, self.page_bytes):
+            raise StorageError(f"{path} is the page table of commit {found.commit} of store {found.store}")
+        if len(found.table.slots) and found.table.slots.max() >= sum(self.pages_of_files):
+            raise StorageError(f"the page table {path} is damaged: it names slots that its store does not have")
+        return found
+
+    def remove_commit(self, commit: str) -> None:
+        """Delete a page table durably; one that is not there is none. Raises StorageError."""
+        with storage_errors(f"the page table {self.commit_path(commit)} cannot be deleted"):
+            try:
+                with inside(self.directories[0], self.name, COMMITS) as commits:
+                    os.unlink(commit, dir_fd=commits)
+                    sync_descriptor(commits, self.commit_path(commit))
+            except FileNotFoundError:
+                return
+
+    def remove(self) -> bool:
+        """Delete the store's own files, in every directory whose record says that they are this store's; returns
+        whether all of it is gone.
+
+        The records of several stripes must also agree that these belong together: one may be a copy, and the others are
+        needed by the original. Whatever else is in the folders stays, and so do the folders then. For the holder of the
+        directories' locks.
+        """
+        for stripe, directory in reversed([*enumerate(self.directories)]):
+            with contextlib.suppress(OSError), inside(directory) as top:
+                with inside(directory, self.name) as folder:
+                    if self.is_written(stripe) if len(self.directories) > 1 else _says(folder, self.id, stripe):
+                        for name in (PAGES, RECORD + TEMPORARY):
+                            _unlink_regular(folder, name)
+                        with contextlib.suppress(OSError):
+                            os.rmdir(COMMITS, dir_fd=folder)
+                        _unlink_regular(folder, RECORD)
+                os.rmdir(self.name, dir_fd=top)  # refused unless it is empty
+        return not any(map(os.path.lexists, self.folders))
 
 
 @dataclass(frozen=True)
@@ -104,8 +223,9 @@ class Commit:
     store: str
     commit: str
     page_bytes: int
+    checkpoint_id: str
     checkpoint: str
-    """Absolute path of the checkpoint's directory."""
+    """Absolute path at which the checkpoint was saved; it may have been moved since."""
     table: PageTable
 
     def to_bytes(self) -> bytes:
@@ -117,21 +237,23 @@ class Commit:
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
     @staticmethod
-    def read(path: Path) -> "Commit":
-        """Raises StorageError when the file is missing, truncated or damaged."""
-        with _storage_errors(f"the page table {path} cannot be read"):
-            content = path.read_bytes()
+    def from_bytes(content: bytes, path: Path) -> "Commit":
+        """Raises StorageError when the content of `path` is truncated or damaged."""
         body, checksum = content[:-8], content[-8:]
         if xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") != checksum:
             raise StorageError(f"the page table {path} is truncated or damaged; use another checkpoint")
         line, _, arrays = body.partition(b"\n")
-        fields = json.loads(line)
-        if fields.pop("version") != _VERSION:
-            raise StorageError(f"the page table {path} has a version that this Pagoda does not read")
-        del fields["format"]
-        pages = fields.pop("pages")
+        try:
+            fields = _fields(line, _COMMIT_FORM)
+            pages = fields.pop("pages")
+            if len(arrays) != 16 * pages:
+                raise FormError(f"it has {len(arrays)} bytes for {pages} pages")
+        except ValueError as error:
+            raise StorageError(f"the page table {path} cannot be used: {error}") from error
         slots = np.frombuffer(arrays, "<i8", pages).astype(np.int64)
         hashes = np.frombuffer(arrays, "<u8", pages, 8 * pages).astype(np.uint64)
+        if pages and slots.min() < UNWRITTEN:
+            raise StorageError(f"the page table {path} is damaged: it names negative slots")
         return Commit(**fields, table=PageTable(slots, hashes))
 
 
@@ -143,7 +265,10 @@ class Reference:
     commit: str
     page_bytes: int
     pages: int
+    table: str
+    """xxh3_128 of the page table's file: another table in its place is refused."""
     directories: tuple[str, ...]
+    """Where the store was."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "directories": list(self.directories)}
@@ -152,27 +277,29 @@ class Reference:
     def from_json(fields: Mapping[str, Any]) -> "Reference":
         """Raises StorageError for what `to_json` cannot have written."""
         try:
-            return Reference(
-                str(fields["store"]),
-                str(fields["commit"]),
-                int(fields["page_bytes"]),
-                int(fields["pages"]),
-                tuple(map(str, fields["directories"])),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(f"{fields!r} is not a reference to committed pages") from error
+            check(fields, _REFERENCE_FORM, "reference")
+        except FormError as error:
+            raise StorageError(f"{fields!r:.200} is not a reference to committed pages: {error}") from error
+        return Reference(**{**fields, "directories": tuple(fields["directories"])})
 
 
-def locate(reference: Reference, directories: Sequence[Path] = ()) -> StoreRecord | None:
-    """The store of a reference, in `directories` or where it was when it was written; None if it is not there."""
-    places = [*map(Path, directories), *map(Path, reference.directories)]
+def table_hash(content: bytes) -> str:
+    """What binds a reference to the file of a page table."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def locate(store: str, places: Sequence[Path]) -> StoreRecord | None:
+    """A store all of whose stripes are in `places`, the first of each; None if some are not."""
     found: dict[int, Path] = {}
     record: StoreRecord | None = None
     for place in places:
-        read = _read(place / f"{_PREFIX}{reference.store}")
-        if read is not None:
-            found.setdefault(read[1], place.resolve())
-            record = read[0] if read[1] == 0 else record
+        try:
+            read, stripe = read_store(place, store)
+        except StorageError:
+            continue
+        if stripe not in found:
+            found[stripe] = Path(os.path.realpath(place))
+            record = read if stripe == 0 else record
     if record is None or set(found) != set(range(len(record.directories))):
         return None
     return replace(record, directories=tuple(found[stripe] for stripe in range(len(found))))
@@ -181,132 +308,115 @@ def locate(reference: Reference, directories: Sequence[Path] = ()) -> StoreRecor
 def stores_in(directory: Path) -> list[tuple[StoreRecord, int]]:
     """(store, number of the stripe that is here) of every store in a directory, oldest first."""
     found = []
-    for name in _names(directory):
-        read = _read(directory / name) if name.startswith(_PREFIX) else None
-        if read is not None:
-            record, stripe = read
-            places = (*record.directories[:stripe], directory.resolve(), *record.directories[stripe + 1 :])
-            found.append((replace(record, directories=places), stripe))
-    return sorted(found, key=lambda pair: (pair[0].folders[pair[1]] / _RECORD).stat().st_mtime_ns)
+    for store in _store_ids(directory):
+        with contextlib.suppress(StorageError, OSError):
+            record, stripe = read_store(directory, store)
+            here = Path(os.path.realpath(directory))
+            places = (*record.directories[:stripe], here, *record.directories[stripe + 1 :])
+            written = os.lstat(directory / record.name / RECORD).st_mtime_ns
+            found.append((written, replace(record, directories=places), stripe))
+    return [(record, stripe) for _, record, stripe in sorted(found, key=lambda each: each[0])]
+
+
+def unknown_in(directory: Path) -> Iterator[str]:
+    """Why each folder that looks like a store is none that this Pagoda can use. Nobody deletes such a folder."""
+    for name in sorted(_names(directory)):
+        if name.startswith(PREFIX) and os.path.lexists(directory / name / RECORD):
+            try:
+                read_store(directory, name.removeprefix(PREFIX))
+            except StorageError as error:
+                yield str(error)
+        elif STORE_ID.fullmatch(name.removeprefix(PREFIX)) and name.startswith(PREFIX):
+            yield f"{directory / name} has no {RECORD}"
+
+
+def read_store(directory: Path, store: str) -> tuple[StoreRecord, int]:
+    """The record in a store's folder and the number of its stripe.
+
+    Raises StorageError when there is none, the folder is a symbolic link, or a field does not have its form.
+    """
+    path = directory / f"{PREFIX}{store}" / RECORD
+    with storage_errors(f"{path} cannot be read"), inside(directory, f"{PREFIX}{store}") as folder:
+        content = read_regular(RECORD, dir_fd=folder, follow=False)
+    try:
+        fields = _fields(content, _RECORD_FORM)
+        places, portions, stripe = fields["directories"], fields["portions"], fields["stripe"]
+        if fields["id"] != store:
+            raise FormError(f"id is {fields['id']}, which is not in the folder's name")
+        if not portions or stripe >= len(places) or any(len(portion) != len(places) for portion in portions):
+            raise FormError(f"stripe {stripe} of {len(places)} with the portions {portions!r:.80}")
+        if sum(map(sum, portions)) > _MOST_SLOTS:
+            raise FormError(f"portions has more than {_MOST_SLOTS} slots")
+    except ValueError as error:
+        raise StorageError(f"{path} is not the record of a store that this Pagoda can use: {error}") from error
+    directories = tuple(map(Path, places))
+    return StoreRecord(store, fields["page_bytes"], directories, tuple(map(tuple, portions))), stripe
 
 
 def bytes_of_stores(directory: Path, but: str = "") -> int:
     """Bytes that page files with names take in a directory, without those of the store `but`."""
-    files = Path(directory).glob(f"{_PREFIX}*/{_PAGES}")
-    return sum(path.stat().st_blocks * 512 for path in files if path.parent.name != f"{_PREFIX}{but}")
+    found = 0
+    for store in _store_ids(directory):
+        with contextlib.suppress(OSError):
+            status = os.lstat(Path(directory) / f"{PREFIX}{store}" / PAGES)
+            found += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) and store != but else 0
+    return found
 
 
-def sweep(directory: Path) -> None:
-    """Delete what nobody needs: commits whose checkpoint is gone, stores without commits, what crashes left.
-
-    Call it under the directory's lock. A checkpoint counts as gone when its parent directory exists without it. A
-    stripe is deleted when the store's first directory is there and has nothing of the store.
-    """
-    for name in _names(directory):
-        folder = directory / name
-        if not name.startswith(_PREFIX) or not folder.is_dir():
-            continue
-        read = _read(folder)
-        if read is None:
-            if (folder / _RECORD).exists() or _names(folder / _COMMITS):
-                _log.warning("%s has no %s that this Pagoda can read; left alone", folder, _RECORD)
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-            continue
-        record, stripe = read
-        if stripe:
-            first = record.directories[0]
-            if first.is_dir() and not _names(record.folders[0] / _COMMITS):
-                shutil.rmtree(folder, ignore_errors=True)
-            continue
-        record = replace(record, directories=(directory.resolve(), *record.directories[1:]))
-        for commit in record.commit_ids():
-            _drop_if_gone(record.commit_path(commit))
-        for leftover in (record.folders[0] / _COMMITS).glob(f"*{_TEMPORARY}"):
-            leftover.unlink(missing_ok=True)
-        if not record.commit_ids():
-            record.remove()
+def remove_temporary_files(record: StoreRecord, stripe: int) -> None:
+    """Delete what a crash left of files that were being written in the folder of a stripe: regular files whose names
+    are those that `replace_file` gives them. For the holder of the directory's lock."""
+    directory = record.directories[stripe]
+    with contextlib.suppress(OSError), inside(directory, record.name) as folder:
+        _unlink_regular(folder, RECORD + TEMPORARY)
+    with contextlib.suppress(OSError), inside(directory, record.name, COMMITS) as commits:
+        for name in os.listdir(commits):
+            if name.endswith(TEMPORARY) and COMMIT_ID.fullmatch(name.removesuffix(TEMPORARY)):
+                _unlink_regular(commits, name)
 
 
-def remove_commit(record: StoreRecord, commit: str) -> None:
-    """Delete a page table durably; one that is not there is none. Raises StorageError."""
-    path = record.commit_path(commit)
-    with _storage_errors(f"the page table {path} cannot be deleted"):
-        path.unlink(missing_ok=True)
-    if path.parent.is_dir():
-        sync_directory(path.parent)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace a file's content: after a crash at any instant it has the old content or the new. Raises StorageError."""
-    beside = path.with_name(path.name + _TEMPORARY)
-    with _storage_errors(f"{path} cannot be written"):
-        try:
-            with beside.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable. Raises StorageError."""
-    with _storage_errors(f"{directory} cannot be synced"):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _drop_if_gone(path: Path) -> None:
-    """Delete a page table whose checkpoint is gone; one that cannot be read stays, for `Commit.read` to report."""
+def _fields(content: bytes, form: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a JSON object of this format and version. Raises ValueError."""
     try:
-        checkpoint = Path(Commit.read(path).checkpoint)
-    except StorageError as error:
-        _log.warning("%s", error)
-        return
-    if checkpoint.parent.is_dir() and not checkpoint.exists():
-        _log.warning("checkpoint %s is gone; its pages on SSD are free again", checkpoint)
-        path.unlink()
-        sync_directory(path.parent)
-
-
-def _read(folder: Path) -> tuple[StoreRecord, int] | None:
-    """The record in a store's folder and the number of its stripe; None when there is none that can be read."""
-    try:
-        fields = json.loads((folder / _RECORD).read_bytes())
-        if fields["format"] != _FORMAT or fields["version"] != _VERSION:
-            return None
-        record = StoreRecord(
-            fields["id"],
-            fields["page_bytes"],
-            tuple(map(Path, fields["directories"])),
-            tuple(map(tuple, fields["portions"])),
+        fields = json.loads(content)
+    except RecursionError as error:
+        raise FormError("it is nested too deeply") from error
+    if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+        raise FormError(f"its format is not {_FORMAT!r}")
+    version = fields.pop("version", None)
+    if version != _VERSION or type(version) is not int:
+        raise FormError(
+            f"it has version {version!r:.80}, and this Pagoda uses version {_VERSION}. Use the Pagoda that wrote it, "
+            "or delete it by hand when no checkpoint needs it"
         )
-        return record, fields["stripe"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    check(fields, form)
+    return fields
+
+
+def _says(folder: int, store: str, stripe: int) -> bool:
+    """Whether the record in an open folder is that of this stripe of this store."""
+    try:
+        fields = _fields(read_regular(RECORD, dir_fd=folder, follow=False), _RECORD_FORM)
+    except (OSError, ValueError):
+        return False
+    return (fields["id"], fields["stripe"]) == (store, stripe)
+
+
+def _unlink_regular(directory: int, name: str) -> None:
+    """Delete a regular file in an open directory; anything else of that name stays."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            os.unlink(name, dir_fd=directory)
+
+
+def _store_ids(directory: Path) -> list[str]:
+    """Ids in the names of folders that have the form of a store's."""
+    names = (name for name in _names(directory) if name.startswith(PREFIX))
+    return [store for name in names if STORE_ID.fullmatch(store := name.removeprefix(PREFIX))]
 
 
 def _names(directory: Path) -> list[str]:
-    """Names in a directory, without those of files being written; none when it does not exist."""
     try:
-        return [name for name in os.listdir(directory) if not name.endswith(_TEMPORARY)]
-    except (FileNotFoundError, NotADirectoryError):
+        return os.listdir(directory)
+    except OSError:
         return []
-
-
-@contextlib.contextmanager
-def _storage_errors(what: str) -> Iterator[None]:
-    """Turn the system's errors into StorageErrors that say what could not be done."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"{what}: {error.strerror}") from error

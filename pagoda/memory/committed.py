@@ -7,7 +7,7 @@ from typing import Any
 
 from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
-from pagoda.memory.commits import Commit, Reference, StoreRecord, locate
+from pagoda.memory.commits import Commit, Reference, StoreRecord, locate, table_hash
 from pagoda.memory.page import Run
 from pagoda.memory.ssd import PageFile, StripedFile
 from pagoda.memory.verify import read_pages
@@ -29,9 +29,9 @@ class CommittedPages:
         self._table = commit.table
         files: list[PageFile] = []
         try:
-            for stripe, path in enumerate(record.pages_paths):
-                count = sum(portion[stripe] for portion in record.portions)
-                directory = record.directories[stripe]
+            for directory, count, path in zip(
+                record.directories, record.pages_of_files, record.pages_paths, strict=True
+            ):
                 files.append(PageFile(directory, count, record.page_bytes, existing=path, read_only=True))
         except BaseException:
             for file in files:
@@ -80,17 +80,20 @@ class CommittedPages:
 def open_commit(reference: Mapping[str, Any], directories: Sequence[str | Path] = ()) -> CommittedPages:
     """The pages that `FrozenPages.commit` gave this reference for.
 
-    They are looked for in `directories`, and where they were written. Raises StorageError when store or commit is not
-    there, or its page table or files are damaged.
+    They are looked for in `directories`, then where they were written. Raises StorageError when store or commit is not
+    there, its page table or files are damaged, or the page table is not the one that the reference was given for.
     """
     wanted = Reference.from_json(reference)
-    record = locate(wanted, [Path(directory) for directory in directories])
+    record = locate(wanted.store, [*map(Path, directories), *map(Path, wanted.directories)])
     if record is None:
         raise StorageError(
             f"the pages of store {wanted.store} are not in {', '.join(wanted.directories)}"
             f"{''.join(f' or {d}' for d in directories)}: give the directory that has pagoda-{wanted.store}"
         )
-    commit = Commit.read(record.commit_path(wanted.commit))
-    if (commit.store, commit.page_bytes) != (record.id, record.page_bytes):
-        raise StorageError(f"{record.commit_path(wanted.commit)} is the page table of another store")
+    commit = record.read_commit(wanted.commit)
+    if table_hash(commit.to_bytes()) != wanted.table or len(commit.table.slots) != wanted.pages:
+        raise StorageError(
+            f"{record.commit_path(wanted.commit)} is not the page table that the checkpoint was saved with: it was "
+            "replaced; put the original back, or use another checkpoint"
+        )
     return CommittedPages(record, commit)

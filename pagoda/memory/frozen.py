@@ -21,7 +21,7 @@ class Keeper(Protocol):
     def add_to_frozen(self, frozen: "FrozenPages", run: Run) -> None:
         """Keep one more run."""
 
-    def commit_frozen(self, frozen: "FrozenPages", checkpoint: Path) -> Reference:
+    def commit_frozen(self, frozen: "FrozenPages", checkpoint: Path, checkpoint_id: str) -> Reference:
         """Make a freeze durable: the pages first, then their table."""
 
     def let_go(self, frozen: "FrozenPages") -> None:
@@ -55,16 +55,16 @@ class FrozenPages:
         first, count = self._tier.pages_of(run, offset_bytes, into.nbytes)
         self._tier.load_pinned(self._table.part(first, count), into)
 
-    def commit(self, checkpoint: Path) -> dict[str, Any]:
-        """Keep the pages beyond the end of the process, for the checkpoint that is, or will be, at this path.
+    def commit(self, checkpoint: Path, checkpoint_id: str) -> dict[str, Any]:
+        """Keep the pages beyond the end of the process, for the checkpoint that has, or will have, this id.
 
         Returns a reference to them, as JSON, for `open_commit`. A crash at any instant leaves the commit as a whole
-        or nothing of it. A commit whose checkpoint does not exist is dropped when the directories are next opened.
+        or nothing of it. The path is where the checkpoint is or will be: it may be moved later.
 
         Raises StorageError when that fails; then nothing is committed.
         """
         if self._reference is None:
-            self._reference = self._tier.commit_frozen(self, checkpoint)
+            self._reference = self._tier.commit_frozen(self, checkpoint, checkpoint_id)
         return self._reference.to_json()
 
     def release(self) -> None:

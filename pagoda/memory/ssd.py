@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import ConfigError, StorageError
+from pagoda.memory.files import SyncError, inside, open_regular, storage_errors
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.memory.sizes import format_bytes
 
@@ -49,17 +50,17 @@ class PageFile:
         page_bytes: int,
         *,
         existing: Path | None = None,
-        fallback: Path | None = None,
+        fallback: Callable[[], Path] | None = None,
         read_only: bool = False,
     ) -> None:
         """A new file; or `existing`, which has a name, and of which `pages` are used.
 
-        `fallback` is the name a new file gets at once where the file system has no files without one that could be
-        named later; left out, such a file stays nameless for good.
+        `fallback` makes the name that a new file gets at once where the file system has no files without one that could
+        be named later; left out, such a file stays nameless for good.
 
         Raises ConfigError when `pages` is below 1 or `page_bytes` is not a multiple of 4096. Raises StorageError when
-        the directory is missing, cannot be written or has not the space, or when an existing file is missing or
-        shorter than its pages.
+        the directory is missing, cannot be written or has not the space, or when an existing file is missing, shorter
+        than its pages, a symbolic link or no regular file, or has a second name (a hard link) and is to be written to.
         """
         if pages < 1 or page_bytes < 1 or page_bytes % PAGE_ALIGN:
             raise ConfigError(
@@ -71,6 +72,7 @@ class PageFile:
         self.pages = pages
         self.page_bytes = page_bytes
         self.fallback_reason: str | None = None
+        self._sync_error: SyncError | None = None
 
         if existing is None:
             self._check_free_space(self.nbytes)
@@ -104,10 +106,14 @@ class PageFile:
         """Whether transfers bypass the page cache."""
         return self.fallback_reason is None
 
-    @property
-    def system_path(self) -> Path:
-        """A path by which others in this process can open the file, whether it has a name or not."""
-        return self.path or Path(f"/proc/self/fd/{self._fd}")
+    def is_in(self, folder: Path, name: str) -> bool:
+        """Whether `name` in a folder is this very file, with all of its pages."""
+        try:
+            with inside(folder.parent, folder.name) as descriptor:
+                there = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self._fd)) and there.st_size >= self.nbytes
 
     def pread(self, page: int, view: memoryview, offset: int = 0) -> None:
         """Fill `view` from byte `offset` of slot `page` on; it may reach into the slots that follow.
@@ -150,28 +156,34 @@ class PageFile:
             raise
 
     def link(self, path: Path) -> None:
-        """Give a file without a name this one; a file that has a name keeps it. Raises StorageError."""
+        """Give a file without a name this one; a file that has a name keeps it. The folder may not be a symbolic link.
+
+        Raises StorageError.
+        """
         if self.path is not None:
             return
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        what = f"the page file {path} cannot be given its name"
+        with storage_errors(what), inside(path.parent.parent, path.parent.name) as folder:
             # A directory descriptor, though the path is absolute, because only linkat follows the symbolic link.
-            os.link(f"/proc/self/fd/{self._fd}", path.name, dst_dir_fd=directory, follow_symlinks=True)
-        except OSError as error:
-            raise StorageError(f"the page file {path} cannot be given its name: {error.strerror}") from error
-        finally:
-            os.close(directory)
+            os.link(f"/proc/self/fd/{self._fd}", path.name, dst_dir_fd=folder, follow_symlinks=True)
         self.path = path
 
     def sync(self) -> None:
-        """Make what was written safe from a loss of power. Raises StorageError."""
-        try:
-            os.fdatasync(self._fd)
-        except OSError as error:
-            raise StorageError(
-                f"page file in {self.directory}: failed to sync: {error.strerror}; check the disk (dmesg), then resume "
-                "from the last checkpoint"
-            ) from error
+        """Make what was written safe from a loss of power.
+
+        Raises SyncError; from then on every sync of this file does, because the kernel may have dropped what it could
+        not write and report success the next time.
+        """
+        if self._sync_error is None:
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                self._sync_error = SyncError(
+                    f"page file in {self.directory}: failed to sync: {error.strerror}; check the disk (dmesg), then "
+                    "resume from the last checkpoint"
+                )
+        if self._sync_error is not None:
+            raise SyncError(str(self._sync_error))
 
     def close(self) -> None:
         """Close the file; the disk space of one without a name is free again. Idempotent."""
@@ -198,7 +210,7 @@ class PageFile:
         if free < nbytes:
             raise self._too_full(nbytes, free)
 
-    def _create(self, fallback: Path | None) -> int:
+    def _create(self, fallback: Callable[[], Path] | None) -> int:
         try:
             if _O_TMPFILE:
                 try:
@@ -206,25 +218,29 @@ class PageFile:
                 except OSError as error:
                     if error.errno not in _NO_TMPFILE:
                         raise
-            if fallback is not None:
-                fallback.parent.mkdir(exist_ok=True)
-            path = fallback or self.directory / f"pagoda-{os.getpid()}-{secrets.token_hex(6)}.pages"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            named = None if fallback is None else fallback()
+            path = named or self.directory / f"pagoda-{os.getpid()}-{secrets.token_hex(6)}.pages"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise StorageError(
                 f"SSD directory {self.directory} cannot be written: {error.strerror}; "
                 "make it writable for this user or name another in ssd="
             ) from error
-        if fallback is None:
+        if named is None:
             os.unlink(path)  # the open descriptor keeps the bytes
-        self.path = fallback
+        self.path = named
         return fd
 
     def _open(self, path: Path, flags: int) -> int:
-        try:
-            return os.open(path, flags)
-        except OSError as error:
-            raise StorageError(f"the page file {path} cannot be opened: {error.strerror}") from error
+        with storage_errors(f"the page file {path} cannot be opened"):
+            with inside(path.parent.parent, path.parent.name) as folder:
+                descriptor = open_regular(path.name, flags, dir_fd=folder, follow=False)
+            if flags != os.O_RDONLY and os.fstat(descriptor).st_nlink != 1:
+                os.close(descriptor)
+                raise StorageError(
+                    f"the page file {path} has a second name (a hard link), and writing to it would change that one too"
+                )
+        return descriptor
 
     def _check_length(self) -> None:
         size = os.fstat(self._fd).st_size

@@ -1,18 +1,25 @@
 """The SSD tier: pages that are verified when read and, once frozen, never overwritten."""
 
+import contextlib
+import logging
+import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from pagoda.errors import BudgetError, StorageError
-from pagoda.memory.commits import Reference, locate, remove_commit
+from pagoda.memory.commits import Reference, StoreRecord, locate
 from pagoda.memory.committed import CommittedPages
 from pagoda.memory.frozen import Fork, FrozenPages
+from pagoda.memory.identity import checkpoint_id_of
 from pagoda.memory.lock import DirectoryLock
+from pagoda.memory.orphans import gc_hint
 from pagoda.memory.page import Run
 from pagoda.memory.page_store import PageStore
 from pagoda.memory.sizes import format_bytes
@@ -20,6 +27,8 @@ from pagoda.memory.slots import PageTable, Slots, SlotTable
 from pagoda.memory.tier import Tier
 from pagoda.memory.verify import read_pages
 from pagoda.memory.xxh3 import hashes_of
+
+_log = logging.getLogger("pagoda")
 
 _LOOK_AGAIN_S = 0.5
 """How often a store that waits for free slots looks whether anybody is still about to free some."""
@@ -89,6 +98,23 @@ class SSDTier(Tier):
         """Ids of the commits that keep slots of this store."""
         with self._changed:
             return frozenset(self._commits)
+
+    @property
+    def record(self) -> StoreRecord:
+        """Its store."""
+        return self._store.record
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories that it has locked."""
+        return tuple(self._store.record.directories)
+
+    def room_beside(self, gone: Collection[str]) -> int:
+        """Slots beyond those of all pages and of the commits that are here, without the commits `gone`."""
+        with self._changed:
+            kept = [table.written for commit, table in self._commits.items() if commit not in gone]
+        slots = len(np.unique(np.concatenate(kept))) if kept else 0
+        return self._table.slots - self._table.pages - slots
 
     @property
     def bytes_on_drives(self) -> dict[Path, int]:
@@ -259,11 +285,11 @@ class SSDTier(Tier):
             kept.slots[:] = now.slots
             kept.hashes[:] = now.hashes
 
-    def commit_frozen(self, frozen: FrozenPages, checkpoint: Path) -> Reference:
+    def commit_frozen(self, frozen: FrozenPages, checkpoint: Path, checkpoint_id: str) -> Reference:
         """Make a freeze durable: the pages first, then their table."""
         with self._changed:
             hold = self._hold(frozen)
-        reference = self._store.commit(hold.table, checkpoint)
+        reference = self._store.commit(hold.table, checkpoint, checkpoint_id)
         with self._changed:
             self._commits[reference.commit] = hold.table
             hold.committed = True
@@ -337,29 +363,58 @@ class SSDTier(Tier):
             f"no slot of tier {self.name!r} is free for a page whose old content is kept: of {self._table.slots} slots "
             f"{self._pool.in_use} are for pages in use, and {kept} checkpoints keep others "
             f"({format_bytes(self._table.slots * page)} in all, {self._spare} spare slots). Delete checkpoints, keep "
-            "fewer (keep_checkpoints), or raise memory.ssd='DIR:SIZE'",
+            f"fewer (keep_checkpoints), or raise memory.ssd='DIR:SIZE'.{gc_hint(self.directories)}",
             tier=self.name,
         )
 
 
-def forget_commit(reference: Mapping[str, Any], directories: Sequence[str | Path] = ()) -> None:
-    """Delete a commit durably, so that its slots are free; deletes the store too if that was its last and nobody has
-    it open. One that is not there is none. Raises StorageError when that fails.
+def forget_commit(reference: Mapping[str, Any], checkpoint_id: str, directories: Sequence[str | Path] = ()) -> None:
+    """Delete a commit of a checkpoint that is no more, durably, so that its slots are free; deletes the store too if
+    that was its last and nobody has it open. Raises StorageError when that fails.
+
+    Looks in `directories` only. A commit stays if it is not there, if it belongs to another checkpoint, if a checkpoint
+    with this id is still where it was saved (then a copy was deleted), or if somebody else has its directories open.
     """
     wanted = Reference.from_json(reference)
     tier = _live.get(wanted.store)
-    if tier is not None:
-        tier.forget(wanted.commit)
-        return
-    record = locate(wanted, [Path(directory) for directory in directories])
+    record = tier.record if tier is not None else locate(wanted.store, [Path(directory) for directory in directories])
     if record is None:
+        _log.warning(
+            "the pages of checkpoint %s are not in the SSD directories of this run, and are kept: pagoda gc %s",
+            checkpoint_id,
+            " ".join(wanted.directories),
+        )
         return
-    remove_commit(record, wanted.commit)
-    if not record.commit_ids():
+    if wanted.commit not in record.commit_ids():
+        return
+    with contextlib.ExitStack() as locked:
         try:
-            lock = DirectoryLock(record.directories)
+            locked.enter_context(_held(record.directories))
         except StorageError:
-            return  # whoever has the directories open sweeps them, or the next to open them will
-        if not record.commit_ids():
-            record.remove()
+            return  # a rank that has them open forgets its own; else `pagoda gc` finds it
+        try:
+            commit = record.read_commit(wanted.commit)
+        except StorageError as error:
+            _log.warning("%s; it is kept", error)
+            return
+        if commit.checkpoint_id != checkpoint_id:
+            _log.warning("%s belongs to another checkpoint, and is kept", record.commit_path(wanted.commit))
+        elif checkpoint_id_of(Path(commit.checkpoint)) == checkpoint_id:
+            _log.warning("the pages of %s are kept: what was deleted is a copy of it", commit.checkpoint)
+        elif tier is not None:
+            tier.forget(wanted.commit)
+        else:
+            record.remove_commit(wanted.commit)
+            if not record.commit_ids():
+                record.remove()
+
+
+@contextlib.contextmanager
+def _held(directories: Sequence[Path]) -> Iterator[None]:
+    """Hold the locks of directories, of which tiers of this process may have some. Raises StorageError."""
+    mine = [directory for tier in [*_live.values()] for directory in tier.directories]
+    lock = DirectoryLock([d for d in directories if not any(os.path.samefile(d, own) for own in mine)])
+    try:
+        yield
+    finally:
         lock.close()

@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagoda.checkpoint.directory import commits_of
+from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedParameter, PagedUnit
-from pagoda.errors import CheckpointError
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE
 from pagoda.runtime.engine import Engine
@@ -85,22 +83,14 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
     )
 
 
-def commits_of_all(directories: Sequence[Path]) -> set[str]:
-    """Ids of the commits that checkpoints keep, of all ranks; nothing of those that cannot be read."""
-    found: set[str] = set()
-    for directory in directories:
-        with suppress(CheckpointError):
-            found.update(reference["commit"] for reference in commits_of(directory))
-    return found
-
-
 def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
     """Whether the pages of one more checkpoint can be kept, once those that it replaces are gone."""
     ssd, plan = engine.store.ssd, engine.plan
     assert ssd is not None
     state_pages = sum(plan.placement.pages(SSD, state.name) for state in plan.layout.states)
-    room = plan.placement.pages(SSD, SPARE) // state_pages if state_pages else 0
-    return len(ssd.commits - commits_of_all(replaces)) < room
+    wanted = plan.placement.pages(SSD, SPARE) >= state_pages > 0
+    gone = {reference["commit"] for old in removables(replaces) for reference in old.references}
+    return wanted and ssd.room_beside(gone) >= state_pages
 
 
 def _copied(engine: Engine, paged: Mapping[int, PagedUnit], room: bool) -> list[tuple[int, str]]:

@@ -90,7 +90,7 @@ class LossScaler:
             if state:
                 _check_power("", state["scale"])
                 int(state["calm_steps"])
-        except (ConfigError, LookupError, TypeError, ValueError) as error:
+        except (ConfigError, LookupError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"the loss scale {state!r} cannot be used") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

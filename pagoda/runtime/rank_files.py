@@ -6,9 +6,10 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pagoda.checkpoint.directory import committed, partial
+from pagoda.checkpoint.directory import committed
 from pagoda.checkpoint.tensors import Pieces, TensorSpec, TensorWriter, hash_table
 from pagoda.errors import RankError
+from pagoda.memory.identity import partial
 from pagoda.parallel.wire import Wire
 
 
@@ -20,8 +21,11 @@ class Files:
     of it.
     """
 
-    def __init__(self, directory: Path, specs: dict[str, Sequence[TensorSpec]], wire: Wire | None) -> None:
+    def __init__(
+        self, directory: Path, checkpoint_id: str, specs: dict[str, Sequence[TensorSpec]], wire: Wire | None
+    ) -> None:
         """`specs` are the tensors of each file. `wire` is for this thread alone; None where one process writes."""
+        self._checkpoint_id = checkpoint_id
         self._specs = specs
         self._wire = wire
         self._directory = directory
@@ -42,7 +46,7 @@ class Files:
         """Whether the directory may have its name, although `open` has ended badly: what it keeps must stay then.
 
         Once a rank has said that its part is done, the first may name the directory without another word from it.
-        Whoever opens the SSD directories next drops what no directory came of.
+        Whoever opens the SSD directories next drops what was to be part of a directory that never got its name.
         """
         return self._undecided or self._directory.exists()
 
@@ -52,7 +56,7 @@ class Files:
         with ExitStack() as stack:
             with self.together():
                 if self.first:
-                    stack.enter_context(committed(self._directory))
+                    stack.enter_context(committed(self._directory, self._checkpoint_id, self._some_are_gone))
                     self._create(stack, shared=False)
             with self.together():
                 if not self.first:
@@ -102,6 +106,10 @@ class Files:
                     self._agree(failed=True)
             raise
         self._agree()
+
+    def _some_are_gone(self) -> bool:
+        """Of a save that has failed: whether there may be ranks that do not know, and keep their pages."""
+        return self._wire is not None and not self._failed
 
     def _create(self, stack: ExitStack, shared: bool) -> None:
         for file, specs in self._specs.items():

@@ -1,6 +1,7 @@
 """Snapshots: every state of a live model, parameter by parameter, to and from a checkpoint."""
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagoda.checkpoint.directory import MANIFEST, check_absent, remove, write_manifest
+from pagoda.checkpoint.directory import Removable, check_absent, remove_leftovers, write_manifest
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages, with_ranks
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
@@ -18,6 +19,7 @@ from pagoda.checkpoint.shards import read_part
 from pagoda.checkpoint.tensors import TensorSpec, chunks, tensor_bytes
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.memory.committed import CommittedPages
+from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
 from pagoda.optim.rule import StateSpec, plain_setting
 from pagoda.plan.packed import Span
@@ -25,9 +27,11 @@ from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.contents import Contents
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.groups import NamedGroup, check_groups
-from pagoda.runtime.kept_pages import KeptPages, commits_of_all, paged_unit
+from pagoda.runtime.kept_pages import KeptPages, paged_unit
 from pagoda.runtime.rank_files import Files
 from pagoda.runtime.unit import LiveUnit
+
+_log = logging.getLogger("pagoda")
 
 
 class Snapshot:
@@ -80,7 +84,7 @@ class Snapshot:
         content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
-        replaces = self._replaced(replaces)
+        replaces, content["id"] = self._agreed(replaces)
         kept = KeptPages.of(self._engine, replaces)
         capture = self._engine.capture(
             lambda unit: self._pieces(unit, kept),
@@ -102,7 +106,7 @@ class Snapshot:
         """On the saver's thread: fill the directory and commit it."""
         together = self._engine.together
         wire = together.saver_wire if together is not None else None
-        files = Files(directory, {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
+        files = Files(directory, content["id"], {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
         complete = False
         try:
             with files.open():
@@ -112,7 +116,7 @@ class Snapshot:
                         files.write(BUFFERS, name, start, tensor_bytes(buffer.reshape(-1)[start : start + count]))
                 content["hashes"] = files.finish()
                 if any(kept.names.values()):
-                    content[PAGED] = self._commit_pages(directory, capture, kept, files)
+                    content[PAGED] = self._commit_pages(directory, content["id"], capture, kept, files)
                 if files.first:
                     write_manifest(files.folder, content)
             complete = True
@@ -122,32 +126,44 @@ class Snapshot:
             if capture.frozen is not None:  # last: stores may wait for the slots of what was replaced
                 capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
 
-    def _replaced(self, mine: Sequence[Path]) -> list[Path]:
-        """What the first rank wants to replace."""
-        together, names = self._engine.together, [str(path) for path in mine]
+    def _agreed(self, mine: Sequence[Path]) -> tuple[list[Path], str]:
+        """What the first rank wants to replace, and the new checkpoint's id."""
+        together, said = self._engine.together, [[str(path) for path in mine], new_checkpoint_id()]
         if together is not None:
-            said = together.announce("the checkpoints that one replaces", json.dumps(names).encode())
-            names = json.loads(said[0])
-        return [Path(name) for name in names]
+            by_rank = together.announce("the checkpoints that one replaces", json.dumps(said).encode())
+            said = json.loads(by_rank[0])
+        return [Path(name) for name in said[0]], str(said[1])
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
         """Delete checkpoints; each rank frees the slots that they kept of its own store."""
-        ssd = self._engine.store.ssd
+        places = with_ranks(self._engine.ssd_directories)
+        removable: list[Removable] = []
         with files.together():
-            gone = commits_of_all(replaced)
+            for path in replaced:
+                try:
+                    removable.append(Removable.of(path))
+                except CheckpointError as error:
+                    _log.warning("checkpoint %s was not deleted: %s", path, error)
         with files.together():
-            for old in replaced if files.first else ():
-                remove(old, with_ranks(self._engine.ssd_directories))
-        if ssd is not None:
-            for commit in ssd.commits & gone:
-                ssd.forget(commit)
+            for old in removable if files.first else ():
+                old.retire()
+        with files.together():
+            for old in removable:
+                old.forget(places)
+        with files.together():
+            for old in removable if files.first else ():
+                old.delete()
+            for parent in {path.parent for path in replaced} if files.first else ():
+                remove_leftovers(parent, places)
 
-    def _commit_pages(self, directory: Path, capture: Capture, kept: KeptPages, files: Files) -> dict[str, Any]:
+    def _commit_pages(
+        self, directory: Path, checkpoint_id: str, capture: Capture, kept: KeptPages, files: Files
+    ) -> dict[str, Any]:
         """Make the pages that are kept durable, for a checkpoint that is yet to be named; what the manifest says of
         those of all ranks."""
         mine = None
         if capture.frozen is not None:
-            mine = describe_pages(list(kept.units.values()), capture.frozen.commit(directory))
+            mine = describe_pages(list(kept.units.values()), capture.frozen.commit(directory, checkpoint_id))
         dtypes = {state.name: state.dtype for state in self._states}
         return joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
 

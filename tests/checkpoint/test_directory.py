@@ -13,6 +13,8 @@ import pytest
 from pagoda.checkpoint import directory as module
 from pagoda.checkpoint.directory import MANIFEST, committed, read_manifest, write_manifest
 from pagoda.errors import CheckpointError, StorageError
+from pagoda.memory.files import TEMPORARY
+from pagoda.memory.identity import PARTIAL_MARK
 
 
 def fill(folder: Path) -> None:
@@ -103,11 +105,12 @@ def kill_me() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("after_syncs", [0, 1, 2])
+@pytest.mark.parametrize("after_syncs", range(7))
 def test_a_process_killed_at_any_instant_leaves_all_or_nothing(
     tmp_path: Path, after_syncs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before the manifest, the directory, and the parent (after the rename) have been synced."""
+    """Killed before each sync: of the parent's parent, the mark, its directory, the parent; then of the manifest, the
+    directory, and the parent (after the rename)."""
     target = tmp_path / "step-1"
     syncs = 0
     fsync = os.fsync
@@ -122,7 +125,7 @@ def test_a_process_killed_at_any_instant_leaves_all_or_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(module.os, "fsync", counted)
         assert killed(lambda: commit(target)) == signal.SIGKILL
-    if after_syncs < 2:
+    if after_syncs < 6:
         assert not target.exists()
         commit(target)
     assert_complete(target)
@@ -140,7 +143,38 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     monkeypatch.setattr(module.os, "fsync", seen)
     with committed(target) as folder:
         fill(folder)
-    assert synced == [(str(folder / MANIFEST), False), (str(folder), False), (str(tmp_path), True)]
+    mark = folder / (PARTIAL_MARK + TEMPORARY)
+    before = [tmp_path.parent, mark, folder, tmp_path, folder / MANIFEST, folder]
+    assert synced == [*((str(path), False) for path in before), (str(tmp_path), True)]
+
+
+def test_every_directory_that_is_made_is_synced_into_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    commit(tmp_path / "runs" / "first" / "step-1")
+    assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
+
+
+def test_a_run_directory_that_the_caller_made_is_synced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    commit(tmp_path / "checkpoints" / "step-1")
+    assert str(tmp_path) in synced
 
 
 def test_a_full_disk_is_a_storage_error_that_names_the_checkpoint(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_removed_checkpoint_gives_its_room_back(tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     saved(tmp_path / "step", tmp_path / "ssd")
     assert list((tmp_path / "ssd").glob("pagoda-*"))
-    remove(tmp_path / "step")
+    remove(tmp_path / "step", [tmp_path / "ssd"])
     assert not list((tmp_path / "ssd").glob("pagoda-*"))
     assert [path.name for path in tmp_path.iterdir()] == ["ssd"]
 

@@ -7,6 +7,7 @@ import pytest
 
 from pagoda.cli.main import main
 from pagoda.memory import Arena, SSDTier
+from tests.memory.ssd_parts import make_checkpoint
 
 PAGE = 4096
 
@@ -22,10 +23,8 @@ def ssd(tmp_path: Path) -> Path:
         for step in (1, 2):
             data[:] = bytes((k + k // PAGE) % 251 for k in range(4 * PAGE))
             tier.store(run, 0, data if step == 1 else data[:PAGE])
-            checkpoint = tmp_path / "run" / f"step-{step}"
-            checkpoint.mkdir(parents=True)
             with tier.freeze() as frozen:
-                frozen.commit(checkpoint)
+                frozen.commit(*make_checkpoint(tmp_path / "run" / f"step-{step}"))
     return directory
 
 
@@ -36,7 +35,7 @@ def test_stores_commits_checkpoints_and_space_are_shown(
     assert main(["inspect", str(ssd)]) == 0
     shown = capsys.readouterr().out
     assert "12 slots of 4.00 KiB" in shown
-    assert f"16.00 KiB of {tmp_path}/run/step-1 (gone)\n" in shown
+    assert f"16.00 KiB of {tmp_path}/run/step-1 (not there: see pagoda gc)\n" in shown
     assert f"16.00 KiB of {tmp_path}/run/step-2\n" in shown
     assert "20.00 KiB kept by commits, 28.00 KiB free" in shown
 

@@ -1,8 +1,10 @@
 """What tests of the SSD tier share: patterned pages, and where a page lies on disk."""
 
+import json
 from pathlib import Path
 
 from pagoda.memory import Arena, Run, SSDTier
+from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 
 PAGE = 4096
 
@@ -26,10 +28,17 @@ def names(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-def make_checkpoint(directory: Path) -> Path:
-    """A checkpoint directory, so that what was committed for it is kept."""
+def make_directory(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def make_checkpoint(directory: Path) -> tuple[Path, str]:
+    """A checkpoint directory and its id, so that what is committed for it is not taken for an orphan."""
+    checkpoint_id = new_checkpoint_id()
+    make_directory(directory)
+    (directory / MANIFEST).write_text(json.dumps({"id": checkpoint_id}))
+    return directory, checkpoint_id
 
 
 def flip_bit(path: Path, offset: int) -> None:

@@ -107,7 +107,7 @@ def test_parts_of_pages_are_refused(tier: SSDTier) -> None:
 def committed_files(tier: SSDTier, checkpoint: Path) -> list[Path]:
     """The page files of a tier, named by a commit."""
     with tier.freeze() as frozen:
-        reference = frozen.commit(make_checkpoint(checkpoint))
+        reference = frozen.commit(*make_checkpoint(checkpoint))
     return [Path(d) / f"pagoda-{reference['store']}" / "pages" for d in reference["directories"]]
 
 
@@ -200,7 +200,7 @@ def test_without_a_free_slot_a_store_is_refused_saying_what_to_change(tmp_path: 
         for seed in range(2):
             tier.store(run, 0, pattern(4, seed))
             with tier.freeze() as frozen:
-                frozen.commit(make_checkpoint(tmp_path / f"checkpoint{seed}"))
+                frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{seed}"))
         with pytest.raises(BudgetError, match=r"2 checkpoints keep .*4 spare .*keep_checkpoints.*memory\.ssd"):
             tier.store(run, 0, pattern(1, 5))
         assert loaded(tier, run) == pattern(4, 1)
@@ -211,7 +211,7 @@ def test_a_store_waits_for_a_freeze_that_is_about_to_make_room(tmp_path: Path) -
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 0))
         with tier.freeze() as old:
-            old.commit(make_checkpoint(tmp_path / "old"))
+            old.commit(*make_checkpoint(tmp_path / "old"))
         tier.store(run, 0, pattern(4, 1))
         stored = threading.Event()
 
@@ -222,7 +222,7 @@ def test_a_store_waits_for_a_freeze_that_is_about_to_make_room(tmp_path: Path) -
         with tier.freeze() as new:
             thread = threading.Thread(target=store)
             thread.start()
-            reference = new.commit(make_checkpoint(tmp_path / "new"))
+            reference = new.commit(*make_checkpoint(tmp_path / "new"))
             assert not stored.wait(0.2)
             old.release()
             assert stored.wait(60)
@@ -325,7 +325,7 @@ def test_random_stores_freezes_forks_and_commits_from_several_threads_keep_every
             into = Arena(2 * PAGE).view(0, 2 * PAGE)
             for step in range(12):
                 with tier.freeze() as frozen:
-                    reference = frozen.commit(make_checkpoint(tmp_path / f"checkpoint{step}")) if step % 2 else None
+                    reference = frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{step}")) if step % 2 else None
                     for first in (0, 2, 4):
                         frozen.load(Run(first, 2), 0, into)
                         assert into == bytes(2 * PAGE) or any(into == pattern(2, seed) for seed in range(251))

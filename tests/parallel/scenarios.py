@@ -18,7 +18,7 @@ from torch import nn
 from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
-from pagoda.checkpoint.directory import partial
+from pagoda.memory.identity import partial
 from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.formats import warm_up as warm_up_kernels
@@ -245,11 +245,11 @@ class Moment:
 
 
 MOMENTS: dict[str, Moment] = {
-    "its pages are not committed": Moment(1, "memory.frozen.FrozenPages.commit", lambda last, _, at: at == last),
-    "its pages are committed": Moment(1, "memory.frozen.FrozenPages.commit", lambda last, _, at: at == last, True),
+    "its pages are not committed": Moment(1, "memory.frozen.FrozenPages.commit", lambda last, _, at, *__: at == last),
+    "its pages are committed": Moment(1, "memory.frozen.FrozenPages.commit", lambda last, _, at, *__: at == last, True),
     "all have agreed": Moment(0, "checkpoint.directory._sync", lambda last, at: at == partial(last)),
     "the checkpoint has its name": Moment(0, "checkpoint.directory._sync", lambda last, _: last.exists()),
-    "the one before is gone": Moment(0, "runtime.snapshot.remove", lambda *_: True, after=True),
+    "the one before is gone": Moment(0, "checkpoint.directory.Removable.retire", lambda *_: True, after=True),
 }
 
 

@@ -1,9 +1,9 @@
-"""Trains and exports in forked processes and kills them: a program for tests, which imports everything once.
+"""Trains in forked processes and kills them: a program for tests, which imports everything once.
 
 It says "ready", then reads one request a line from stdin, as JSON, and answers each with a line: {"status": exit
 status, or minus the signal}. A request has "kill_after" (seconds from the fork to SIGKILL, or null), "slow_s" (seconds
-that every piece of a checkpoint takes longer to write, or to export), and what to do: "train" (a TrainConfig as JSON)
-with "echo" (where to save what was restored, before any step; or null), or "export" (a checkpoint, and where to).
+that every piece of a checkpoint takes longer to write), "train" (a TrainConfig as JSON) and "echo" (where to save what
+was restored, before any step; or null).
 """
 
 import io
@@ -14,17 +14,12 @@ import sys
 import time
 import traceback
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.conversion_mapping
-import transformers.core_model_loading
 import transformers.models.llama.modeling_llama  # noqa: F401
 from rich.console import Console
 
-from pagoda.checkpoint.export import export
-from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.tensors import TensorWriter
 from pagoda.optim import AdamW
 from pagoda.optim.formats import warm_up
@@ -33,20 +28,13 @@ from pagoda.train.loop import _Loop, run
 from pagoda.train.run_dir import Checkpoint as RunCheckpoint
 from pagoda.train.run_dir import RunDir
 
-SHARD_BYTES = 100_000
-"""Of an export: several files."""
-
 
 def do(request: dict[str, Any]) -> int:
     """In the child: what is asked; returns the exit status."""
     if request["slow_s"]:
-        slow_down(*((Checkpoint, "read") if "export" in request else (TensorWriter, "write")), request["slow_s"])
+        slow_down(TensorWriter, "write", request["slow_s"])
     try:
-        if "export" in request:
-            source, out = map(Path, request["export"])
-            export(source, out, dtype="fp32", max_shard_bytes=SHARD_BYTES)
-        else:
-            train(TrainConfig.from_json(json.dumps(request["train"])), request["echo"])
+        train(TrainConfig.from_json(json.dumps(request["train"])), request["echo"])
     except Exception:
         traceback.print_exc()
         return 1

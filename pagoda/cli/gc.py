@@ -1,0 +1,104 @@
+"""`pagoda gc`: deletes the pages that an SSD directory keeps for checkpoints that are gone, if the user agrees."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from pagoda.checkpoint.paged import with_ranks
+from pagoda.errors import ConfigError
+from pagoda.memory.commits import unknown_in
+from pagoda.memory.identity import MANIFEST, checkpoint_id_of
+from pagoda.memory.lock import DirectoryLock
+from pagoda.memory.orphans import Orphan, drop, orphans_in, why_orphaned
+from pagoda.memory.sizes import format_bytes
+
+_DECLINED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GcConfig:
+    """List the pages that SSD directories keep for checkpoints that are not where they were saved, and delete them."""
+
+    directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Directories that --memory.ssd named; those of ranks below them are included. Name all the drives of a run."""
+    keep: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
+    """Where checkpoints or runs are that were moved: the pages of every checkpoint below are kept."""
+    yes: bool = False
+    """Delete without asking."""
+
+
+def run_gc(config: GcConfig, console: Console) -> int:
+    """Lists what looks orphaned, asks, deletes it, and returns the exit code.
+
+    Raises:
+        ConfigError: a directory is missing, or nothing that is to be kept is where --keep says.
+        StorageError: a directory is in use, or something cannot be deleted.
+    """
+    if not config.directories:
+        raise ConfigError("name the directories to look in, as --memory.ssd named them: pagoda gc DIR")
+    keep = {checkpoint_id for path in config.keep for checkpoint_id in _checkpoints_below(path)}
+    directories = list({os.path.realpath(path): path for path in with_ranks(config.directories)}.values())
+    with closing(DirectoryLock(directories)):
+        for directory in directories:
+            for reason in unknown_in(directory):
+                _say(console, f"{reason}; the folder is left alone")
+        orphans = [orphan for directory in directories for orphan in orphans_in(directory, keep)]
+        if not orphans:
+            _say(console, f"nothing looks orphaned in {_listed(directories)}")
+            return 0
+        for orphan in orphans:
+            for line in _described(orphan):
+                _say(console, line)
+        total = format_bytes(sum(orphan.nbytes for orphan in orphans))
+        _say(console, f"Where a checkpoint was moved, keep its pages: pagoda gc {_listed(directories)} --keep PATH")
+        if not (config.yes or _agrees(f"Delete these {len(orphans)}, {total} in all, for good? [y/N] ")):
+            _say(console, "nothing was deleted")
+            return _DECLINED
+        orphans = [o for o in orphans if o.commit is None or why_orphaned(o.commit, keep)]  # the user may have acted
+        for store in drop(orphans, directories):
+            _say(
+                console,
+                f"{store.name} keeps no checkpoint any more, but not all of it could be deleted: name all of its "
+                f"directories (it was last used in {_listed(store.directories)}), and look what else is in them",
+            )
+        _say(console, f"deleted: {format_bytes(sum(orphan.nbytes for orphan in orphans))}")
+    return 0
+
+
+def _checkpoints_below(path: Path) -> Iterator[str]:
+    """Ids of the checkpoints in a directory and below it."""
+    ids = [id_ for manifest in path.rglob(MANIFEST) if (id_ := checkpoint_id_of(manifest.parent)) is not None]
+    if not ids:
+        raise ConfigError(f"--keep {path}: there is no checkpoint there; nothing was deleted")
+    yield from ids
+
+
+def _described(orphan: Orphan) -> Iterator[str]:
+    when = datetime.fromtimestamp(orphan.written).isoformat(" ", "seconds")
+    if orphan.commit is None:
+        yield f"store {orphan.store.folders[0]}, {when}, {format_bytes(orphan.nbytes)}: {orphan.why}"
+    else:
+        yield f"pages {orphan.store.commit_path(orphan.commit.commit)}, {when}, {format_bytes(orphan.nbytes)}"
+        yield f"  of checkpoint {orphan.commit.checkpoint}: {orphan.why}"
+
+
+def _agrees(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _listed(directories: Sequence[Path]) -> str:
+    return " ".join(map(str, directories))
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)

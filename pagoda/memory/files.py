@@ -1,0 +1,114 @@
+"""Files and directories handled so that nothing outside them can be hit: no symbolic link is followed, no pipe hangs.
+
+Names are resolved from the descriptor of a directory that is open already, so a path cannot be exchanged between a
+check and an action.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagoda.errors import StorageError
+
+TEMPORARY = ".tmp"
+"""What the name of a file ends with while it is written."""
+
+
+class SyncError(StorageError):
+    """A sync failed. The kernel may have dropped what was to be written, so no later sync can make up for it."""
+
+
+@contextlib.contextmanager
+def inside(directory: Path, *names: str) -> Iterator[int]:
+    """The descriptor of the directory `directory/name/...`. Raises OSError when it is not there.
+
+    None of the names may be a symbolic link; `directory` may, because the user named it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in names:
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None, follow: bool = True) -> int:
+    """The descriptor of a regular file. Raises OSError when it is anything else, without waiting for a pipe's writer.
+
+    With `follow=False` a symbolic link is refused.
+    """
+    no_follow = 0 if follow else os.O_NOFOLLOW
+    descriptor = os.open(path, flags | os.O_NONBLOCK | no_follow, dir_fd=dir_fd)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def read_regular(path: str | Path, *, dir_fd: int | None = None, follow: bool = True) -> bytes:
+    """The content of a regular file. Raises OSError as `open_regular` does."""
+    with os.fdopen(open_regular(path, dir_fd=dir_fd, follow=follow), "rb") as file:
+        return file.read()
+
+
+def replace_file(directory: int, name: str, content: bytes) -> None:
+    """Write a file in an open directory: after a crash at any instant it has its old content or the new.
+
+    Raises OSError when it cannot be written, and SyncError when its name cannot be made durable.
+    """
+    temporary = name + TEMPORARY
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=directory), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+    sync_descriptor(directory, name)
+
+
+def sync_descriptor(directory: int, what: str | Path) -> None:
+    """Make the names in an open directory durable. Raises SyncError, which names `what`."""
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        raise SyncError(
+            f"the directory of {what} cannot be synced: {error.strerror}; check the disk (dmesg)"
+        ) from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable. Raises OSError when it cannot be opened, and SyncError."""
+    with inside(directory) as descriptor:
+        sync_descriptor(descriptor, directory)
+
+
+def make_directories(directory: Path) -> None:
+    """Create a directory and those above it that are missing, durably. Raises OSError."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+    if not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+
+
+@contextlib.contextmanager
+def storage_errors(what: str) -> Iterator[None]:
+    """Turn the system's errors into StorageErrors that say what could not be done."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{what}: {error.strerror}") from error

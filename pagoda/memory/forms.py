@@ -1,0 +1,62 @@
+"""The fixed form of what is read from a file: every field has its type, its range and no field is missing."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+Form = Any
+"""What a value must be; see `check`."""
+
+
+class FormError(ValueError):
+    """A value that does not have its form; says which, and what it should be."""
+
+
+def check(value: Any, form: Form, where: str = "it") -> None:
+    """Raises FormError unless a value read from JSON has a form.
+
+    A form is one of: `int` (a count: 0 to 2**63 - 1), another type, `object` (anything), a regular expression that a
+    string matches as a whole, `[form]` (a list), `(form, ...)` (a list of exactly these), `{str: form}` (any names),
+    `{name: form, ...}` (exactly these names), or a function that says whether the value is right.
+    """
+    match form:
+        case re.Pattern():
+            right = isinstance(value, str) and form.fullmatch(value) is not None
+            _expect(right, value, where, f"text of the form {form.pattern}")
+        case [inner]:
+            _expect(isinstance(value, list), value, where, "a list")
+            for index, item in enumerate(value):
+                check(item, inner, f"{where}[{index}]")
+        case tuple():
+            right = isinstance(value, list) and len(value) == len(form)
+            _expect(right, value, where, f"a list of {len(form)}")
+            for index, (item, inner) in enumerate(zip(value, form, strict=True)):
+                check(item, inner, f"{where}[{index}]")
+        case dict():
+            _expect(isinstance(value, dict), value, where, "an object")
+            for problem, names in (("lacks", form.keys() - value.keys()), ("has", value.keys() - form.keys())):
+                if names and str not in form:
+                    raise FormError(f"{where} {problem} {', '.join(map(repr, sorted(names)))}"[:200])
+            for name, item in value.items():
+                check(item, form[name] if str not in form else form[str], f"{where}.{name}")
+        case type():
+            _check_type(value, form, where)
+        case _:
+            _expect(form(value), value, where, _meaning(form))
+
+
+def _check_type(value: Any, form: type, where: str) -> None:
+    if form is int:
+        _expect(type(value) is int and 0 <= value < 1 << 63, value, where, "a count")
+    else:
+        _expect(isinstance(value, form), value, where, f"of type {form.__name__}")
+
+
+def _meaning(form: Callable[[Any], bool]) -> str:
+    return (form.__doc__ or "something else").partition("\n")[0].rstrip(".")
+
+
+def _expect(right: bool, value: Any, where: str, wanted: str) -> None:
+    if not right:
+        shown = repr(value)
+        raise FormError(f"{where} is {shown if len(shown) <= 80 else shown[:80] + '...'}, which should be {wanted}")

@@ -1,0 +1,174 @@
+"""`pagoda gc` lists what looks orphaned, deletes it only if the user agrees, and nothing else."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.cli.main import main
+from pagoda.memory import Arena, Run, SSDTier, open_commit
+from tests.memory.ssd_parts import PAGE, make_checkpoint, make_directory, names, pattern
+
+
+class Saved:
+    """An SSD directory and a run with two checkpoints of four pages, of which one page changed in between."""
+
+    def __init__(self, root: Path, *drives: str) -> None:
+        self.drives = [make_directory(root / drive) for drive in drives or ("ssd",)]
+        self.ssd = self.drives[0]
+        self.run = root / "run"
+        self.references: list[dict[str, Any]] = []
+        with SSDTier("ssd", dict.fromkeys(self.drives), 4, PAGE, 8) as tier:
+            run = tier.alloc(4)
+            for step in (1, 2):
+                tier.store(run, 0, pattern(4, 1) if step == 1 else pattern(1, 2))
+                with tier.freeze() as frozen:
+                    checkpoint = make_checkpoint(self.run / "checkpoints" / f"step-{step}")
+                    self.references.append(frozen.commit(*checkpoint))
+
+    def there(self) -> list[bool]:
+        """Whether the pages of each checkpoint can still be read."""
+        found = []
+        for reference in self.references:
+            into = Arena(4 * PAGE).view(0, 4 * PAGE)
+            try:
+                with open_commit(reference) as pages:
+                    pages.load(Run(0, 4), 0, into)
+                found.append(True)
+            except OSError:
+                found.append(False)
+        return found
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    return Saved(tmp_path)
+
+
+def answer(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the user says when asked; returns the questions."""
+    questions: list[str] = []
+
+    def says(question: str) -> str:
+        questions.append(question)
+        if not text:
+            raise EOFError
+        return text
+
+    monkeypatch.setattr("builtins.input", says)
+    return questions
+
+
+def test_nothing_is_deleted_while_checkpoints_are_where_they_were_saved(
+    saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gc", str(saved.ssd), "--yes"]) == 0
+    assert capsys.readouterr().out == f"nothing looks orphaned in {saved.ssd}\n"
+    assert saved.there() == [True, True]
+
+
+def test_what_looks_orphaned_is_listed_with_the_reason_and_deleted_on_yes(
+    saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(saved.run / "checkpoints" / "step-1")
+    questions = answer("y", monkeypatch)
+    assert main(["gc", str(saved.ssd)]) == 0
+    shown = capsys.readouterr().out
+    table = saved.ssd / f"pagoda-{saved.references[0]['store']}" / "commits" / saved.references[0]["commit"]
+    assert f"pages {table}, 20" in shown
+    assert "4.00 KiB\n" in shown, "the other pages are those of step 2, too"
+    assert f"of checkpoint {saved.run}/checkpoints/step-1: it is not at that path: it was moved or deleted" in shown
+    assert f"pagoda gc {saved.ssd} --keep PATH" in shown
+    assert questions == ["Delete these 1, 4.00 KiB in all, for good? [y/N] "]
+    assert saved.there() == [False, True]
+
+
+@pytest.mark.parametrize("says", ["", "n", "yess"])
+def test_without_a_yes_nothing_is_deleted(
+    says: str, saved: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(saved.run)
+    answer(says, monkeypatch)
+    assert main(["gc", str(saved.ssd)]) == 1
+    assert "nothing was deleted" in capsys.readouterr().out
+    assert saved.there() == [True, True]
+
+
+def test_a_store_goes_with_its_last_page_table(saved: Saved) -> None:
+    shutil.rmtree(saved.run)
+    assert main(["gc", str(saved.ssd), "--yes"]) == 0
+    assert names(saved.ssd) == []
+
+
+@pytest.mark.parametrize("where", ["renamed", "archive/runs/renamed"])
+def test_a_moved_run_is_kept_where_the_user_says_it_is(saved: Saved, where: str, tmp_path: Path) -> None:
+    make_directory((tmp_path / where).parent)
+    saved.run.rename(tmp_path / where)
+    assert main(["gc", str(saved.ssd), "--yes", "--keep", str(tmp_path / where.partition("/")[0])]) == 0
+    assert saved.there() == [True, True]
+    assert main(["gc", str(saved.ssd), "--yes", "--keep", str(tmp_path / where / "checkpoints" / "step-2")]) == 0
+    assert saved.there() == [False, True]
+
+
+def test_a_path_to_keep_without_a_checkpoint_deletes_nothing(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved.run.rename(tmp_path / "renamed")
+    assert main(["gc", str(saved.ssd), "--yes", "--keep", str(tmp_path / "renmaed")]) == 2
+    assert "renmaed: there is no checkpoint there" in capsys.readouterr().err
+    assert saved.there() == [True, True]
+
+
+def test_another_checkpoint_at_the_path_does_not_stand_in(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(saved.run / "checkpoints" / "step-1")
+    assert main(["gc", str(saved.ssd), "--yes"]) == 0
+    assert "another checkpoint is at that path: this one was moved or deleted" in capsys.readouterr().out
+    assert saved.there() == [False, True]
+
+
+def test_a_directory_in_use_is_refused(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(saved.run)
+    with SSDTier("ssd", {saved.ssd: None}, 4, PAGE, 8):
+        assert main(["gc", str(saved.ssd), "--yes"]) == 2
+    assert "is in use by" in capsys.readouterr().err
+    assert saved.there() == [True, True]
+
+
+def test_a_missing_directory_and_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gc", str(tmp_path / "none"), "--yes"]) == 2
+    assert main(["gc", "--yes"]) == 2
+    assert capsys.readouterr().err.count("pagoda: ") == 2
+
+
+def test_a_striped_store_goes_only_where_all_its_directories_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = Saved(tmp_path, "a", "b")
+    shutil.rmtree(saved.run)
+    before = names(saved.drives[1])
+    assert main(["gc", str(saved.drives[1]), "--yes"]) == 0
+    assert main(["gc", str(saved.drives[0]), "--yes"]) == 0
+    assert "name all of its directories" in capsys.readouterr().out
+    assert names(saved.drives[1]) == before
+    assert main(["gc", *map(str, saved.drives), "--yes"]) == 0
+    assert names(saved.drives[0]) == names(saved.drives[1]) == []
+
+
+def test_a_copy_of_one_drive_does_not_take_the_other_drive_along(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, "a", "b")
+    shutil.copytree(saved.drives[0], tmp_path / "copy")
+    saved.run.rename(tmp_path / "moved")
+    assert main(["gc", str(tmp_path / "copy"), str(saved.drives[1]), "--yes"]) == 0
+    assert saved.there() == [True, True]
+
+
+def test_directories_of_ranks_are_included_but_not_links_to_others(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, "ssd/rank-0")
+    other = Saved(tmp_path / "other")
+    shutil.rmtree(saved.run)
+    shutil.rmtree(other.run)
+    (tmp_path / "ssd" / "rank-1").symlink_to(other.ssd)
+    assert main(["gc", str(tmp_path / "ssd"), "--yes"]) == 0
+    assert saved.there() == [False, False]
+    assert other.there() == [True, True]

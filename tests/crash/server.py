@@ -1,0 +1,131 @@
+"""Runs command lines of `pagoda` in forked processes: a program for tests, which imports and compiles everything once.
+
+It answers each line of JSON from stdin with one: {"status": exit status, minus a signal, or null for a process that
+ran past the limit and was killed; "digest": what `digest_of` says, where asked for}. A request has "args", "output"
+(prefix of the files for stdout and stderr), "digest" (a run's directory, or null), and "record": null, or the arguments
+of `recorder_start` in recorder.c, which is preloaded here.
+"""
+
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pagoda.process import spin_briefly
+
+spin_briefly()
+
+import torch  # noqa: E402
+import xxhash  # noqa: E402
+
+from pagoda.checkpoint.reader import BUFFERS, Checkpoint  # noqa: E402
+from pagoda.checkpoint.tensors import tensor_bytes  # noqa: E402
+from pagoda.cli.main import main  # noqa: E402
+from pagoda.train.metrics import read_metrics  # noqa: E402
+from pagoda.train.run_dir import RunDir  # noqa: E402
+
+LIMIT_S = 60
+MOST_MEMORY, MOST_FILE = 32 << 30, 1 << 30
+"""Bytes that a forged number may make a process ask for."""
+
+
+def digest_of(run: Path) -> dict[str, Any]:
+    """The bits of a run: all that its last checkpoint says of the state, and its metrics but for times."""
+    found = xxhash.xxh3_128()
+    with Checkpoint(RunDir(run).latest().path) as checkpoint:
+        for state in (*checkpoint.states, BUFFERS):
+            for name, spec in sorted(checkpoint.specs(state).items()):
+                values = checkpoint.read(state, name, 0, spec.nbytes // spec.dtype.itemsize)
+                found.update(f"{state} of {name}: {spec}".encode())
+                found.update(tensor_bytes(values))
+        rest = {key: checkpoint.manifest[key] for key in ("steps", "param_groups", "rng")}
+        found.update(json.dumps(rest, sort_keys=True).encode())
+    lines = [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in read_metrics(run / "metrics.jsonl")]
+    return {"state": found.hexdigest(), "metrics": lines}
+
+
+def child(request: dict[str, Any]) -> int:
+    """In the child: what is asked; returns the exit status."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{request['output']}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE, MOST_FILE))
+    recorder = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    recorder.recorder_start.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_long] * 2 + [ctypes.c_int]
+    if request["record"] is not None:
+        root, log, first, last, error = request["record"]
+        recorder.recorder_start(root.encode(), log.encode(), first, last, error)
+    try:
+        status = main(request["args"])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if status == 0 and request["digest"] is not None:
+        digest = digest_of(Path(request["digest"]))
+        Path(f"{request['output']}.digest").write_text(json.dumps(digest))
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return status
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Fork, do, and wait."""
+    found = Path(f"{request['output']}.digest")
+    found.unlink(missing_ok=True)
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            status = child(request)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(process, signal.SIGKILL))
+    signal.alarm(LIMIT_S)
+    began = time.monotonic()
+    _, ended = os.waitpid(process, 0)
+    signal.alarm(0)
+    status: int | None = os.waitstatus_to_exitcode(ended)
+    if status == -signal.SIGKILL and time.monotonic() - began >= LIMIT_S:
+        status = None
+    return {"status": status, "digest": json.loads(found.read_text()) if found.exists() else None}
+
+
+def warm_up(start: list[str], ssd: list[str]) -> None:
+    """Import, compile and trace what every child needs."""
+    with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
+        (Path(path) / "ssd0").mkdir()
+        run = f"{path}/run"
+        assert main([*start, "--out", f"{path}/ram"]) == 0
+        assert main([*start, *ssd, "--memory.ssd", f"{path}/ssd0", "--out", run, "--steps", "2"]) == 0
+        assert main(["train", "--resume", "--out", run, "--steps", "3"]) == 0
+        assert main(["export", run, f"{path}/exported"]) == 0
+        assert main(["inspect", run, "--verify"]) == 0
+        digest_of(Path(run))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        module._lazy_call = lambda *_, **__: None  # else every seed formats stack traces, which takes longest of all
+    warm_up(*json.loads(sys.argv[1]))
+    gc.collect()
+    gc.freeze()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)

@@ -1,0 +1,493 @@
+"""Whatever a disk, a user or an attacker does to files, a run ends with its bits, or says why it cannot.
+
+Black box: command lines of `pagoda` on a run, its SSD directories, and files around them that are none of its business.
+Each test looks at a few of its cases; `-m slow` looks at hundreds.
+"""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from tests.crash.disk import LOSSES, Image, image_of, put
+from tests.crash.world import CHECKPOINT, STEPS, Recording, Server, World, compiler, half_way
+
+Case = tuple[str, Callable[[], object]]
+PAGE = 4096
+few_or_many = pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "many"])
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = compiler()
+    if found is None:
+        pytest.skip("recording what a process writes needs Linux and a C compiler")
+    server = Server(tmp_path_factory.mktemp("server"), found)
+    yield server
+    server.close()
+
+
+class Scenarios:
+    """Recordings of commands, made when they are first asked for."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self._made: dict[str, tuple[World, Recording]] = {}
+        self.worlds = {
+            "in RAM": World(server, folder / "ram"),
+            "on a drive": World(server, folder / "drive", drives=1),
+            "on two drives": World(server, folder / "drives", drives=2),
+            "on a drive, copied": World(server, folder / "copied", 1, ("--keep-checkpoints", "0")),
+            "in RAM, unclipped": World(server, folder / "unclipped", 0, ("--clip-grad-norm", "None")),
+            "on a drive, unclipped": World(server, folder / "drive2", 1, ("--clip-grad-norm", "None")),
+            "beside a device": World(server, folder / "device", 1, ("--memory.device", "cpu:128KiB")),
+        }
+
+    def __getitem__(self, name: str) -> tuple[World, Recording]:
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> tuple[World, Recording]:
+        if name in self.worlds:
+            world = self.worlds[name]
+            return world, world.record(world.start, world.fresh())
+        command, _, start = name.partition(" ")
+        world, started = self[start]
+        if command == "exporting":
+            return world, world.record(["export", str(world.run_dir), str(world.root / "exported")], started.end())
+        args = [*world.resume, "--keep-checkpoints", "4"] if command == "growing" else world.resume
+        recording = world.record(args, half_way(started, world))
+        assert recording.digest == started.digest
+        return world, recording
+
+    def half_way(self, name: str) -> tuple[World, Image, dict[str, Any]]:
+        """A world, a run in it that has two of its three checkpoints, and the bits that it is to end with."""
+        world, recording = self[name]
+        assert recording.digest is not None
+        return world, half_way(recording, world), recording.digest
+
+
+@pytest.fixture(scope="module")
+def scenarios(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
+    return Scenarios(server, tmp_path_factory.mktemp("worlds").resolve())
+
+
+def check_all(cases: Iterable[Case]) -> None:
+    """Every case, and then those that failed."""
+    done, failed = 0, []
+    for name, case in cases:
+        done += 1
+        try:
+            case()
+        except AssertionError as error:
+            failed.append(f"{name}:\n{error}\n")
+    assert done, "there are no cases"
+    if failed:
+        pytest.fail(f"{len(failed)} of {done} cases failed:\n\n" + "\n".join(failed), pytrace=False)
+
+
+def some(cases: Sequence[Any], count: int, seed: str) -> list[Any]:
+    """So many cases, from everywhere among them."""
+    return random.Random(seed).sample(cases, min(count, len(cases)))
+
+
+# --- a loss of power ------------------------------------------------------------------------------------------------
+
+
+def points_of(recording: Recording, count: int, seed: str) -> set[tuple[int, str]]:
+    """Where power is lost, mostly just before and after syncs and changes of names; and the very end."""
+    turns = [i + after for i, event in enumerate(recording.events) if event.kind in "fmuld" for after in (0, 1)]
+    everywhere = [(i, loss) for i in [*turns, *range(0, len(recording.events), 5)] for loss in LOSSES]
+    end = [(len(recording.events), loss) for loss in LOSSES]
+    return {*some(everywhere, count, seed), *some(end, 1 + count // 20, seed)}
+
+
+SHOWN = ("in RAM", "on a drive", "on two drives", "on a drive, copied")
+RESUMED = ("resuming in RAM", "resuming on two drives", "growing on a drive")
+RARER = ("in RAM, unclipped", "on a drive, unclipped", "beside a device")
+
+
+@few_or_many
+@pytest.mark.parametrize("name", [*SHOWN, *RESUMED, *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)])
+def test_a_run_that_lost_power_ends_with_the_same_bits(name: str, many: bool, scenarios: Scenarios) -> None:
+    world, recording = scenarios[name]
+    assert recording.digest is not None
+    end = f"after {len(recording.events)} events"
+    points = points_of(recording, 60 if many else 3, name)
+    check_all(
+        (what, partial(world.check_ends_well, image, recording.digest, all_done=what.startswith(end)))
+        for what, image in recording.images(points)
+    )
+
+
+@few_or_many
+def test_an_export_that_lost_power_is_whole_or_can_be_made_anew(many: bool, scenarios: Scenarios) -> None:
+    world, recording = scenarios["exporting on two drives"]
+    out = world.root / "exported"
+
+    def model(image: Image) -> Image:
+        marks = ".pagoda-partial"  # what says that a directory is being written may outlive that, and does not matter
+        return {path: image[path] for path in image if path.startswith("exported") and not path.endswith(marks)}
+
+    def check(image: Image) -> None:
+        put(image, world.root)
+        if not out.exists():
+            world.pagoda(["export", str(world.run_dir), str(out)]).check(0)
+        assert model(image_of(world.root)) == whole, "a part of a model has the name of all of it"
+        world.check_not_ours(image)
+
+    whole = model(recording.end())
+    assert len(whole) > 2
+    points = points_of(recording, 30 if many else 2, "export")
+    check_all((what, partial(check, image)) for what, image in recording.images(points))
+
+
+# --- calls that fail ------------------------------------------------------------------------------------------------
+
+
+@few_or_many
+@pytest.mark.parametrize("name", ["in RAM", "on two drives", "resuming on a drive", "growing on a drive"])
+def test_a_run_whose_disk_failed_ends_with_the_same_bits_on_a_healthy_one(
+    name: str, many: bool, scenarios: Scenarios
+) -> None:
+    """A call fails, or all do from one on; and then, perhaps, power is lost too."""
+    world, recording = scenarios[name]
+    args = world.start if name in scenarios.worlds else world.resume
+    args = [*args, "--keep-checkpoints", "4"] if name.startswith("growing") else args
+    before = next(recording.images({(0, "all is kept")}))[1]
+    expected = recording.digest
+    assert expected is not None
+
+    def check(first: int, length: int, error: int, loss: str) -> None:
+        done, failed = world.watch(args, before, (first, first + length, error))
+        done.check(0, 2)
+        assert done.status != 0 or done.digest == expected, f"OTHER BITS\n{done}"
+        world.check_not_ours(before)
+        world.check_ends_well(failed.end(loss), expected, all_done=done.status == 0)
+
+    turns = [i for i, event in enumerate(recording.events) if event.kind != "w"]
+    faults = [
+        (first, length, error, loss)
+        for first in [*turns, *turns, *range(len(recording.events))]
+        for length in (1, 1 << 30)
+        for error in (errno.ENOSPC, errno.EIO, 0)
+        for loss in ("all is kept", "all is lost", "torn")
+    ]
+    cases = some(faults, 40 if many else 3, name)
+    check_all((f"calls {c[0]} to {c[0] + c[1]}: {c[2]}, {c[3]}", partial(check, *c)) for c in cases)
+
+
+# --- damaged and forged files ---------------------------------------------------------------------------------------
+
+
+def files_of(image: Image) -> list[str]:
+    """The files of a run and of its stores."""
+    return [path for path in image if image[path] is not None and re.match(r"run/|ssd\d/pagoda-[0-9a-f]{16}/", path)]
+
+
+def check_harmed(
+    world: World, image: Image, expected: dict[str, Any], harm: Callable[[], object], signed: bool = False
+) -> None:
+    """A harmed run is refused, or goes on from an earlier checkpoint and says so, or does not care.
+
+    What somebody has `signed`, with hashes that fit, may be another run's: then it need not have the same bits.
+    """
+    put(image, world.root)
+    harm()
+    harmed = image_of(world.root)
+    changed = [path for path in harmed.keys() | image.keys() if harmed.get(path, 0) != image.get(path, 0)]
+    state = any(re.match(r"run/checkpoints/step-|ssd", path) for path in changed)
+    verified = world.pagoda(["inspect", str(world.run_dir), "--verify"]).check(0, 1, 2)
+    done = world.pagoda(world.resume).check(0, 2)
+    world.check_not_ours(harmed)
+    if done.status == 0 and done.resumed_after != STEPS - 1:
+        assert f"step-{STEPS - 1:06d}" in done.out + done.err, f"it does not say why it falls back\n{done}"
+    if signed:
+        return
+    assert done.status == 2 or done.digest["state"] == expected["state"], f"OTHER BITS\n{done}"  # type: ignore[index]
+    if state and (done.status == 2 or done.resumed_after != STEPS - 1):
+        assert verified.status != 0, f"what is refused passes --verify:\n{verified}\n{done}"
+
+
+def overwrite(path: Path, at: int, change: Callable[[bytes], bytes], nbytes: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        changed = change(file.read(nbytes))
+        file.seek(at)
+        file.write(changed)
+
+
+def flip(path: Path, at: int) -> None:
+    overwrite(path, at, lambda byte: bytes([byte[0] ^ 1 << at % 8]))
+
+
+def exchange_pages(path: Path, page: int) -> None:
+    overwrite(path, page * PAGE, lambda two: two[PAGE:] + two[:PAGE], 2 * PAGE)
+
+
+def exchange(one: Path, other: Path) -> None:
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def replace_by(path: Path, kind: str) -> None:
+    """A FIFO, a directory, or a link to the same content elsewhere."""
+    if kind == "link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to("elsewhere")
+        return
+    path.unlink()
+    os.mkfifo(path) if kind == "FIFO" else path.mkdir()
+
+
+def harms(world: World, image: Image) -> dict[str, list[Case]]:
+    """Ways to harm every file, by kind."""
+    files = {world.root / path: content for path in files_of(image) if isinstance(content := image[path], bytes)}
+    found: dict[str, list[Case]] = {"flips": [], "losses": [], "swaps": [], "kinds": []}
+    for path, content in files.items():
+        size = len(content)
+        at = {0, size // 3, size - 1, *random.Random(size).sample(range(size), min(4, size))} if size else set()
+        found["flips"] += [(f"{path}: bit flipped in byte {n}", partial(flip, path, n)) for n in sorted(at)]
+        lengths = {0, size // 2, size - 1, size + PAGE} - {size, -1}
+        found["losses"] += [(f"{path}: {n} of {size} bytes", partial(os.truncate, path, n)) for n in sorted(lengths)]
+        found["losses"].append((f"{path}: gone", path.unlink))
+        kinds = ("FIFO", "directory", "link")
+        found["kinds"] += [(f"{path}: replaced by a {kind}", partial(replace_by, path, kind)) for kind in kinds]
+        if path.name == "pages":
+            pages = range(size // PAGE - 1)
+            found["swaps"] += [(f"{path}: page {n} exchanged", partial(exchange_pages, path, n)) for n in pages]
+        for other in files:
+            alike = other.suffix == path.suffix and (other.name == path.name or other.parent == path.parent)
+            if other > path and alike and content != files[other]:
+                found["swaps"].append((f"{path} and {other} exchanged", partial(exchange, path, other)))
+    return found
+
+
+@few_or_many
+@pytest.mark.parametrize("kind", ["flips", "losses", "swaps", "kinds"])
+@pytest.mark.parametrize("name", ["in RAM", "on two drives"])
+def test_a_harmed_run_is_refused_or_ends_with_its_bits(name: str, kind: str, many: bool, scenarios: Scenarios) -> None:
+    world, image, expected = scenarios.half_way(name)
+    ways = some(harms(world, image)[kind], 40 if many else 2, name + kind)
+    check_all((what, partial(check_harmed, world, image, expected, harm)) for what, harm in ways)
+
+
+FORGED = [None, True, -1, 0, 2**40, 2**63, 1e308, "", "x", "../../home/alice", "/HOME/alice", [], {}, [[]], [-1]]
+
+
+def forgeries(document: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(what, what makes it): the document with one of its values replaced, or left out."""
+
+    def walk(value: Any, put: Callable[[Any], Any], where: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        for forged in FORGED:
+            if type(forged) is not type(value) or forged != value:
+                yield f"{where} = {forged!r}", partial(put, forged)
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, entry in list(items)[:12]:
+
+            def put_below(new: Any, key: Any = key) -> Any:
+                copy = value.copy()
+                copy[key] = new
+                return put(copy)
+
+            yield from walk(entry, put_below, f"{where}[{key!r}]")
+            if isinstance(value, dict):
+                yield f"{where} without {key!r}", partial(put, {k: v for k, v in value.items() if k != key})
+
+    yield from walk(document, lambda new: new, "")
+
+
+def signed(fields: Any) -> bytes:
+    """A manifest with the hash of what it says, as far as it can be made."""
+    if isinstance(fields, dict):
+        said = {key: value for key, value in fields.items() if key not in ("format", "version", "hash")}
+        fields = {**fields, "hash": xxhash.xxh3_64_hexdigest(json.dumps(said, sort_keys=True).encode())}
+    return json.dumps(fields).encode()
+
+
+def forged_files(world: World, image: Image, kind: str) -> Iterator[Case]:
+    """Ways to forge every file of a kind, with hashes that fit."""
+
+    def forge(path: Path, make: Callable[[], Any], encode: Callable[[Any], bytes]) -> None:
+        path.write_bytes(encode(json.loads(json.dumps(make()).replace("/HOME", str(world.root / "home")))))
+
+    for name in files_of(image):
+        path, content = world.root / name, image[name]
+        if not isinstance(content, bytes) or kind not in (path.name, path.parent.name):
+            continue
+        line, rest = content, b""
+        encode = signed if kind == "manifest.json" else lambda fields: json.dumps(fields).encode()
+        if kind == "commits":
+            line, _, rest = content[:-8].partition(b"\n")
+
+            def encode(fields: Any, rest: bytes = rest) -> bytes:
+                body = json.dumps(fields).encode() + b"\n" + rest
+                return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+            assert encode(json.loads(line)) == content, "the format of page tables has changed: change this too"
+        else:
+            assert json.loads(encode(json.loads(line))) == json.loads(line), "other hashes: change `signed` too"
+        for what, make in forgeries(json.loads(line)):
+            yield f"{name}: {what}", partial(forge, path, make, encode)
+        for text in (b"[" * 100_000, b'{"\xff\xfe": 1}', b'{"steps": ' + b"9" * 5000 + b"}"):
+            yield f"{name}: {text[:12]!r}", partial(path.write_bytes, text)
+
+
+@few_or_many
+@pytest.mark.parametrize("kind", ["config.json", "manifest.json", "store.json", "commits"])
+def test_a_forged_file_is_refused_or_does_not_matter(kind: str, many: bool, scenarios: Scenarios) -> None:
+    world, image, expected = scenarios.half_way("on two drives")
+    cases = some(list(forged_files(world, image, kind)), 60 if many else 3, kind)
+    forged = kind == "manifest.json"
+    check_all((what, partial(check_harmed, world, image, expected, forge, forged)) for what, forge in cases)
+
+
+# --- files that are none of Pagoda's business -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folder", "identity"),
+    [
+        ("pagoda-x", "x/../../home/alice"),
+        ("pagoda-x", "{home}"),
+        ("pagoda-0123456789abcdef", "x/../../home/alice"),
+        ("pagoda-0123456789abcdef", "."),
+    ],
+)
+def test_a_forged_store_leads_to_no_other_file(folder: str, identity: str, scenarios: Scenarios) -> None:
+    world = scenarios.worlds["on a drive"]
+    world.fresh()
+    store = world.root / "ssd0" / folder
+    store.mkdir(exist_ok=True)
+    named = identity.format(home=world.root / "home")
+    fields = {"format": "pagoda-pages", "version": 1, "id": named, "page_bytes": PAGE}
+    (store / "store.json").write_text(json.dumps({**fields, "directories": ["-"], "stripe": 0, "portions": [[1]]}))
+    before = image_of(world.root)
+    world.pagoda([*world.start, "--steps", "1"]).check(0, 2)
+    world.check_not_ours(before)
+
+
+def reference_elsewhere(world: World, field: str, value: str) -> None:
+    """Let the oldest checkpoint's manifest, which rotation reads last, name another commit."""
+    path = world.run_dir / "checkpoints" / "step-000001" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for rank in manifest["paged"]["ranks"]:
+        rank["reference"][field] = value
+    path.write_bytes(signed(manifest))
+
+
+def commits_elsewhere(world: World) -> None:
+    commits = next(world.root.glob("ssd0/pagoda-*/commits"))
+    elsewhere = world.root / "home" / "alice" / "commits"
+    shutil.move(commits, elsewhere)
+    commits.symlink_to(elsewhere)
+
+
+ATTACKS: dict[str, Callable[[World], None]] = {
+    "a commit with ..": lambda w: reference_elsewhere(w, "commit", "../../../home/alice/thesis.txt"),
+    "an absolute commit": lambda w: reference_elsewhere(w, "commit", f"{w.root}/home/alice/thesis.txt"),
+    "a store with ..": lambda w: reference_elsewhere(w, "store", "x/../../home/alice"),
+    "commits linked to elsewhere": commits_elsewhere,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_rotation_deletes_nothing_elsewhere(attack: str, scenarios: Scenarios) -> None:
+    world, image, expected = scenarios.half_way("on a drive")
+    check_harmed(world, image, expected, partial(ATTACKS[attack], world))
+
+
+# --- runs and drives that are moved ---------------------------------------------------------------------------------
+
+
+def other_run(world: World, out: str, drives: str) -> None:
+    """Another run, which has the drives to itself for a while."""
+    memory = ",".join(str(world.root / drive) for drive in drives.split(","))
+    args = [*world.start, "--seed", "5", "--steps", "1", "--out", str(world.root / out), "--memory.ssd", memory]
+    world.pagoda(args, run=world.root / out).check(0)
+
+
+def move(world: World, *moves: str) -> None:
+    """Each is "FROM TO"."""
+    for one, other in map(str.split, moves):
+        (world.root / one).rename(world.root / other)
+
+
+def other_first_drive(world: World) -> None:
+    move(world, "ssd0 away")
+    (world.root / "ssd0").mkdir()
+    other_run(world, "run2", "ssd1")
+    shutil.rmtree(world.root / "ssd0")
+    move(world, "away ssd0")
+
+
+def copied_drive(world: World) -> None:
+    shutil.copytree(world.root / "ssd0", world.root / "copy", symlinks=True)
+    move(world, "run away")
+    other_run(world, "run", "ssd0,ssd1")
+    other_run(world, "run2", "copy")
+    move(world, "run run3", "away run")
+
+
+def unmounted_checkpoints(world: World) -> None:
+    move(world, "run/checkpoints away")
+    (world.root / "run/checkpoints").mkdir()
+    other_run(world, "run2", "ssd0,ssd1")
+    (world.root / "run/checkpoints").rmdir()
+    move(world, "away run/checkpoints")
+
+
+def replaced_run(world: World) -> None:
+    move(world, "run old")
+    other_run(world, "run", "ssd0,ssd1")
+    other_run(world, "run2", "ssd0,ssd1")
+
+
+def collected_garbage(world: World) -> None:
+    world.pagoda(["gc", str(world.root / "ssd0"), str(world.root / "ssd1"), "--yes"]).check(0)
+
+
+MOVES: dict[str, tuple[Callable[[World], None], str, str]] = {
+    "another run where the first drive was": (other_first_drive, "run", ""),
+    "another run on a copy of the first drive": (copied_drive, "run", ""),
+    "another run while its checkpoints are not mounted": (unmounted_checkpoints, "run", ""),
+    "another run of its name, in its old place": (replaced_run, "old", ""),
+    "pagoda gc on its drives": (collected_garbage, "run", ""),
+    "its drives have moved": (lambda world: move(world, "ssd0 fast0", "ssd1 fast1"), "run", "fast0,fast1"),
+    "it has moved": (lambda world: move(world, "run old"), "old", ""),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_outlives_moves_and_other_runs(name: str, scenarios: Scenarios) -> None:
+    """(what happens, where the run is then, and its drives if they are elsewhere)"""
+    world, image, expected = scenarios.half_way("on two drives")
+    happens, out, drives = MOVES[name]
+    put(image, world.root)
+    happens(world)
+    memory = ["--memory.ssd", ",".join(str(world.root / drive) for drive in drives.split(","))] if drives else []
+    run = world.root / out
+    done = world.pagoda(["train", "--resume", "--out", str(run), *memory], run=run).check(0)
+    assert done.resumed_after == STEPS - 1, str(done)
+    assert done.digest == expected, f"OTHER BITS\n{done}"
+    if not drives:
+        world.check_not_ours(image, grown=True)
+
+
+def test_the_scenarios_rotate_grow_and_share_stripes(scenarios: Scenarios) -> None:
+    recording = scenarios["on two drives"][1]
+    assert sum(bool(CHECKPOINT.fullmatch(path)) for path in recording.end()) == 2
+    assert {path[:4] for path in recording.end() if path.endswith("/pages") and "/pagoda-" in path} >= {"ssd0", "ssd1"}
+    grown = scenarios["growing on a drive"][1]
+    assert any(event.kind == "r" and event.error == 0 and event.offset > 1 << 18 for event in grown.events)

@@ -1,0 +1,227 @@
+"""A model, a text, drives, and files that are none of Pagoda's business; and command lines of `pagoda` run there."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.crash.disk import LOSSES, Disk, Event, Image, image_of, put, read_log
+from tests.tiny import write_model
+
+STEPS = 3
+SETTINGS = [
+    *("train", "--steps", str(STEPS), "--batch-size", "1", "--seq-len", "8", "--seed", "3", "--clip-grad-norm", "1.0"),
+    *("--checkpoint-every", "1", "--keep-checkpoints", "2", "--plan", "usual"),
+]
+PAGED = ["--memory.host", "150KiB", "--memory.unit-limit", "16KiB", "--memory.page-size", "4KiB"]
+CHECKPOINT = re.compile(r"run/checkpoints/step-(\d+)")
+_FLAGS = ("-O1", "-fPIC", "-shared")
+_OURS = re.compile(r"(run|exported|\.exported\.partial)(/|$)|(.*/)?pagoda-[0-9a-f]{16}(/|$)")
+"""What `pagoda` may change: what the command line names, and stores, wherever a configuration has them made."""
+_NOT_OURS = {
+    "home/alice/thesis.txt": "years of work",
+    "home/alice/pages": "not those of a store",
+    "ssd0/notes.txt": "kept on the fast drive",
+    "ssd0/pagoda-train/.git/HEAD": "ref: refs/heads/main",
+    "ssd0/pagoda-train/pagoda/api.py": "a clone, with changes that nobody has pushed",
+    "ssd0/pagoda-x/pages": "a name like a store's",
+    "ssd1/pagoda-0123456789abcdef.bak/pages": "a name like a store's",
+    "ssd1/pagoda-data/commits/one": "a name like a store's",
+    "other/run/config.json": "{}",
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    args: tuple[str, ...]
+    status: int | None
+    """None: it hung, and was killed."""
+    out: str
+    err: str
+    digest: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        return f"pagoda {' '.join(self.args)}: status {self.status}\n{self.out[-600:]}\n{self.err[-2500:]}"
+
+    def check(self, *allowed: int) -> "Done":
+        """It ended as it may, and if it refused, then with one message."""
+        assert self.status in allowed, str(self)
+        assert "Traceback" not in self.err, str(self)
+        if self.status == 2:
+            assert sum(line.startswith("pagoda: ") for line in self.err.splitlines()) == 1, str(self)
+        return self
+
+    @property
+    def resumed_after(self) -> int | None:
+        """The step that the run continued from."""
+        found = re.search(r"Resuming .* after step (\d+)", self.out)
+        return int(found[1]) if found else None
+
+
+def compiler() -> str | None:
+    """What compiles recorder.c, if it can be used here."""
+    return shutil.which(os.environ.get("CC", "cc")) if sys.platform.startswith("linux") else None
+
+
+class Server:
+    """The process that imports everything once, and forks for each command."""
+
+    def __init__(self, folder: Path, compiler: str) -> None:
+        here, library = Path(__file__).parent, folder / "recorder.so"
+        subprocess.run([compiler, *_FLAGS, str(here / "recorder.c"), "-o", str(library), "-ldl"], check=True)
+        write_model(folder / "model", hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        (folder / "text").write_text("a text that is long enough for some sequences. " * 40)
+        self.start = [*SETTINGS, "--model", str(folder / "model"), "--data", str(folder / "text")]
+        self._output = folder / "output"
+        self._process = subprocess.Popen(
+            [sys.executable, str(here / "server.py"), json.dumps([self.start, PAGED])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "LD_PRELOAD": str(library),
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "COLUMNS": "1000",
+            },
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def run(self, args: list[str], digest: Path | None, record: list[Any] | None) -> Done:
+        request = {"args": args, "output": str(self._output), "digest": digest and str(digest), "record": record}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        out, err = (Path(f"{self._output}.{name}").read_text(errors="replace") for name in ("out", "err"))
+        return Done(tuple(args), answer["status"], out, err, answer["digest"])
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A command that was watched: the disk before, what it changed, and the bits that it ended with."""
+
+    disk: Disk
+    events: list[Event]
+    digest: dict[str, Any] | None
+
+    def images(self, points: set[tuple[int, str]]) -> Iterator[tuple[str, Image]]:
+        """What the disk holds where power is lost after so many events; each different one once, with a name."""
+        disk, seen = deepcopy(self.disk), set()
+        for count in range(max(point[0] for point in points) + 1):
+            for loss in [loss for loss in LOSSES if (count, loss) in points]:
+                image = disk.image(LOSSES[loss])
+                key = hash(frozenset(image.items()))
+                if key not in seen:
+                    yield f"after {count} events, before {[*map(str, self.events[count : count + 1])]}, {loss}", image
+                seen.add(key)
+            for event in self.events[count : count + 1]:
+                disk.apply(event)
+
+    def end(self, loss: str = "all is kept") -> Image:
+        """What the disk holds at the end."""
+        return next(self.images({(len(self.events), loss)}))[1]
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything below one directory, which each case fills anew."""
+
+    server: Server
+    root: Path
+    drives: int = 0
+    extra: tuple[str, ...] = ()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def start(self) -> list[str]:
+        """The command that starts the run."""
+        drives = ",".join(str(self.root / f"ssd{drive}") for drive in range(self.drives))
+        memory = [*PAGED, "--memory.ssd", drives] if drives else []
+        return [*self.server.start, *memory, *self.extra, "--out", str(self.run_dir)]
+
+    @property
+    def resume(self) -> list[str]:
+        return ["train", "--resume", "--out", str(self.run_dir)]
+
+    def fresh(self) -> Image:
+        """The world before any run."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        for path, text in _NOT_OURS.items():
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / path).write_text(text)
+        for drive in range(2):
+            (self.root / f"ssd{drive}").mkdir(exist_ok=True)
+        (self.root / "ssd0" / "pagoda-link").symlink_to("../home")
+        return image_of(self.root)
+
+    def pagoda(self, args: list[str], fault: tuple[int, int, int] | None = None, run: Path | None = None) -> Done:
+        """Run a command line; calls [first, last) that change anything fail with an error, 0 for short writes."""
+        record = None if fault is None else [str(self.root), str(self._log), *fault]
+        return self.server.run(args, (run or self.run_dir) if args[0] == "train" else None, record)
+
+    def watch(self, args: list[str], before: Image, fault: tuple[int, int, int] = (0, 0, 0)) -> tuple[Done, Recording]:
+        """Record a command line on an image."""
+        put(before, self.root)
+        disk = Disk(self.root)
+        done = self.pagoda(args, fault)
+        return done, Recording(disk, read_log(self._log), done.digest)
+
+    def record(self, args: list[str], before: Image) -> Recording:
+        """Record a command that succeeds."""
+        done, recording = self.watch(args, before)
+        done.check(0)
+        assert recording.end() == image_of(self.root), "something was written that was not recorded"
+        self.check_not_ours(before)
+        return recording
+
+    def check_not_ours(self, before: Image, grown: bool = False) -> None:
+        """What Pagoda has no business with is as it was; but where somebody else was at work, more may be there."""
+        was, now = ({p: c for p, c in image.items() if not _OURS.match(p)} for image in (before, image_of(self.root)))
+        paths = was.keys() if grown else was.keys() | now.keys()
+        changed = sorted(path for path in paths if path not in now or path not in was or was[path] != now[path])
+        assert not changed, f"changed, though it was none of Pagoda's: {changed}"
+
+    def check_ends_well(self, image: Image, expected: dict[str, Any], all_done: bool = False) -> None:
+        """On this image, the run goes on from its last checkpoint, or starts where there is none, to the same bits."""
+        put(image, self.root)
+        steps = [int(found[1]) for path in image if (found := CHECKPOINT.fullmatch(path))]
+        assert STEPS in steps or not all_done, "a run that ended well has lost its last checkpoint"
+        done = self.pagoda(self.resume).check(0, 2)
+        if done.status == 2 and not steps:  # there is no run yet
+            done = self.pagoda(self.start)
+        done.check(0)
+        if steps and max(steps) < STEPS:
+            assert done.resumed_after == max(steps), str(done)
+        assert done.digest == expected, f"OTHER BITS: {done.digest} {expected}\n{done}"
+        self.check_not_ours(image)
+
+    @property
+    def _log(self) -> Path:
+        return self.root.with_name(f"{self.root.name}.log")
+
+
+def half_way(recording: Recording, world: World) -> Image:
+    """A run with two checkpoints, killed just before the third was complete."""
+    last = str(world.run_dir / "checkpoints" / f"step-{STEPS:06d}")
+    count = next(i for i, event in enumerate(recording.events) if event.kind == "m" and event.other == last)
+    return next(recording.images({(count, "all is kept")}))[1]
