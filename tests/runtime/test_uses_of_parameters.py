@@ -1,0 +1,242 @@
+"""Parameters used elsewhere than in the forward of the module that holds them: the bits of plain PyTorch, or an error
+that names the parameter."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import PAGE
+
+import pagoda
+
+from .conftest import Wrap
+
+SMALL = pagoda.Memory(host="64MiB", unit_limit="4KiB", page_size=PAGE)
+WIDTH = 32
+
+
+@pytest.fixture(params=["resident", "arena"])
+def memory(request: pytest.FixtureRequest, tmp_path: Path) -> pagoda.Memory:
+    """Weights that are leased in place, and weights that are fetched to where compute is."""
+    if request.param == "resident":
+        return SMALL
+    return pagoda.Memory(device="cpu:256KiB", host="1MiB", ssd=f"{tmp_path}:64MiB", unit_limit="4KiB", page_size=PAGE)
+
+
+class Codebook(nn.Module):
+    """Half of what it does is not its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.table = nn.Embedding(8, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self._scaled(self.mix(x)) @ self.table.weight.t()
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.softmax(-1) @ self.table.weight * self.scale
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.exp()
+
+
+class Parent(nn.Module):
+    """Calls methods of its part that are not forward, and has one that calls its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = Codebook()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.codebook.decode(self.codebook.encode(x)))
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean() * self.temperature.exp()
+
+
+def fresh(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+METHODS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor]]] = {
+    "called-by-the-user": (Codebook, lambda m: m.decode(m.encode(batch())).square().mean()),
+    "called-by-a-parent": (Parent, lambda m: m(batch()).square().mean()),
+    "calls-the-forward": (Parent, lambda m: m.training_step(batch())),
+}
+
+
+def assert_same_step(
+    kind: Callable[[], nn.Module],
+    loss_of: Callable[[Any], torch.Tensor],
+    wrap: Wrap,
+    memory: pagoda.Memory,
+    **wrapped: Any,
+) -> None:
+    """Two steps have the losses and gradient norms of plain PyTorch; the second one sees what the first has changed."""
+    plain = fresh(kind)
+    model, optimizer = wrap(fresh(kind), memory, precision="fp32", **wrapped)
+    for _ in range(2):
+        expected = loss_of(plain)
+        expected.backward()
+        loss = loss_of(model)
+        assert torch.equal(loss.detach(), expected.detach())
+        loss.backward()
+        optimizer.step()
+        grads = [param.grad for param in plain.parameters() if param.grad is not None]
+        assert optimizer.stats.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-6)
+        plain.zero_grad()
+        plain.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_methods_other_than_forward_use_their_modules_parameters(case: str, wrap: Wrap, memory: pagoda.Memory) -> None:
+    assert_same_step(*METHODS[case], wrap, memory)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_a_method_around_the_forward_leaves_activations_to_their_plan(activations: Any, wrap: Wrap) -> None:
+    kind, loss_of = METHODS["calls-the-forward"]
+    assert_same_step(kind, loss_of, wrap, SMALL, activations=activations)
+
+
+def test_a_method_that_was_interrupted_hides_the_weights(wrap: Wrap) -> None:
+    class Interrupted(Codebook):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            if self.scale.shape[0] == len(x):
+                raise KeyboardInterrupt
+            return super().encode(x)
+
+    model, _ = wrap(fresh(Interrupted), SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        model.encode(torch.ones(WIDTH, WIDTH))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with pagoda.gathered(model):
+        assert model.scale.isfinite().all()
+
+
+# --- hooks for saved tensors --------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Graphs keep its parameter itself; of linear layers, a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Deep(nn.Module):
+    """Some of its layers run inside hooks that its forward enters."""
+
+    def __init__(self, hooks: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(), nn.Tanh()) for _ in range(4))
+        self.layers[1].requires_grad_(False)
+        self._hooks = hooks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if self._hooks is not None and index in (1, 2):
+                with self._hooks():
+                    x = layer(x)
+            else:
+                x = layer(x)
+        return x.square().mean()
+
+
+def identity_hooks() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed)
+
+
+HOOKS: dict[str, Callable[[], Any]] = {
+    "identity": identity_hooks,
+    "save-on-cpu": torch.autograd.graph.save_on_cpu,
+    "pickled": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.detach().numpy().tolist(), torch.tensor
+    ),
+}
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around-the-forward", "inside-the-forward"])
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_hooks_for_saved_tensors_do_not_change_gradients(
+    hooks: str, inside: bool, activations: Any, wrap: Wrap, memory: pagoda.Memory
+) -> None:
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        if inside:
+            return model(batch())  # type: ignore[no-any-return]
+        with HOOKS[hooks]():
+            return model(batch())  # type: ignore[no-any-return]
+
+    assert_same_step(lambda: Deep(HOOKS[hooks] if inside else None), loss_of, wrap, memory, activations=activations)
+
+
+def test_hooks_for_saved_tensors_see_activations_and_no_weights(wrap: Wrap) -> None:
+    """What they keep of a weight would be a placeholder by the time of backward."""
+    seen: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    model, _ = wrap(fresh(Deep), SMALL, precision="fp32")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        loss = model(batch())
+    shapes = {tuple(tensor.shape) for tensor in seen}
+    assert (4, WIDTH) in shapes
+    assert shapes.isdisjoint({(WIDTH, WIDTH), (WIDTH,)})
+    loss.backward()
+
+
+def test_hooks_for_saved_tensors_and_offloaded_activations_exclude_each_other(wrap: Wrap, tmp_path: Path) -> None:
+    memory = pagoda.Memory(host="64MiB", ssd=f"{tmp_path}:64MiB", unit_limit="4KiB", page_size=PAGE)
+    model, optimizer = wrap(fresh(Deep), memory, precision="fp32", activations="offload")
+    with (
+        identity_hooks(),
+        pytest.raises(pagoda.UsageError, match=r"saved_tensors_hooks.*activations.*leave one of them out"),
+    ):
+        model(batch())
+    model(batch()).backward()
+    optimizer.step()
+
+
+def test_two_models_pack_inside_each_other(wrap: Wrap, memory: pagoda.Memory) -> None:
+    """The hooks of a wrapped model are, to another one that its forward calls, those of a user."""
+
+    class Outer(Deep):
+        other: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = self.other[0](x)
+            return super().forward(x) + inner
+
+    inner, inner_optimizer = wrap(fresh(Deep), precision="fp32")
+    outer, optimizer = wrap(fresh(Outer), memory, precision="fp32")
+    outer.other = (inner,)
+    plain, plain_inner = fresh(Outer), fresh(Deep)
+    plain.other = (plain_inner,)
+    outer(batch()).backward()
+    plain(batch()).backward()
+    for stepped, reference in ((optimizer, plain), (inner_optimizer, plain_inner)):
+        stepped.step()
+        grads = [param.grad for param in reference.parameters() if param.grad is not None]
+        assert stepped.stats.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-6)
