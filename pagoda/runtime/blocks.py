@@ -89,8 +89,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _original(module: nn.Module) -> nn.Module:
     """What `torch.compile` was called on, or the module itself."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None or type(module).__name__ != "OptimizedModule" else inner
+    return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
 
 
 def _is_transformers_layer(module: nn.Module) -> bool:

@@ -696,7 +696,8 @@ def test_batch_norms_with_running_statistics_train_in_fp32_only(wrap: Wrap) -> N
     ids=["untracked", "not-affine", "instance", "group", "bf16-statistics"],
 )
 def test_norms_that_torch_runs_in_bf16_train_in_it(norm: nn.Module, wrap: Wrap) -> None:
-    model, optimizer = wrap(nn.Sequential(nn.Conv2d(3, 8, 3), deepcopy(norm)))
+    dtype = next((param.dtype for param in norm.parameters()), None)
+    model, optimizer = wrap(nn.Sequential(nn.Conv2d(3, 8, 3, dtype=dtype), deepcopy(norm)))
     model(images_in(model)).float().square().mean().backward()
     optimizer.step()
     model(images_in(model))
