@@ -25,7 +25,7 @@ from pagoda.plan.activations import (
     growth,
     peak_of,
 )
-from pagoda.runtime.blocks import Block, without_cache
+from pagoda.runtime.blocks import Block, copied, is_cache, without_cache
 from pagoda.runtime.device import Device
 from pagoda.runtime.forward_trace import ForwardTrace
 from pagoda.runtime.packing import Packing, References
@@ -123,8 +123,11 @@ class Activations:
             if not policy.recomputes:
                 return forward(*args, **kwargs)
             calls = [forward]
+            caches = {index: copied(leaf) for index, leaf in enumerate(leaves) if is_cache(leaf)}
 
             def run(*leaves: Any) -> Any:
+                if not calls:  # again, with caches as they were
+                    leaves = tuple(copied(caches[i]) if i in caches else leaf for i, leaf in enumerate(leaves))
                 args, kwargs = tree_unflatten(leaves, structure)
                 return (calls.pop() if calls else again)(*args, **kwargs)
 
