@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from pagoda.errors import ConfigError, UsageError
 from pagoda.runtime.gathered import is_paged
+from pagoda.runtime.loaded_values import is_overwritten
 
 
 def check_model(model: object) -> None:
@@ -32,6 +33,12 @@ def check_model(model: object) -> None:
             raise ConfigError(f"{name!r} has no shape yet: run a forward of the model first, then wrap it.")
         if param.requires_grad and not param.is_floating_point():
             raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
+        if is_overwritten(param):
+            raise ConfigError(
+                f"{name!r} was written to while it was on the meta device, after pagoda.init(), where the values are "
+                "lost. Write inside _init_weights(module) or reset_parameters(), which wrap runs; use load_state_dict, "
+                "which keeps what it is given; or build the model outside pagoda.init()."
+            )
         if param.is_inference():
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
     _check_memory_is_apart(model)
