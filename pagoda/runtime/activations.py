@@ -30,6 +30,7 @@ from pagoda.runtime.device import Device
 from pagoda.runtime.forward_trace import ForwardTrace
 from pagoda.runtime.packing import Packing, References
 from pagoda.runtime.partition import Partitioner
+from pagoda.runtime.repeats import FirstForward
 from pagoda.runtime.saved import SavedStorage, SavedStorages
 
 _MOST_BUCKETS = 64
@@ -123,10 +124,16 @@ class Activations:
             if not policy.recomputes:
                 return forward(*args, **kwargs)
             calls = [forward]
+            first = FirstForward(block.module)
 
             def run(*leaves: Any) -> Any:
                 args, kwargs = tree_unflatten(leaves, structure)
-                return (calls.pop() if calls else again)(*args, **kwargs)
+                if not calls:
+                    with first.again():
+                        return again(*args, **kwargs)
+                output = calls.pop()(*args, **kwargs)
+                first.ended()
+                return output
 
             if self._partitioner is not None:
                 self._partitioner.begin_block(index)

@@ -26,8 +26,9 @@ def home_of(param: nn.Parameter) -> tuple[Engine, LiveUnit, int] | None:
 
 
 def mark_homes(engine: Engine) -> None:
-    """Let every managed parameter say where it lives."""
+    """Let every managed parameter say where it lives, and hide it."""
     for unit in engine.units:
+        unit.begin_hiding()
         for slot, param in enumerate(unit.params):
             setattr(param, _HOME, (engine, unit, slot))
 
@@ -73,7 +74,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             packing.leave()
         for _, unit, slot in taken:
             unit.gathered.discard(slot)
-            unit.set_part(slot, unit.placeholders[slot])
+            unit.hide_slot(slot)
 
 
 def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) -> None:
