@@ -16,6 +16,9 @@ Owner = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 
 
+_DATA: Any = torch.Tensor.data
+
+
 class ShownParameter(nn.Parameter):
     """The class of a parameter while a forward may read it: it notices what is written past autograd, to its `data`.
 
@@ -23,9 +26,9 @@ class ShownParameter(nn.Parameter):
     """
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The values, without autograd."""
-        part = torch.Tensor.data.__get__(self)
+        part: torch.Tensor = _DATA.__get__(self)
         self.__dict__.setdefault("_data_given", []).append(part)
         return part
 
