@@ -13,7 +13,7 @@ from pagoda.errors import UsageError
 from pagoda.plan.trace import Phase
 from pagoda.runtime.leases import Lease
 from pagoda.runtime.packing import Packing
-from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.unit import LiveUnit, written_in_forward
 
 
 class _Bracket:
@@ -38,13 +38,21 @@ class Brackets:
     """
 
     def __init__(
-        self, packing: Packing, acquire: Callable[[LiveUnit, Phase], Lease], evaluating: Callable[[], None]
+        self,
+        packing: Packing,
+        acquire: Callable[[LiveUnit, Phase], Lease],
+        drop: Callable[[LiveUnit], None],
+        evaluating: Callable[[], None],
     ) -> None:
         self._packing = packing
         self._acquire = acquire
+        self._drop = drop
+        """Ends the lease of a unit."""
         self._evaluating = evaluating
         """Told that a forward without gradients starts which no other forward called."""
         self._open: list[_Bracket] = []
+        self._written: str | None = None
+        """A parameter that a forward has written to, until that is raised."""
 
     @property
     def in_forward(self) -> bool:
@@ -110,10 +118,14 @@ class Brackets:
             unit.show(lease.base)
 
     def close(self, module: nn.Module) -> None:
-        """A module's forward has ended, and with it whatever it called."""
+        """A module's forward has ended, and with it whatever it called.
+
+        Raises UsageError if one of their parameters was written to.
+        """
         if any(bracket.module is module for bracket in self._open):
             while self._close_innermost() is not module:
                 pass
+        self._check_unwritten()
 
     def drop_interrupted(self, calling: nn.Module | None = None) -> None:
         """Close what a KeyboardInterrupt left open: torch calls no forward hook after one.
@@ -128,13 +140,21 @@ class Brackets:
         if _calls_on_stack(outermost) < expected:
             while self._open:
                 self._close_innermost()
+            self._check_unwritten()
+
+    def _check_unwritten(self) -> None:
+        name, self._written = self._written, None
+        if name is not None:
+            raise UsageError(written_in_forward(name))
 
     def _close_innermost(self) -> nn.Module:
         bracket = self._open.pop()
         for unit in bracket.entered:
             unit.active -= 1
-            if unit.active == 0:
-                unit.hide()
+            if unit.active == 0 and (name := unit.hide()) is not None:
+                self._written = name
+                unit.version += 1
+                self._drop(unit)
         if bracket.packing:
             self._packing.leave()
         return bracket.module

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
 from pagoda.models.expert_tiles import TiledExperts
+from pagoda.models.hidden import as_plain
 from pagoda.models.mixture import Experts
 from pagoda.runtime.blocks import Block, find_blocks, is_compiled
 from pagoda.runtime.engine import Engine
@@ -173,17 +174,19 @@ class ModelHooks:
 
         def before(_grads: tuple[torch.Tensor, ...]) -> None:
             nonlocal accumulate
-            check_is_ours(unit, slot)
-            accumulate = param.grad is marker
-            param.grad = None
+            with as_plain():
+                check_is_ours(unit, slot)
+                accumulate = param.grad is marker
+                param.grad = None
 
         def after(_param: torch.Tensor) -> None:
-            grad = param.grad
-            assert grad is not None
-            if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
-                param.grad = None
-                return
-            param.grad = marker
+            with as_plain():
+                grad = param.grad
+                assert grad is not None
+                if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
+                    param.grad = None
+                    return
+                param.grad = marker
             self._engine.stepper.on_gradient(unit, slot, unit.part_of(slot, grad), accumulate)
 
         # The node that accumulates, not the tensor: a tensor's own hooks also run for torch.autograd.grad, which leaves

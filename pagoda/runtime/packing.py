@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from pagoda.errors import UsageError
+from pagoda.models.hidden import hidden_class, outside_use
 from pagoda.parallel.tensors import Form, local
 from pagoda.plan.trace import Phase
 from pagoda.runtime.offload import OffloadedTensor, Offloader, modified
 from pagoda.runtime.partition import PartitionedTensor, Partitioner
 from pagoda.runtime.saved import SavedStorage, SavedStorages
+from pagoda.runtime.unit import LiveUnit, ShownParameter
 
 if TYPE_CHECKING:
     from pagoda.runtime.engine import Engine
-    from pagoda.runtime.unit import LiveUnit
 
 
 class WeightReference:
@@ -273,15 +274,9 @@ def _counts_tensors(pack: Callable[..., Any]) -> bool:
     return getattr(pack, "__module__", None) in ("torch.utils.checkpoint", "pagoda.runtime.activations")
 
 
+_PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))
+
+
 def _plain(tensor: torch.Tensor) -> bool:
     """Whether its storage is all that a tensor has."""
-    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
-
-
-def outside_use(name: str) -> str:
-    """The message for a parameter read where its unit is not leased."""
-    return (
-        f"Parameter {name!r} was used outside the forward of the module that holds it, where its weights are not "
-        "in memory. Call that module's forward, read the parameter under `with pagoda.gathered([param]):`, or "
-        "raise memory.unit_limit so that one unit spans both modules."
-    )
+    return tensor.layout is torch.strided and type(tensor) in _PLAIN

@@ -129,6 +129,96 @@ def test_a_method_that_was_interrupted_hides_the_weights(wrap: Wrap) -> None:
         assert model.scale.isfinite().all()
 
 
+# --- parameters of other modules ----------------------------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    """Operations of its own: torch asks no parameter before it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t() * 2, x.t() @ grad * 2
+
+
+class Meddler(nn.Module):
+    """Uses parameters of a layer inside its own forward, by paths that its source does not show."""
+
+    def __init__(self, use: Callable[[torch.Tensor, nn.Linear], torch.Tensor], called: bool, frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.layers[2].requires_grad_(not frozen)
+        self._use = use
+        self._called = called
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = getattr(self, "".join(("lay", "ers")))[2][0]
+        x = self._use(self.layers[0](x), used)
+        return self.layers[2 if self._called else 1](x).square().mean()
+
+
+USES: dict[str, Callable[[torch.Tensor, nn.Linear], torch.Tensor]] = {
+    "matmul": lambda x, other: x @ other.weight,
+    "linear": lambda x, other: nn.functional.linear(x, other.weight, other.bias),
+    "product": lambda x, other: x * other.bias,
+    "sum": lambda x, other: x + other.bias,
+    "mean": lambda x, other: x * other.weight.mean(),
+    "detached": lambda x, other: x + other.bias.detach(),
+    "data": lambda x, other: x @ other.weight.data,
+    "transposed": lambda x, other: x @ other.weight.T,
+    "cast": lambda x, other: x @ other.weight.to(torch.float64).float(),
+    "index": lambda x, other: x + other.weight[1],
+    "several": lambda x, other: x + torch.cat([other.weight, other.bias[None]]).mean(0),
+    "custom-function": lambda x, other: Twice.apply(x, other.weight),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("called", [False, True], ids=["never-called", "called-too"])
+@pytest.mark.parametrize("use", USES)
+def test_a_forward_may_use_the_parameters_of_any_module(
+    use: str, called: bool, frozen: bool, wrap: Wrap, memory: pagoda.Memory
+) -> None:
+    assert_same_step(lambda: Meddler(USES[use], called, frozen), lambda m: m(batch()), wrap, memory)
+
+
+@pytest.mark.parametrize("use", ["matmul", "product", "custom-function"])
+def test_a_block_that_is_recomputed_may_use_the_parameters_of_another(use: str, wrap: Wrap) -> None:
+    class Blocks(nn.Module):
+        def __init__(self, frozen: bool = False) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Meddler(USES[use], True, frozen) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(block(x) for block in self.blocks)  # type: ignore[return-value]
+
+    assert_same_step(Blocks, lambda m: m(batch()), wrap, SMALL, activations="recompute")
+    assert_same_step(lambda: Blocks(True), lambda m: m(batch()), wrap, SMALL, activations="recompute")
+
+
+def test_a_parameter_used_in_the_loss_is_named_with_its_module(wrap: Wrap) -> None:
+    """And works where the error says it does."""
+    model, optimizer = wrap(fresh(Parent), SMALL, precision="fp32")
+    with pytest.raises(pagoda.UsageError, match=r"'codebook\.scale', which module 'codebook' holds, .*mul.*gathered"):
+        model(batch()) * model.codebook.scale
+    with pytest.raises(pagoda.UsageError, match=r"'temperature', which the model itself holds, .*exp.*gathered"):
+        model.temperature.exp()
+    plain = fresh(Parent)
+    output = model(batch()).square().mean()
+    with pagoda.gathered(model.temperature):
+        loss = output * model.temperature.exp()
+    loss.backward()
+    optimizer.step()
+    (plain(batch()).square().mean() * plain.temperature.exp()).backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])  # type: ignore[misc]
+    assert optimizer.stats.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+
+
 # --- hooks for saved tensors --------------------------------------------------------------------------------
 
 
