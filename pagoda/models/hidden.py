@@ -86,7 +86,7 @@ def _leased(arguments: Any) -> Any:
     It then is shown until the innermost running forward ends. Graphs keep a frozen tensor itself, which will be hidden
     again: they get a view of its values.
     """
-    hidden = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
+    hidden: list[Any] = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
     for leaf in hidden:
         home = vars(leaf).get(HOME)
         if isinstance(leaf, Hidden) and (home is None or not home[0].brackets.use(home[1])):

@@ -72,7 +72,7 @@ def _make_real(param: nn.Parameter) -> None:
     real = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
     real.__dict__.update(param.__dict__)
     forget_values(real)
-    torch.utils.swap_tensors(param, real)
+    torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
 
 
 def _initialising() -> bool:

@@ -32,7 +32,8 @@ def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.
     for short, child in module.named_children():
         if not has_forward(child):
             yield from params_read_in(child, _join(name, short))
-    for path in _paths_read_by(type(module), "forward"):
+    kind: type = type(module)
+    for path in _paths_read_by(kind, "forward"):
         found = _param_at(module, path) if "." in path else None
         if found is not None:
             yield _join(name, path), found
@@ -41,7 +42,7 @@ def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.
 def methods_reading_params(module: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Public methods of a module's class, other than torch's and `forward`, that read parameters of its own or below
     it, and write to none: name -> those that they read."""
-    kind = type(module)
+    kind: type = type(module)
     shorts = {name.rpartition(".")[2] for name, _ in module.named_parameters()}
     found: dict[str, list[nn.Parameter]] = {}
     for method in _public_methods(kind):

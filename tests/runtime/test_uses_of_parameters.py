@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    ProphetNetConfig,
+    ProphetNetForConditionalGeneration,
+)
 from zoo import PAGE
 
 import pagoda
@@ -330,3 +336,32 @@ def test_two_models_pack_inside_each_other(wrap: Wrap, memory: pagoda.Memory) ->
         stepped.step()
         grads = [param.grad for param in reference.parameters() if param.grad is not None]
         assert stepped.stats.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-6)
+
+
+# --- transformers -------------------------------------------------------------------------------------------
+
+TINY: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "max_position_embeddings": 32, "use_cache": False}
+
+
+def jetmoe() -> nn.Module:
+    """Its attention calls two methods of a mixture of experts, which has a bias."""
+    shape = {"num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 48}
+    return JetMoeForCausalLM(JetMoeConfig(**TINY, **shape, num_local_experts=4, num_experts_per_tok=2))
+
+
+def prophetnet() -> nn.Module:
+    """Its decoder calls methods of its embeddings and of its attention."""
+    shape = {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in (("ffn_dim", 48),)}
+    layers = {
+        f"num_{part}_{what}": 1 + (what != "layers")
+        for part in ("encoder", "decoder")
+        for what in ("layers", "attention_heads")
+    }
+    drops = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    return ProphetNetForConditionalGeneration(ProphetNetConfig(**TINY, **shape, **layers, **drops, num_buckets=8))
+
+
+@pytest.mark.parametrize("build", [jetmoe, prophetnet])
+def test_models_that_use_parts_by_methods_of_their_own_train(build: Callable[[], nn.Module], wrap: Wrap) -> None:
+    ids = torch.randint(3, 96, (2, 8), generator=torch.Generator().manual_seed(0))
+    assert_same_step(build, lambda m: m(input_ids=ids, labels=ids).loss, wrap, SMALL)
