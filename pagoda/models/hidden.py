@@ -29,7 +29,7 @@ _MADE_ANEW = frozenset(
 _MOVED = frozenset({"bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "to", "type"})
 """Functions whose result is hidden as well: users and libraries call them before they use the values, or do not."""
 
-_LIKE_ANOTHER = frozenset({"expand_as", "reshape_as", "to", "type_as", "view_as"})
+_LIKE_ANOTHER = frozenset({"expand_as", "reshape_as", "type_as", "view_as"})
 """Functions that ask only shape, dtype or device of any argument but the first."""
 
 _VALUES = frozenset({"H", "T", "data", "imag", "mH", "mT", "real"})
