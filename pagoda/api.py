@@ -52,7 +52,7 @@ from pagoda.runtime.groups import (
     reserved_names,
 )
 from pagoda.runtime.loss_scale import LossScale, LossScaler
-from pagoda.runtime.model_checks import check_batch_norms, check_model
+from pagoda.runtime.model_checks import check_batch_norms, check_model, check_one_dtype
 from pagoda.runtime.operator_tiles import Tiling
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.rule_checks import check_extents, check_rule
@@ -206,6 +206,7 @@ def wrap(
     tiled_blocks = [] if batch_tiles is None else blocks_to_tile(model, batch_tiles)
     device = open_device(memory.torch_device)
     states = optimizer.states(precision)
+    check_one_dtype(model, states[0].dtype)
     check_tensor_parallel(model, mesh, optimizer, states, device.torch_device, tile_limit is not None)
     tiled_bytes = _tile_bytes(tile_limit)
     if device.torch_device.type == "cpu":

@@ -120,6 +120,11 @@ def values_of(param: nn.Parameter) -> LazyTensor | None:
     return getattr(param, _VALUES, None) if param.is_meta else None
 
 
+def forget_values(param: nn.Parameter) -> None:
+    """Let a parameter no longer have values in files."""
+    param.__dict__.pop(_VALUES, None)
+
+
 def values_by_name(model: nn.Module) -> dict[str, LazyTensor]:
     """The values that a model's parameters have in files, by name, for those that torch's `parallelize_module` has put
     in place of the ones that knew. The model forgets them."""

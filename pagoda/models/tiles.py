@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pagoda.models.hidden import hide
+
 Visit = Callable[[torch.Tensor, torch.Tensor | None, int], Any]
 """Is given some rows of a layer's weight, their bias, and the index of the first, while they are in memory."""
 
@@ -76,12 +78,12 @@ class Tiled(nn.Module):
         self.register_load_state_dict_post_hook(Tiled._report)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        """Of a parameter of the whole layer: NaN in its shape, dtype and device, for code that asks for these."""
+        """Of a parameter of the whole layer: a hidden tensor of its shape, dtype and device."""
         shape = self.__dict__.get("shapes", {}).get(name)
         if shape is None:
             return super().__getattr__(name)
         some = self.tiles[0].get_parameter(name)
-        return torch.full((), torch.nan, dtype=some.dtype, device=some.device).expand(shape)
+        return hide(torch.full((), torch.nan, dtype=some.dtype, device=some.device).expand(shape), name)
 
     def parts(self, name: str) -> Iterator[tuple[nn.Parameter, int]]:
         """The tiles' parts of a parameter, each with its first element in the whole one."""

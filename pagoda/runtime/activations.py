@@ -25,11 +25,12 @@ from pagoda.plan.activations import (
     growth,
     peak_of,
 )
-from pagoda.runtime.blocks import Block, without_cache
+from pagoda.runtime.blocks import Block, copied, is_cache, without_cache
 from pagoda.runtime.device import Device
 from pagoda.runtime.forward_trace import ForwardTrace
 from pagoda.runtime.packing import Packing, References
 from pagoda.runtime.partition import Partitioner
+from pagoda.runtime.repeats import FirstForward
 from pagoda.runtime.saved import SavedStorage, SavedStorages
 
 _MOST_BUCKETS = 64
@@ -123,10 +124,19 @@ class Activations:
             if not policy.recomputes:
                 return forward(*args, **kwargs)
             calls = [forward]
+            first = FirstForward(block.module)
+            caches = {index: copied(leaf) for index, leaf in enumerate(leaves) if is_cache(leaf)}
 
             def run(*leaves: Any) -> Any:
+                if not calls:
+                    as_first = [copied(caches[i]) if i in caches else leaf for i, leaf in enumerate(leaves)]
+                    args, kwargs = tree_unflatten(as_first, structure)
+                    with first.again():
+                        return again(*args, **kwargs)
                 args, kwargs = tree_unflatten(leaves, structure)
-                return (calls.pop() if calls else again)(*args, **kwargs)
+                output = calls.pop()(*args, **kwargs)
+                first.ended()
+                return output
 
             if self._partitioner is not None:
                 self._partitioner.begin_block(index)

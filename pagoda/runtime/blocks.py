@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -73,7 +74,8 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
 
 
 def without_cache(module: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a layer of transformers that is about to be recomputed: a key-value cache would grow twice."""
+    """The arguments of a layer of transformers that is about to be recomputed, without a key-value cache that is
+    empty: it would only keep activations. One that holds something, such as a trained prefix, is attended to."""
     changed = dict(kwargs)
     module = _original(module)
     if not _is_transformers_layer(module):
@@ -81,8 +83,27 @@ def without_cache(module: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
     if changed.get("use_cache"):
         changed["use_cache"] = False
     if not getattr(module, "_can_checkpoint_with_cache", False):
-        changed.update({name: None for name in _CACHES if changed.get(name) is not None})
+        empty = [name for name in _CACHES if not (is_cache(changed.get(name)) and changed[name].get_seq_length())]
+        changed.update({name: None for name in empty if changed.get(name) is not None})
     return changed
+
+
+def is_cache(value: object) -> bool:
+    """Whether this is a key-value cache of transformers, to which layers add when they run."""
+    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+
+
+def copied(cache: Any) -> Any:
+    """A cache as it is now. What layers add to one of the two does not reach the other: they replace its tensors."""
+    made = copy(cache)
+    for name, value in vars(cache).items():
+        if is_cache(value):
+            setattr(made, name, copied(value))
+        elif isinstance(value, dict):
+            setattr(made, name, dict(value))
+        elif isinstance(value, list):
+            setattr(made, name, [copy(layer) if hasattr(layer, "keys") else layer for layer in value])
+    return made
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -92,8 +113,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _original(module: nn.Module) -> nn.Module:
     """What `torch.compile` was called on, or the module itself."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None or type(module).__name__ != "OptimizedModule" else inner
+    return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
 
 
 def _is_transformers_layer(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,16 +13,18 @@ from pagoda.errors import UsageError
 from pagoda.plan.trace import Phase
 from pagoda.runtime.leases import Lease
 from pagoda.runtime.packing import Packing
-from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.unit import LiveUnit, written_in_forward
 
 
 class _Bracket:
     """One running forward of a module: the units it has entered, and whether it started the packing."""
 
-    __slots__ = ("entered", "module", "packing", "thread")
+    __slots__ = ("entered", "is_method", "module", "packing", "thread")
 
-    def __init__(self, module: nn.Module, packing: bool) -> None:
+    def __init__(self, module: nn.Module, packing: bool, is_method: bool) -> None:
         self.module = module
+        self.is_method = is_method
+        """Whether another method of the module runs, in place of its forward."""
         self.packing = packing
         self.thread = threading.get_ident()
         self.entered: list[LiveUnit] = []
@@ -35,20 +38,60 @@ class Brackets:
     """
 
     def __init__(
-        self, packing: Packing, acquire: Callable[[LiveUnit, Phase], Lease], evaluating: Callable[[], None]
+        self,
+        packing: Packing,
+        acquire: Callable[[LiveUnit, Phase], Lease],
+        drop: Callable[[LiveUnit], None],
+        evaluating: Callable[[], None],
     ) -> None:
         self._packing = packing
         self._acquire = acquire
+        self._drop = drop
+        """Ends the lease of a unit."""
         self._evaluating = evaluating
         """Told that a forward without gradients starts which no other forward called."""
         self._open: list[_Bracket] = []
+        self._written: str | None = None
+        """A parameter that a forward has written to, until that is raised."""
 
     @property
-    def idle(self) -> bool:
-        """Whether no forward is running."""
-        return not self._open
+    def in_forward(self) -> bool:
+        """Whether a forward is running."""
+        return any(not bracket.is_method for bracket in self._open)
 
-    def open(self, module: nn.Module, units: list[LiveUnit]) -> None:
+    def run(
+        self, module: nn.Module, units: list[LiveUnit], call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run what no hook of the module sees as its forward."""
+        self.open(module, units)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.close(module)
+
+    def run_method(
+        self, module: nn.Module, units: list[LiveUnit], method: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a method of a module other than its forward. What is gathered is there already."""
+        self.drop_interrupted(calling=module)
+        self.open(module, [unit for unit in units if not unit.gathered], is_method=True)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.close(module)
+
+    def use(self, unit: LiveUnit) -> bool:
+        """Lease a unit until the innermost running forward ends, which has come to a parameter of another module.
+
+        Returns False where no forward runs in this thread.
+        """
+        self.drop_interrupted()
+        if not self._open or self._open[-1].thread != threading.get_ident():
+            return False
+        self._enter(self._open[-1], unit)
+        return True
+
+    def open(self, module: nn.Module, units: list[LiveUnit], is_method: bool = False) -> None:
         """A module's forward starts: lease its units and point their parameters into the leases.
 
         Raises UsageError inside a transform of torch.func, which would have to transform leases too.
@@ -60,23 +103,29 @@ class Brackets:
             )
         if not self._open and not torch.is_grad_enabled():
             self._evaluating()
-        bracket = _Bracket(module, self._packing.enter())
+        bracket = _Bracket(module, self._packing.enter(), is_method)
         self._open.append(bracket)
-        phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
         for unit in units:
-            if unit.gathered:
-                raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
-            lease = self._acquire(unit, phase)
-            unit.active += 1
-            bracket.entered.append(unit)
-            if unit.active == 1:
-                unit.show(lease.base)
+            self._enter(bracket, unit)
+
+    def _enter(self, bracket: _Bracket, unit: LiveUnit) -> None:
+        if unit.gathered:
+            raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
+        lease = self._acquire(unit, Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD)
+        unit.active += 1
+        bracket.entered.append(unit)
+        if unit.active == 1:
+            unit.show(lease.base)
 
     def close(self, module: nn.Module) -> None:
-        """A module's forward has ended, and with it whatever it called."""
+        """A module's forward has ended, and with it whatever it called.
+
+        Raises UsageError if one of their parameters was written to.
+        """
         if any(bracket.module is module for bracket in self._open):
             while self._close_innermost() is not module:
                 pass
+        self._check_unwritten()
 
     def drop_interrupted(self, calling: nn.Module | None = None) -> None:
         """Close what a KeyboardInterrupt left open: torch calls no forward hook after one.
@@ -91,24 +140,37 @@ class Brackets:
         if _calls_on_stack(outermost) < expected:
             while self._open:
                 self._close_innermost()
+            self._check_unwritten()
+
+    def _check_unwritten(self) -> None:
+        name, self._written = self._written, None
+        if name is not None:
+            raise UsageError(written_in_forward(name))
 
     def _close_innermost(self) -> nn.Module:
         bracket = self._open.pop()
         for unit in bracket.entered:
             unit.active -= 1
-            if unit.active == 0:
-                unit.hide()
+            if unit.active == 0 and (name := unit.hide()) is not None:
+                self._written = name
+                unit.version += 1
+                self._drop(unit)
         if bracket.packing:
             self._packing.leave()
         return bracket.module
 
 
+_RUNS = (Brackets.run.__code__, Brackets.run_method.__code__)
+
+
 def _calls_on_stack(module: nn.Module) -> int:
-    """How many calls of `module` this thread is in."""
+    """How many calls of `module` that open a bracket this thread is in."""
     calls = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
-            calls += 1
+        if frame.f_code is nn.Module._call_impl.__code__:
+            calls += frame.f_locals["self"] is module
+        elif frame.f_code in _RUNS:
+            calls += frame.f_locals["module"] is module
         frame = frame.f_back
     return calls

@@ -21,6 +21,7 @@ from pagoda.models.tiles import Tiled
 from pagoda.parallel.tensors import as_dtensor, local, shard_of
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.runtime.adapters import adapter_initialiser
+from pagoda.runtime.loaded_values import KeepCopiedValues, keep_loaded_values, remember_versions
 from pagoda.runtime.operator_tiles import Tiling
 from pagoda.runtime.reads import has_forward, params_read_in
 from pagoda.runtime.store import Store
@@ -37,22 +38,33 @@ def init() -> Iterator[None]:
     Parameters of modules that can initialise themselves later go to the meta device, and so do large ones of
     transformers' modules; buffers and all other parameters stay real. `wrap` runs the model's own
     `_init_weights(module)` (as transformers' models and many others have), or the modules' `reset_parameters()`. What
-    a constructor writes into the parameters of a child that has one of these is not repeated: put it in
+    a constructor draws or fills into the parameters of a child that has one of these is not repeated: put it in
     `_init_weights`, or build the model outside `init()`.
-    """
 
-    def to_meta(module: nn.Module, _name: str, param: Any) -> nn.Parameter | None:
+    Values that are loaded are kept, in RAM: what `from_pretrained`, `load_state_dict`, `copy_` and the assignment of a
+    parameter give. `pagoda.load` leaves those of a Hugging Face directory in its files. Raises UsageError for a `copy_`
+    into a view of a parameter that waits; `wrap` raises ConfigError for one that was written to after the block.
+    """
+    waiting: list[nn.Parameter] = []
+
+    def to_meta(module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
         if not isinstance(param, nn.Parameter) or param.is_meta or not _can_wait(module, param):
+            return None
+        if module._parameters.get(name) is not None:  # its constructor has made it: this one has been loaded
             return None
         meta = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         meta.__dict__.update(param.__dict__)
+        keep_loaded_values(module)
+        waiting.append(meta)
         return meta
 
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # torch's says None
     try:
-        yield
+        with KeepCopiedValues():
+            yield
     finally:
         handle.remove()
+        remember_versions(waiting)
 
 
 def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleSpec:

@@ -13,6 +13,7 @@ import torch
 
 from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
+from pagoda.models.hidden import as_plain
 from pagoda.optim.formats import arriving_dtype, gradient_kernels, warm_up
 from pagoda.optim.rule import ElementwiseRule, Precision, Rule
 from pagoda.parallel.mesh import Mesh
@@ -126,7 +127,7 @@ class Engine:
             self, self.store, directories, self._lanes, device, self._meter.stalled, poison, partitioner
         )
         self.graphs.packing.register(units)
-        self.brackets = Brackets(self.graphs.packing, self.acquire, self._before_evaluation)
+        self.brackets = Brackets(self.graphs.packing, self.acquire, self.leases.drop, self._before_evaluation)
         self._updater, self._streams = open_updater(
             self.store, self.gradients, self._lanes, rule, precision, device, units
         )
@@ -206,7 +207,8 @@ class Engine:
             self._meter.tape.access("step")
         self.check_usable()
         scale = self.stepper.scaler.scale
-        norms = self.stepper.step()
+        with as_plain():  # it asks each parameter for its gradient
+            norms = self.stepper.step()
         if self._publisher is not None:
             self._publisher.end_of_step()
         replanned = self._pilot.end_of_step()

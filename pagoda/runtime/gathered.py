@@ -7,29 +7,29 @@ import torch
 from torch import nn
 
 from pagoda.errors import UsageError
+from pagoda.models.hidden import HOME
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit
 
-_HOME = "_pagoda_home"
-
 
 def is_paged(param: nn.Parameter) -> bool:
     """True for a parameter of a wrapped model."""
-    return hasattr(param, _HOME)
+    return hasattr(param, HOME)
 
 
 def home_of(param: nn.Parameter) -> tuple[Engine, LiveUnit, int] | None:
     """Engine, unit and slot of a wrapped model's parameter; None for a parameter that Pagoda leaves alone."""
-    return getattr(param, _HOME, None)
+    return getattr(param, HOME, None)
 
 
 def mark_homes(engine: Engine) -> None:
-    """Let every managed parameter say where it lives."""
+    """Let every managed parameter say where it lives, and hide it."""
     for unit in engine.units:
+        unit.begin_hiding()
         for slot, param in enumerate(unit.params):
-            setattr(param, _HOME, (engine, unit, slot))
+            setattr(param, HOME, (engine, unit, slot))
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = params.parameters()
     elif isinstance(params, nn.Parameter):
         params = [params]
-    homes: dict[int, tuple[Engine, LiveUnit, int]] = {id(p): getattr(p, _HOME) for p in params if is_paged(p)}
+    homes: dict[int, tuple[Engine, LiveUnit, int]] = {id(p): getattr(p, HOME) for p in params if is_paged(p)}
     taken: list[tuple[Engine, LiveUnit, int]] = []
     # Else graphs would keep the parameters themselves, and see placeholders later.
     packing = next((engine.graphs.packing for engine, _, _ in homes.values() if engine.graphs.packing.enter()), None)
@@ -73,7 +73,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
             packing.leave()
         for _, unit, slot in taken:
             unit.gathered.discard(slot)
-            unit.set_part(slot, unit.placeholders[slot])
+            unit.hide_slot(slot)
 
 
 def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) -> None:

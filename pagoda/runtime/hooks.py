@@ -1,7 +1,7 @@
 """Hooks on the live model: where its uses of units and its gradients reach the engine."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
 from pagoda.models.expert_tiles import TiledExperts
+from pagoda.models.hidden import as_plain
 from pagoda.models.mixture import Experts
 from pagoda.runtime.blocks import Block, find_blocks, is_compiled, refuse_compiling
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.markers import GradientMarker
 from pagoda.runtime.next_update import check_is_ours
-from pagoda.runtime.reads import has_forward, params_read_in
+from pagoda.runtime.reads import has_forward, methods_reading_params, params_read_in
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -44,6 +45,11 @@ class ModelHooks:
                 self._bracket(module, units, root=module is model)
             else:
                 self._bracket_compiled(module, module._compiled_call_impl, units)
+        inside_compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
+        owner = {id(param): unit for unit in engine.units for param in unit.params}
+        for module in model.modules():
+            if module not in inside_compiled:
+                self._bracket_methods(module, owner)
         for block in find_blocks(model):
             self._follow(block, needed.get(block.module, []))
         for unit in engine.units:
@@ -76,7 +82,7 @@ class ModelHooks:
         brackets = self._engine.brackets
         if root:
             brackets.drop_interrupted(calling=module)
-            if brackets.idle and torch.is_grad_enabled():
+            if not brackets.in_forward and torch.is_grad_enabled():
                 self._engine.graphs.activations.begin_forward((args, kwargs))
         brackets.open(module, units)
 
@@ -87,27 +93,22 @@ class ModelHooks:
         """Bracket a module that was compiled in place, whose own hooks are part of what was compiled."""
         brackets = self._engine.brackets
 
-        def bracketed(*args: Any, **kwargs: Any) -> Any:
-            brackets.open(module, units)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                brackets.close(module)
+        module.__dict__["_compiled_call_impl"] = partial(brackets.run, module, units, call)
 
-        module.__dict__["_compiled_call_impl"] = bracketed
+    def _bracket_methods(self, module: nn.Module, owner: dict[int, LiveUnit]) -> None:
+        """Bracket the methods that read parameters: they may be called outside every forward, as `encode` often is."""
+        for name, params in methods_reading_params(module).items():
+            method = getattr(module, name)
+            units = list(dict.fromkeys(owner[id(param)] for param in params if id(param) in owner))
+            bracketed = partial(self._engine.brackets.run_method, module, units, method)
+            module.__dict__[name] = update_wrapper(bracketed, method)
 
     def _follow(self, block: Block, units: list[LiveUnit]) -> None:
         """Let activations run a block's forward, and lease its units when backward repeats that: no hook sees it."""
         brackets, activations = self._engine.brackets, self._engine.graphs.activations
 
         def run(block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            def again(*args: Any, **kwargs: Any) -> Any:
-                brackets.open(block.module, units)
-                try:
-                    return forward(*args, **kwargs)
-                finally:
-                    brackets.close(block.module)
-
+            again = partial(brackets.run, block.module, units, forward)
             return activations.run(block, forward, args, kwargs, again)
 
         block.wrap(run)
@@ -132,19 +133,21 @@ class ModelHooks:
 
         def before(_grads: tuple[torch.Tensor, ...]) -> None:
             nonlocal accumulate
-            check_is_ours(unit, slot)
-            accumulate = param.grad is not None
-            param.grad = None
+            with as_plain():
+                check_is_ours(unit, slot)
+                accumulate = param.grad is not None
+                param.grad = None
 
         def after(_param: torch.Tensor) -> None:
-            grad = param.grad
-            assert grad is not None
-            if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
-                param.grad = None
-                return
-            if not accumulate:
-                unit.markers[slot] = self._marker(unit, slot)
-            param.grad = unit.markers[slot]
+            with as_plain():
+                grad = param.grad
+                assert grad is not None
+                if slot not in unit.grouped:  # nobody will step it: as if it had no gradient
+                    param.grad = None
+                    return
+                if not accumulate:
+                    unit.markers[slot] = self._marker(unit, slot)
+                param.grad = unit.markers[slot]
             self._engine.stepper.on_gradient(unit, slot, unit.part_of(slot, grad), accumulate)
 
         # The node that accumulates, not the tensor: a tensor's own hooks also run for torch.autograd.grad, which leaves

@@ -1,5 +1,6 @@
 """What a model must be for `wrap` to train it."""
 
+import warnings
 from itertools import pairwise
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from pagoda.errors import ConfigError, UsageError
 from pagoda.runtime.gathered import is_paged
+from pagoda.runtime.loaded_values import is_overwritten
 
 
 def check_model(model: object) -> None:
@@ -19,14 +21,55 @@ def check_model(model: object) -> None:
         raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
     if not any(True for _ in model.parameters()):
         raise ConfigError("The model has no parameters: there is nothing to train.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            what = f"{name!r} is a module" if name else "The model is one"
+            raise ConfigError(
+                f"{what} of TorchScript (torch.jit.script or trace), whose code reads parameters past Python, where no "
+                "hook can put pages in their place: build the model without it; to compile, use torch.compile."
+            )
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise ConfigError(f"{name!r} has no shape yet: run a forward of the model first, then wrap it.")
         if param.requires_grad and not param.is_floating_point():
             raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
+        if is_overwritten(param):
+            raise ConfigError(
+                f"{name!r} was written to while it was on the meta device, after pagoda.init(), where the values are "
+                "lost. Write inside _init_weights(module) or reset_parameters(), which wrap runs; use load_state_dict, "
+                "which keeps what it is given; or build the model outside pagoda.init()."
+            )
         if param.is_inference():
             raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
     _check_memory_is_apart(model)
+
+
+def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Compute has one dtype for all weights, so a model that mixes them would not be the one that was given.
+
+    Adapters in fp32 over frozen weights of 16 bits are the exception: what is trained has an fp32 master in any case.
+    That all of it computes in `dtype` is a warning there, and ConfigError for any other mixture.
+    """
+    names: dict[tuple[bool, torch.dtype], str] = {}
+    for name, param in model.named_parameters():
+        if param.is_floating_point():
+            names.setdefault((param.requires_grad, param.dtype), name)
+    dtypes = {of for _, of in names}
+    if len(dtypes) <= 1:
+        return
+    examples = " and ".join(f"{name!r} in {of}" for (_, of), name in names.items())
+    if {of for trained, of in names if trained} == {torch.float32} and len(names) == 2:
+        warnings.warn(
+            f"The model has {examples}; wrap computes with all of them in {dtype}, as precision says. What is trained "
+            "keeps its master in fp32.",
+            stacklevel=3,
+        )
+        return
+    raise ConfigError(
+        f"The model mixes dtypes: it has {examples}. wrap computes with all weights in {dtype}, as precision says, and "
+        "a part that is in another dtype may need that. To accept it, give all parameters one dtype first, by "
+        "model.float(), which loses nothing: what is trained has an fp32 master."
+    )
 
 
 def _check_memory_is_apart(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pagoda.checkpoint.torch_file import torch_file
 from pagoda.errors import UsageError
+from pagoda.models.hidden import as_plain
 from pagoda.optim.rule import Rule
 from pagoda.plan.timeline import Timeline
 from pagoda.runtime.adapters import guard_merging
@@ -106,9 +107,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted and always true."""
         self._engine.check_open()
         self._engine.stepper.zero_grad()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
+        with as_plain():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the global 2-norm of this step's gradients; returns the norm before, as torch's function does.

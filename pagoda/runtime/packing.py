@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from pagoda.errors import UsageError
+from pagoda.models.hidden import hidden_class, outside_use
 from pagoda.parallel.tensors import Form, local
 from pagoda.plan.trace import Phase
 from pagoda.runtime.offload import OffloadedTensor, Offloader, modified
 from pagoda.runtime.partition import PartitionedTensor, Partitioner
 from pagoda.runtime.saved import SavedStorage, SavedStorages
+from pagoda.runtime.unit import LiveUnit, ShownParameter
 
 if TYPE_CHECKING:
     from pagoda.runtime.engine import Engine
-    from pagoda.runtime.unit import LiveUnit
 
 
 class WeightReference:
@@ -78,7 +80,17 @@ class PackedPart:
         self.device = tensor.device
 
 
-Packed = Whole | PackedPart
+class ForeignTensor:
+    """What a graph keeps of a tensor that hooks of the user's have packed."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+Packed = Whole | PackedPart | ForeignTensor
 References = (WeightReference, PackedPart)
 """What `Packing.reference` gives."""
 
@@ -101,7 +113,8 @@ class Packing:
         """Whether what is saved now is to be offloaded."""
         self.noted: Callable[[SavedStorage], None] | None = None
         """Told of every storage that is saved and is not a weight's."""
-        self._hooks: Any = None
+        self._entered: list[tuple[Callable[[torch.Tensor], Packed], Any]] = []
+        """The hooks that are active, outermost first, each after what packs for them."""
         self._placeholders: dict[int, str] = {}
         self._buffers: frozenset[int] = frozenset()
 
@@ -119,24 +132,41 @@ class Packing:
         self._buffers = frozenset(buffer.untyped_storage()._cdata for buffer in dense)
 
     def enter(self) -> bool:
-        """Start packing at the outermost hooked module; returns whether `leave` must be called.
+        """Start packing at a hooked module, if that is not under way; returns whether `leave` must be called.
 
-        Not inside hooks that are already active, such as those of a non-reentrant checkpoint, which count the tensors
-        they see: what it recomputes holds real views, which pin their lease.
+        Not inside the hooks of a non-reentrant checkpoint, which count the tensors they see: what it recomputes holds
+        real views, which pin their lease. Hooks of the user's get all that is no weight: a weight that they kept would
+        be a placeholder after the forward.
         """
-        if self._hooks is not None:
-            return False
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return False
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack: Callable[[torch.Tensor], Packed] = self.pack
+        if top is not None:
+            if (self._entered and top[0] is self._entered[-1][0]) or _counts_tensors(top[0]):
+                return False
+            pack = partial(self._pack_inside, *top)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
         hooks.__enter__()  # raises where hooks are disabled
-        self._hooks = hooks
+        self._entered.append((pack, hooks))
         return True
 
     def leave(self) -> None:
         """Stop packing."""
-        hooks, self._hooks = self._hooks, None
+        _, hooks = self._entered.pop()
         hooks.__exit__(None, None, None)
+
+    def _pack_inside(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], tensor: torch.Tensor
+    ) -> Packed:
+        """Pack a tensor inside hooks of the user's."""
+        reference = self.reference(tensor)
+        if reference is not None:
+            return reference
+        if self.offloading or self._partitioner is not None:
+            raise UsageError(
+                "Hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu, ...) are active "
+                "around a forward whose activations wrap(activations=...) offloads or divides: leave one of them out."
+            )
+        return ForeignTensor(pack(tensor), unpack)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         form = Form.of(tensor)
@@ -196,6 +226,8 @@ class Packing:
         return self._saved.add(tensor)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
+        if isinstance(packed, ForeignTensor):
+            return packed.unpack(packed.packed)
         if isinstance(packed, PackedPart):
             return packed.form.around(self.unpack(packed.part))
         if isinstance(packed, PartitionedTensor):
@@ -237,15 +269,14 @@ class Packing:
         return self._offloader.position if self._offloader is not None else 0
 
 
+def _counts_tensors(pack: Callable[..., Any]) -> bool:
+    """Whether hooks are those of a non-reentrant checkpoint, or of what stands before them in a recomputed block."""
+    return getattr(pack, "__module__", None) in ("torch.utils.checkpoint", "pagoda.runtime.activations")
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))
+
+
 def _plain(tensor: torch.Tensor) -> bool:
     """Whether its storage is all that a tensor has."""
-    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
-
-
-def outside_use(name: str) -> str:
-    """The message for a parameter read where its unit is not leased."""
-    return (
-        f"Parameter {name!r} was used outside the forward of the module that holds it, where its weights are not "
-        "in memory. Call that module's forward, read the parameter under `with pagoda.gathered([param]):`, or "
-        "raise memory.unit_limit so that one unit spans both modules."
-    )
+    return tensor.layout is torch.strided and type(tensor) in _PLAIN

@@ -33,22 +33,75 @@ def params_read_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.
         if not has_forward(child):
             yield from params_read_in(child, _join(name, short))
     kind: type = type(module)
-    for path in _paths_read_by(kind):
-        holder, _, short = path.rpartition(".")
-        try:
-            found = module.get_submodule(holder)._parameters.get(short)
-        except AttributeError:
-            continue
+    for path in _paths_read_by(kind, "forward"):
+        found = _param_at(module, path) if "." in path else None
         if found is not None:
             yield _join(name, path), found
 
 
+def methods_reading_params(module: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Public methods of a module's class, other than torch's and `forward`, that read parameters of its own or below
+    it, and write to none: name -> those that they read."""
+    kind: type = type(module)
+    shorts = {name.rpartition(".")[2] for name, _ in module.named_parameters()}
+    found: dict[str, list[nn.Parameter]] = {}
+    for method in _public_methods(kind):
+        if shorts.isdisjoint(_names_in(kind, method)):
+            continue  # a look at the source takes longer
+        paths = _paths_read_by(kind, method)
+        read = {path: param for path in paths if (param := _param_at(module, path)) is not None}
+        written = [path for path in read for other in paths if other.startswith(f"{path}.") and other.endswith("_")]
+        if read and not written:
+            found[method] = [*read.values()]
+    return found
+
+
 @cache
-def _paths_read_by(kind: type) -> tuple[str, ...]:
-    """Dotted paths, below a module of this class, of which its forward or what that calls on `self` takes the value:
-    ("out_proj.weight",)."""
+def _public_methods(kind: type) -> tuple[str, ...]:
+    """Those of classes that have a forward: not of mixins, such as the hundreds that come with transformers' models."""
+    bases = [base for base in kind.__mro__ if getattr(base, "forward", nn.Module.forward) is not nn.Module.forward]
+    methods = {name: method for base in reversed(bases) for name, method in vars(base).items()}
+    return tuple(
+        name
+        for name, method in methods.items()
+        if inspect.isfunction(method)
+        and not name.startswith("_")
+        and not method.__module__.startswith("torch.")
+        and not hasattr(nn.Module, name)
+        and not inspect.isgeneratorfunction(method)
+        and not inspect.iscoroutinefunction(method)
+    )
+
+
+@cache
+def _names_in(kind: type, method: str) -> frozenset[str]:
+    """Names in the code of a method, and of those methods of the class that it names."""
+    names: dict[str, None] = {}
+    methods = [method]
+    for known in methods:  # which grows
+        function = inspect.unwrap(getattr(kind, known))
+        codes = [function.__code__] if inspect.isfunction(function) else []
+        for code in codes:  # which grows
+            names.update(dict.fromkeys(code.co_names))
+            codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+        methods += [name for name in names if name not in methods and inspect.isfunction(getattr(kind, name, None))]
+    return frozenset(names)
+
+
+def _param_at(module: nn.Module, path: str) -> nn.Parameter | None:
+    holder, _, short = path.rpartition(".")
+    try:
+        return module.get_submodule(holder)._parameters.get(short)
+    except AttributeError:
+        return None
+
+
+@cache
+def _paths_read_by(kind: type, method: str) -> tuple[str, ...]:
+    """Paths, below a module of this class, of which a method or what that calls on `self` takes the value:
+    ("out_proj.weight",). Where it is written to, there is one more that ends in "_": ("weight.fill_",)."""
     found: dict[str, None] = {}
-    methods = ["forward"]
+    methods = [method]
     for method in methods:  # which grows
         function = _function(kind, method)
         if function is None or not function.args.args:
@@ -58,11 +111,12 @@ def _paths_read_by(kind: type) -> tuple[str, ...]:
             path = _path_from(node, function.args.args[0].arg)
             if path is None:
                 continue
-            if "." in path:
-                if _takes_value(node, parents):
-                    found[path] = None
-            elif path not in methods and inspect.isfunction(getattr(kind, path, None)):
-                methods.append(path)
+            if inspect.isfunction(getattr(kind, path, None)):
+                if path not in methods:
+                    methods.append(path)
+            elif _takes_value(node, parents):
+                found[path] = None
+                found.update(dict.fromkeys(_writes(path, node, parents[node])))
     return tuple(found)
 
 
@@ -94,6 +148,16 @@ def _takes_value(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     if isinstance(around, ast.Compare):
         return not all(isinstance(op, ast.Is | ast.IsNot) for op in around.ops)
     return True
+
+
+def _writes(path: str, node: ast.AST, around: ast.AST) -> Iterator[str]:
+    """A path that ends in "_", where a tensor is assigned to in part, or given to a function of such a name."""
+    if isinstance(around, ast.Attribute | ast.Subscript) and isinstance(around.ctx, ast.Store):
+        yield f"{path}._"
+    if isinstance(around, ast.Call) and node in around.args:
+        name = getattr(around.func, "attr", getattr(around.func, "id", ""))
+        if name.endswith("_"):
+            yield f"{path}.{name}"
 
 
 def _join(prefix: str, name: str) -> str:

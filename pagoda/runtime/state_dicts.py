@@ -91,4 +91,4 @@ class WeightStateDicts:
             home = self._homes.get(id(param))
             if home is not None:
                 unit, slot = home
-                unit.set_part(slot, unit.placeholders[slot])
+                unit.hide_slot(slot)

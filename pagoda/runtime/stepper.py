@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import NonFiniteGradientError, UsageError
+from pagoda.models.hidden import outside_use
 from pagoda.optim.rule import Hyper, Rule
 from pagoda.plan.planner import Options
 from pagoda.runtime.async_updates import AsyncUpdater
@@ -25,7 +26,6 @@ from pagoda.runtime.next_update import (
     check_hypers_are_as_used,
     next_hypers,
 )
-from pagoda.runtime.packing import outside_use
 from pagoda.runtime.segments import segments_of
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.together import Counts, Together

@@ -1,6 +1,5 @@
 """A unit of the live model: its parameters, what they look like between uses, and what is pending for them."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 
 from pagoda.errors import UsageError
+from pagoda.models.hidden import as_plain, hidden_class, hide, name_of
 from pagoda.parallel.tensors import Form
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.lanes import Handle
@@ -16,12 +16,47 @@ Owner = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 
 
+_DATA: Any = torch.Tensor.data
+
+
+class ShownParameter(nn.Parameter):
+    """The class of a parameter while a forward may read it: it notices what is written past autograd, to its `data`.
+
+    Each tensor that `data` gives has a version counter of its own.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without autograd."""
+        part: torch.Tensor = _DATA.__get__(self)
+        self.__dict__.setdefault("_data_given", []).append(part)
+        return part
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.data_ptr() != self.data_ptr() or value.dtype is not self.dtype:
+            raise UsageError(written_in_forward(name_of(self)))
+
+
+_SHOWN: dict[type, type] = {nn.Parameter: ShownParameter}
+"""Class of a parameter -> its class while it is shown; others keep theirs."""
+
+
+def written_in_forward(name: str) -> str:
+    """The message for a parameter whose weights a forward has written to."""
+    return (
+        f"Parameter {name!r} was written to inside a forward, where only what compute reads of it is in memory: the "
+        "write is lost, or changes a part of the master's bits alone. Write between steps, inside `with "
+        "pagoda.gathered(param, modify=True):`, or keep the values in a buffer."
+    )
+
+
 class LiveUnit:
     """The parameters of one unit, in the order of its slots.
 
-    Invariant: outside its modules' forward every parameter is a placeholder, a NaN expanded to the parameter's
-    shape, so that shape, dtype and device stay true while a use of the value cannot go unseen. Of a DTensor, that is
-    said of this rank's part: the parameter itself stays, and shows another part.
+    Invariant: outside its modules' forward every parameter is hidden: its shape, dtype and device stay true, and using
+    its value raises. What it shows is a placeholder, a NaN expanded to its shape, for code that torch does not see. Of
+    a DTensor, that is said of this rank's part: the parameter itself stays, and shows another part.
     """
 
     def __init__(
@@ -58,17 +93,19 @@ class LiveUnit:
         """Updates each of those parameters has had."""
         self._replaced: list[int] = []
         """Slots for which the modules hold a new object while the unit is shown."""
+        self._shown: list[tuple[int, nn.Parameter, int]] = []
+        """(slot, parameter or what replaces it, its version) while the unit is shown: writing in place counts on."""
+        self._kinds = [type(param) for param in params]
+        """The classes of the parameters while they are not hidden."""
         self.markers: list[torch.Tensor] = []
         """What each trainable parameter shows as its gradient while that lies in its extent."""
         self.forms = [Form.of(param) for param in params]
         """How each parameter that is a DTensor shows this rank's part; None for others."""
-        self._nans = [torch.full((), torch.nan, dtype=dtype, device=device) for _ in params]
-        self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(self._nans, spec.slots, strict=True)]
+        nans = [torch.full((), torch.nan, dtype=dtype, device=device) for _ in params]
+        self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(nans, spec.slots, strict=True)]
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
-        self.blanks = [nan.expand(param.shape) for nan, param in zip(self._nans, params, strict=True)]
+        self.blanks = [nan.expand(param.shape) for nan, param in zip(nans, params, strict=True)]
         """The same in the whole parameter's shape."""
-        self._versions = [param._version for param in params]
-        """Of the parameters when what they show was last set: writing in place counts on."""
 
     @property
     def index(self) -> int:
@@ -95,9 +132,9 @@ class LiveUnit:
         return part
 
     def set_part(self, slot: int, part: torch.Tensor) -> None:
-        """Let a parameter show this. It stays the leaf that autograd knows."""
+        """Let a parameter show this, for everyone to use. It stays the leaf that autograd knows."""
         param: Any = self.params[slot]
-        self._versions[slot] = param._version
+        param.__class__ = self._kinds[slot]
         if self.forms[slot] is None:
             param.data = part
         else:
@@ -106,7 +143,7 @@ class LiveUnit:
     def replace_param(self, slot: int, param: nn.Parameter) -> None:
         """Let another one, which shows the placeholder, be the parameter of a slot."""
         self.params[slot] = param
-        self._versions[slot] = param._version
+        self._kinds[slot] = type(param)
 
     def as_param(self, slot: int, part: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor in a parameter's shape, as the parameter is: a DTensor where that is one."""
@@ -128,7 +165,8 @@ class LiveUnit:
     @property
     def expected(self) -> list[int]:
         """Slots that get a gradient from a backward that uses all parameters: in a group, and not frozen."""
-        return [slot for slot in range(self.trainable) if slot in self.grouped and self.params[slot].requires_grad]
+        with as_plain():
+            return [slot for slot in range(self.trainable) if slot in self.grouped and self.params[slot].requires_grad]
 
     def show(self, base: torch.Tensor) -> None:
         """Point the parameters into a lease. `base`: the unit's weights, shape [numel].
@@ -138,37 +176,60 @@ class LiveUnit:
         see the placeholder later; a new object holds the lease's storage instead. Its data is swapped too, for whatever
         else holds it.
 
-        Raises UsageError where something was written to a placeholder, which nothing would read.
+        Raises UsageError where a parameter was moved or cast.
         """
         for slot, (placed, strides, param) in enumerate(zip(self.spec.slots, self._strides, self.params, strict=True)):
-            self._check_unwritten(slot)
+            kind = param.__class__ = self._kinds[slot]
+            self._check_unmoved(slot)
             view = base.as_strided(placed.param.shape, strides, base.storage_offset() + placed.offset)
             self.set_part(slot, view)
+            self._shown.append((slot, param, param._version))
             if not param.requires_grad:
-                self._install(slot, self.new_param(slot, view))
+                made = self.new_param(slot, view)
+                self._shown.append((slot, made, made._version))
+                self._install(slot, made)
                 self._replaced.append(slot)
+                made.__class__ = _SHOWN.get(kind, kind)
+            param.__class__ = _SHOWN.get(kind, kind)
 
-    def hide(self) -> None:
-        """Put the placeholders back."""
-        for slot, placeholder in enumerate(self.placeholders):
-            self.set_part(slot, placeholder)
+    def hide(self) -> str | None:
+        """Hide the parameters again; returns the name of one that was written to since they were shown."""
+        written = None
+        for slot, param, version in self._shown:
+            param.__class__ = self._kinds[slot]
+            given = param.__dict__.pop("_data_given", ())
+            if param._version != version or any(data._version for data in given):
+                written = self.name(slot)
+        self._shown.clear()
+        for slot in range(len(self.params)):
+            self.hide_slot(slot)
         for slot in self._replaced:
             self._install(slot, self.params[slot])
         self._replaced.clear()
+        return written
 
-    def _check_unwritten(self, slot: int) -> None:
-        nan, placeholder, param = self._nans[slot], self.placeholders[slot], self.params[slot]
-        shown: Any = param if self.forms[slot] is None else self.part(slot)
-        # Reading the value would wait for a device: there, what is written past autograd (param.data) goes unseen.
-        kept = math.isnan(nan.item()) if nan.device.type == "cpu" else param._version == self._versions[slot]
-        if shown.data_ptr() == placeholder.data_ptr() and kept:
+    def hide_slot(self, slot: int) -> None:
+        """Hide one parameter again."""
+        self.set_part(slot, self.placeholders[slot])
+        self.params[slot].__class__ = hidden_class(self._kinds[slot])
+
+    def begin_hiding(self) -> None:
+        """Hide the parameters from now on, outside forwards."""
+        for slot, param in enumerate(self.params):
+            self._kinds[slot] = type(param)
+            if self.forms[slot] is not None:
+                hide(self.placeholders[slot], self.name(slot))
+            hide(param, self.name(slot))
+
+    def _check_unmoved(self, slot: int) -> None:
+        shown: Any = self.params[slot] if self.forms[slot] is None else self.part(slot)
+        if shown.data_ptr() == self.placeholders[slot].data_ptr():
             return
-        nan.fill_(torch.nan)
-        self.set_part(slot, placeholder)
+        self.hide_slot(slot)
         raise UsageError(
-            f"{self.name(slot)!r} was written to, moved or cast outside `with pagoda.gathered(param, modify=True):`, "
-            "where its weights are not in memory. Write inside such a block; the dtype is wrap(precision=...)'s, and "
-            "the device memory.device's."
+            f"{self.name(slot)!r} was moved, cast or given other data outside `with pagoda.gathered(param, "
+            "modify=True):`, where its weights are not in memory. Write inside such a block; the dtype is "
+            "wrap(precision=...)'s, and the device memory.device's."
         )
 
     def _install(self, slot: int, param: nn.Parameter) -> None:

@@ -74,6 +74,15 @@ def masters(model: nn.Module, optimizer: PagedOptimizer) -> dict[str, torch.Tens
     return {name: master_of(optimizer, param) for name, param in model.named_parameters()}
 
 
+def is_hidden(param: nn.Parameter) -> bool:
+    """Whether using the value of a parameter raises."""
+    try:
+        param.sum()
+    except pagoda.UsageError:
+        return True
+    return False
+
+
 def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert mine.keys() == other.keys()
     for name, value in mine.items():
@@ -192,9 +201,10 @@ def test_gathered_parameters_are_real_inside_and_hidden_outside(what: str, wrap:
     weights = model.state_dict()
     with pagoda.gathered(choose(model)):
         for name, param in model.named_parameters():
-            assert torch.equal(param, weights[name]) == (name in chosen), name
+            assert is_hidden(param) == (name not in chosen), name
+            assert name not in chosen or torch.equal(param, weights[name]), name
     for name, param in model.named_parameters():
-        assert param.isnan().all(), name
+        assert is_hidden(param), name
 
 
 def test_reading_and_dropping_changes_leave_no_trace(wrap: Wrap, place: Place) -> None:
@@ -242,7 +252,7 @@ def test_gathered_blocks_nest(wrap: Wrap) -> None:
             weight.fill_(0.5)
             assert model.layers[2][0].weight.isfinite().all()
         assert (weight == 0.5).all()  # the outer block still holds it
-        assert model.layers[2][0].weight.isnan().all()
+        assert is_hidden(model.layers[2][0].weight)
     assert (model.state_dict()["layers.1.0.weight"] == 0.5).all()
     train(model, optimizer, 1)
 
@@ -266,7 +276,7 @@ def test_an_error_inside_gathered_hides_the_weights_and_changes_nothing(wrap: Wr
 
     with pytest.raises(ZeroDivisionError):
         fail_after_a_change()
-    assert model.layers[0][0].weight.isnan().all()
+    assert is_hidden(model.layers[0][0].weight)
     assert_equal(masters(model, optimizer), before)
     train(model, optimizer, 1)
 
@@ -318,69 +328,6 @@ def test_parameters_keep_shape_and_say_their_dtype_between_forwards(
         assert sum(p.numel() for p in model.parameters()) == pagoda.plan_of(model).parameters
         model(**batch("conv", torch.Generator().manual_seed(1))).backward()
         optimizer.step()
-
-
-class Meddler(Layers):
-    """Layers, and a use of their parameters that is not through their forward."""
-
-    def __init__(self, use: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
-        super().__init__(6)
-        self._use = use
-
-    def forward(self, x: torch.Tensor, picked: list[int]) -> torch.Tensor:
-        loss = super().forward(x, picked)
-        ones = torch.ones(2, WIDTH, dtype=self.layers[0][0].weight.dtype)
-        return loss + self._use(ones, self).float().mean()
-
-
-SAVED: dict[str, tuple[Callable[[torch.Tensor, Any], torch.Tensor], str]] = {
-    "matmul": (lambda x, m: x.requires_grad_() @ m.layers[4][0].weight, "layers.4.0.weight"),
-    "product": (lambda x, m: x.requires_grad_() * m.layers[4][0].bias, "layers.4.0.bias"),
-    "functional": (lambda x, m: nn.functional.linear(x.requires_grad_(), m.layers[4][0].weight), "layers.4.0.weight"),
-    "square": (lambda x, m: m.layers[4][0].weight.square(), "layers.4.0.weight"),
-}
-
-
-@pytest.mark.parametrize("used", [(0, 1), (0, 4)], ids=["never-called", "called-too"])
-@pytest.mark.parametrize("use", SAVED)
-def test_a_parameter_saved_outside_its_modules_forward_is_named(use: str, used: tuple[int, ...], wrap: Wrap) -> None:
-    how, name = SAVED[use]
-    torch.manual_seed(0)
-    model, optimizer = wrap(Meddler(how), SMALL_UNITS)
-    with pytest.raises(pagoda.UsageError, match=f"{name}.*outside the forward.*gathered"):
-        forward(model, used).backward()
-    model._use = lambda x, m: x
-    forward(model, used).backward()
-    optimizer.step()
-
-
-UNSAVED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
-    "sum": lambda x, m: x + m.layers[4][0].bias,
-    "mean": lambda x, m: m.layers[4][0].weight.mean() * 0.5,
-    "linear-of-constants": lambda x, m: nn.functional.linear(x, m.layers[4][0].weight, m.layers[4][0].bias),
-    "detached": lambda x, m: x + m.layers[4][0].bias.detach(),
-}
-
-
-@pytest.mark.parametrize("clip", [None, 1.0], ids=["no-clip", "clip"])
-@pytest.mark.parametrize("used", [(0, 1), (0, 4)], ids=["never-called", "called-too"])
-@pytest.mark.parametrize("use", UNSAVED)
-def test_a_parameter_read_outside_its_modules_forward_is_never_silently_wrong(
-    use: str, used: tuple[int, ...], clip: float | None, wrap: Wrap
-) -> None:
-    """Nothing is saved that could be recognised; then the placeholder's NaN reaches the loss, and its gradients."""
-    torch.manual_seed(0)
-    model, optimizer = wrap(Meddler(UNSAVED[use]), SMALL_UNITS, clip_grad_norm=clip)
-    before = masters(model, optimizer)
-    with pytest.raises((pagoda.UsageError, pagoda.NonFiniteGradientError), match="outside"):
-        _square_and_step(model, optimizer, used)
-    assert_equal(masters(model, optimizer), before)
-
-
-def _square_and_step(model: nn.Module, optimizer: PagedOptimizer, used: tuple[int, ...]) -> None:
-    loss = forward(model, used)
-    (loss * loss).backward()
-    optimizer.step()
 
 
 def test_a_parameter_used_far_from_the_model_is_refused(wrap: Wrap) -> None:
@@ -481,7 +428,7 @@ def test_training_goes_on_after_an_error_in_forward(wrap: Wrap, place: Place) ->
             forward(model)
         handle.remove()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        assert all(p.isnan().all() for p in model.parameters())
+        assert all(is_hidden(p) for p in model.parameters())
         train(model, optimizer, 1)
         train(twin, twin_optimizer, 1)
     assert_equal(masters(model, optimizer), masters(twin, twin_optimizer))
@@ -523,7 +470,7 @@ def test_training_goes_on_after_an_interrupt_in_forward(wrap: Wrap, place: Place
     train(twin, twin_optimizer)
     assert_equal(masters(model, optimizer), masters(twin, twin_optimizer))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert all(p.isnan().all() for p in model.parameters())
+    assert all(is_hidden(p) for p in model.parameters())
 
 
 def test_parameters_can_be_gathered_after_an_interrupt_in_forward(wrap: Wrap, place: Place) -> None:
@@ -696,7 +643,8 @@ def test_batch_norms_with_running_statistics_train_in_fp32_only(wrap: Wrap) -> N
     ids=["untracked", "not-affine", "instance", "group", "bf16-statistics"],
 )
 def test_norms_that_torch_runs_in_bf16_train_in_it(norm: nn.Module, wrap: Wrap) -> None:
-    model, optimizer = wrap(nn.Sequential(nn.Conv2d(3, 8, 3), deepcopy(norm)))
+    dtype = next((param.dtype for param in norm.parameters()), None)
+    model, optimizer = wrap(nn.Sequential(nn.Conv2d(3, 8, 3, dtype=dtype), deepcopy(norm)))
     model(images_in(model)).float().square().mean().backward()
     optimizer.step()
     model(images_in(model))

@@ -284,9 +284,13 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("how", WRITES)
 def test_what_is_written_to_a_placeholder_is_refused(how: str, wrap: Wrap) -> None:
     model, optimizer = wrap(Layers())
-    WRITES[how](model)
-    with pytest.raises(pagoda.UsageError, match=r"layers\.0\.0\.(weight|bias).*modify=True"):
+
+    def write_and_run() -> None:
+        WRITES[how](model)
         model(X[0], [0])
+
+    with pytest.raises(pagoda.UsageError, match=r"layers\.0\.0\.(weight|bias).*modify=True"):
+        write_and_run()
     model(X[0], [0]).backward()
     optimizer.step()
 

@@ -1,0 +1,217 @@
+"""Outside its modules' forward a parameter refuses every use of its value, and a forward may not write to it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from zoo import PAGE, RESIDENT
+
+import pagoda
+
+from .conftest import Wrap
+
+WIDTH = 16
+ARENA = pagoda.Memory(host="64MiB", device="cpu:8MiB", unit_limit="16KiB", page_size=PAGE)
+
+
+class Scaled(nn.Module):
+    """Two layers and a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.scale.dtype)
+        return self.last(torch.tanh(self.first(x))) * self.scale
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).float().square().mean()  # type: ignore[no-any-return]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = loss_of(model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def zeros() -> torch.Tensor:
+    return torch.zeros(WIDTH, WIDTH)
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    # reads
+    "average": lambda m: zeros().lerp_(m.first.weight, 0.1),
+    "average-of-data": lambda m: zeros().mul_(0.9).add_(m.first.weight.data, alpha=0.1),
+    "average-of-detached": lambda m: zeros().copy_(m.first.weight.detach().float()),
+    "averages-at-once": lambda m: torch._foreach_lerp_([zeros()], [m.first.weight], 0.1),
+    "clone": lambda m: m.first.weight.detach().clone(),
+    "penalty": lambda m: sum(p.abs().sum() for p in m.parameters()),
+    "penalty-of-one": lambda m: m.scale.float().abs(),
+    "norm": lambda m: torch.linalg.vector_norm(m.first.weight),
+    "item": lambda m: m.scale.item(),
+    "to-a-number": lambda m: float(m.scale.data),
+    "to-numpy": lambda m: np.asarray(m.first.weight.detach().cpu().float()),
+    "comparison": lambda m: m.first.weight == 0,
+    "index": lambda m: m.first.weight[0],
+    "stack": lambda m: torch.stack([zeros(), m.first.weight]),
+    "matmul": lambda m: zeros() @ m.first.weight,
+    "linear": lambda m: functional.linear(zeros(), m.first.weight, m.first.bias),
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "operator": lambda m: torch.ops.aten.add.Tensor(zeros(), m.first.weight),
+    "new-parameter": lambda m: nn.Parameter(m.first.weight.data).sum(),
+    # writes
+    "clamp-data-of-one": lambda m: m.scale.data.clamp_(0, 1),
+    "multiply-data": lambda m: m.first.weight.data.mul_(0.5),
+    "assign-data": lambda m: setattr(m.scale, "data", torch.ones(1)),
+    "fill": lambda m: nn.init.ones_(m.scale),
+    "copy": lambda m: m.scale.detach().copy_(torch.ones(1)),
+    "index-assignment": lambda m: m.scale.data.__setitem__(0, 1.0),
+    "out": lambda m: torch.clamp(torch.ones(1), 0, 1, out=m.scale.data),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_of_a_parameter_outside_its_forward_is_refused_where_it_is(use: str, wrap: Wrap) -> None:
+    """Not later, and not as a NaN."""
+    model, optimizer = wrap(Scaled())
+    twin, twin_optimizer = wrap(Scaled())
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(pagoda.UsageError, match=r"(scale|first\.weight).*modify=True"):
+            USES[use](model)
+        assert step(model, optimizer) == step(twin, twin_optimizer)
+
+
+def test_a_penalty_on_hidden_parameters_never_reaches_the_loss(wrap: Wrap) -> None:
+    """The sign of a NaN is zero, so gradients would have been finite."""
+    model, _ = wrap(Scaled())
+    with pytest.raises(pagoda.UsageError, match=r"pagoda\.gathered"):
+        loss_of(model) + sum(p.abs().sum() for p in model.parameters())
+
+
+def test_what_asks_for_no_value_of_a_hidden_parameter_is_answered(wrap: Wrap) -> None:
+    model, optimizer = wrap(Scaled())
+    twin, twin_optimizer = wrap(Scaled())
+    weight = model.first.weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.device.type) == ((WIDTH, WIDTH), torch.bfloat16, "cpu")
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert weight.grad is None
+    assert weight.numel() == len(weight) * weight.size(1)
+    assert weight.data.shape == weight.detach().shape == weight.float().shape
+    assert torch.equal(torch.zeros_like(weight), torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16))
+    assert torch.equal(weight.new_ones(2), torch.ones(2, dtype=torch.bfloat16))
+    assert torch.equal(torch.ones(2).to(weight), torch.ones(2, dtype=torch.bfloat16))
+    assert torch.equal(torch.ones(2).type_as(weight.data), torch.ones(2, dtype=torch.bfloat16))
+    assert torch.equal(torch.ones(WIDTH * WIDTH).view_as(weight), torch.ones(WIDTH, WIDTH))
+    assert "first.weight" in repr(weight)
+    assert weight in {weight}
+    torch.optim.AdamW(model.parameters())  # looks at each of them
+    model.to("cpu").requires_grad_(True)
+    (grad,) = torch.autograd.grad(loss_of(model), [weight])
+    assert grad.isfinite().all()
+    optimizer.zero_grad()
+    assert step(model, optimizer) == step(twin, twin_optimizer)
+
+
+def test_attributes_of_parameters_stay(wrap: Wrap) -> None:
+    """Through frozen and trained, hidden and shown."""
+    model = Scaled()
+    model.first.weight.mark = "mine"  # type: ignore[assignment]
+    model.first.weight.requires_grad_(False)
+    model, optimizer = wrap(model)
+    step(model, optimizer)
+    assert model.first.weight.mark == "mine"
+
+
+# --- forwards that write ------------------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """A layer whose forward writes to a parameter of its own in some way, while it is training."""
+
+    def __init__(self, write: Callable[[nn.Parameter], object], frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.codes = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=not frozen)
+        self._write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self._write(self.codes)
+        return self.linear(x.to(self.codes.dtype)) @ self.codes
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "clamp": lambda p: p.clamp_(-0.1, 0.1),
+    "clamp-data": lambda p: p.data.clamp_(-0.1, 0.1),
+    "assign-data": lambda p: setattr(p, "data", torch.clamp(p.data, -0.1, 0.1)),
+    "average": lambda p: p.data.mul_(0.9).add_(torch.ones_like(p), alpha=0.1),
+    "a-row": lambda p: p[3].zero_(),
+    "a-row-of-data": lambda p: p.data[3].copy_(torch.ones(WIDTH)),
+    "detached": lambda p: p.detach().lerp_(torch.ones_like(p), 0.1),
+    "renormalized-embedding": lambda p: functional.embedding(torch.tensor([1, 2]), p, max_norm=0.1),
+}
+
+
+@pytest.mark.parametrize("memory", [RESIDENT, ARENA], ids=["in-place", "copied"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_inside_a_forward_is_refused(write: str, frozen: bool, memory: pagoda.Memory, wrap: Wrap) -> None:
+    """It would be lost, or reach the high half of the master alone."""
+    model, optimizer = wrap(Writes(WRITES[write], frozen), memory)
+    with pytest.raises(pagoda.UsageError, match=r"'codes'.*inside a forward.*modify=True"):
+        loss_of(model)
+    model._write = lambda p: p.data.abs()
+    assert step(model, optimizer) > 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_refused_write_to_copied_weights_leaves_no_trace(frozen: bool, wrap: Wrap) -> None:
+    model, optimizer = wrap(Writes(WRITES["clamp-data"], frozen), ARENA)
+    before = model.state_dict()
+    with pytest.raises(pagoda.UsageError, match="'codes'"):
+        loss_of(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    twin, twin_optimizer = wrap(Writes(lambda p: None, frozen), ARENA)
+    model._write = twin._write
+    assert [step(model, optimizer) for _ in range(3)] == [step(twin, twin_optimizer) for _ in range(3)]
+
+
+def test_a_write_inside_a_compiled_forward_is_refused(wrap: Wrap) -> None:
+    class Renormalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(WIDTH, WIDTH)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.table.weight.clamp_(-0.1, 0.1)
+            return self.table(ids)  # type: ignore[no-any-return]
+
+    model = Renormalized()
+    model.compile(backend="aot_eager")
+    model, _ = wrap(model)
+    with pytest.raises(pagoda.UsageError, match=r"'table\.weight'.*inside a forward"):
+        model(torch.tensor([1, 2]))
+
+
+def test_layers_in_tiles_refuse_what_asks_for_the_values_of_the_whole(wrap: Wrap) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
+    model, _ = wrap(model, pagoda.Memory(host="64MiB", page_size=PAGE), tile_limit="8KiB")
+    weight = model[0].weight
+    assert weight.shape == (256, 64)
+    with pytest.raises(pagoda.UsageError, match=r"gathered"):
+        weight.abs()

@@ -1,0 +1,206 @@
+"""Values that are loaded into a model inside `pagoda.init()`, or after it: they are trained from, or refused."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+from zoo import llama
+
+import pagoda
+
+from .conftest import Wrap
+
+
+@pytest.fixture
+def wrap(wrap: Wrap) -> Wrap:
+    """In fp32, where weights can be compared with what was loaded."""
+    return partial(wrap, precision="fp32")
+
+
+class Tied(nn.Module):
+    """Two modules have one parameter; some parameters wait on meta, and one does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.layer = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+        self.head = nn.Linear(16, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(16))
+
+
+def _source() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {name: value.shape for name, value in Tied().state_dict().items() if name != "head.weight"}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+SOURCE = _source()
+
+
+def copy_by_hand(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, value in SOURCE.items():
+            model.get_parameter(name).copy_(value)
+
+
+def assign(model: nn.Module) -> None:
+    for name, value in SOURCE.items():
+        module, _, short = name.rpartition(".")
+        setattr(model.get_submodule(module), short, nn.Parameter(value.clone()))
+    model.get_submodule("head").weight = model.get_parameter("embedding.weight")
+
+
+def load(model: nn.Module, **options: Any) -> None:
+    model.load_state_dict({**SOURCE, "head.weight": SOURCE["embedding.weight"]}, **options)
+    if options:  # torch gives tied modules a parameter each
+        model.get_submodule("head").weight = model.get_parameter("embedding.weight")
+
+
+LOAD: dict[str, Callable[[nn.Module], None]] = {
+    "load_state_dict": load,
+    "load_state_dict-assign": partial(load, assign=True),
+    "copy_": copy_by_hand,
+    "assignment": assign,
+}
+
+
+def assert_has_source(model: nn.Module) -> None:
+    found = model.state_dict()
+    for name, value in SOURCE.items():
+        assert torch.equal(found[name], value), name
+    assert torch.equal(found["head.weight"], SOURCE["embedding.weight"])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("how", LOAD)
+def test_values_loaded_inside_init_are_trained_from(how: str, wrap: Wrap) -> None:
+    with pagoda.init():
+        model = Tied()
+        assert model.layer[0].weight.is_meta
+        LOAD[how](model)
+    assert_has_source(wrap(model)[0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("how", ["load_state_dict", "load_state_dict-assign", "assignment"])
+def test_values_loaded_after_init_are_trained_from(how: str, wrap: Wrap) -> None:
+    with pagoda.init():
+        model = Tied()
+    LOAD[how](model)
+    assert_has_source(wrap(model)[0])
+
+
+def test_what_is_not_loaded_is_initialised(wrap: Wrap) -> None:
+    with pagoda.init():
+        model = Tied()
+    model.load_state_dict({"layer.0.bias": torch.full((16,), 3.0)}, strict=False)
+    assert model.layer[0].weight.is_meta
+    found = wrap(model)[0].state_dict()
+    assert (found["layer.0.bias"] == 3).all()
+    assert (found["layer.1.weight"] == 1).all()
+    assert found["layer.0.weight"].std() > 0
+
+
+def test_copies_of_a_layer_are_loaded_apart(wrap: Wrap) -> None:
+    """torch's encoder copies its layer, which is on meta by then."""
+    with pagoda.init():
+        layer = nn.Linear(4, 4)
+        model = nn.Sequential(layer, deepcopy(layer))
+        values = {name: torch.full(value.shape, float(index)) for index, (name, value) in enumerate(_named(model))}
+        model.load_state_dict(values)
+    found = wrap(model)[0].state_dict()
+    for name, value in values.items():
+        assert torch.equal(found[name], value), name
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.state_dict().items()]
+
+
+def test_a_value_of_another_shape_is_reported_as_ever() -> None:
+    with pagoda.init():
+        model = nn.Linear(4, 4)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(4)})
+
+
+@pytest.mark.filterwarnings("error")
+def test_from_pretrained_inside_init_has_the_weights_of_the_files(wrap: Wrap, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = llama()
+    plain.save_pretrained(tmp_path)
+    with pagoda.init():
+        model = LlamaForCausalLM.from_pretrained(tmp_path)
+    found = wrap(model)[0].state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def write_data(param: nn.Parameter) -> None:
+    param.data.copy_(torch.ones(4, 4))
+
+
+def write_view(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param[:2].copy_(torch.ones(2, 4))
+
+
+def write_rows(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param[:2] = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("write", [write_data, write_view, write_rows])
+def test_values_written_to_a_part_of_what_waits_are_refused(write: Callable[[nn.Parameter], None]) -> None:
+    with pagoda.init():
+        model = nn.Linear(4, 4)
+        with pytest.raises(pagoda.UsageError, match=r"waits on the meta device.*would be lost.*outside pagoda\.init"):
+            write(model.weight)
+
+
+def test_what_wrap_repeats_may_write_as_it_likes(wrap: Wrap) -> None:
+    """An initialiser's table, copied in rows, takes no RAM before `wrap` makes it."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 8))
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            with torch.no_grad():
+                self.weight[:2] = torch.arange(16.0).view(2, 8)
+                self.weight[2:].copy_(torch.ones(2, 8))
+
+    with pagoda.init():
+        model = Table()
+        assert model.weight.is_meta
+    found = wrap(model)[0].state_dict()["weight"]
+    assert torch.equal(found, torch.cat([torch.arange(16.0).view(2, 8), torch.ones(2, 8)]))
+
+
+@pytest.mark.parametrize("write", [lambda p: p.fill_(2.0), lambda p: p.copy_(torch.ones(4, 4))], ids=["fill", "copy"])
+def test_values_written_after_init_to_what_waits_are_refused_by_name(
+    write: Callable[[nn.Parameter], None], wrap: Wrap
+) -> None:
+    with pagoda.init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        write(model[1].weight)
+    with pytest.raises(pagoda.ConfigError, match=r"'1\.weight' was written to.*meta.*lost.*load_state_dict"):
+        wrap(model)
+
+
+def test_casting_and_freezing_what_waits_is_no_write(wrap: Wrap) -> None:
+    with pagoda.init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = deepcopy(model.to(torch.bfloat16).train())
+    model[0].requires_grad_(False)
+    assert wrap(model)[0].state_dict()["1.weight"].std() > 0

@@ -1,0 +1,115 @@
+"""A block whose forward is repeated in backward changes buffers and generators once, as if it were not repeated."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from zoo import RESIDENT
+
+import pagoda
+from pagoda.plan.activations import ActivationMode
+
+WIDTH = 16
+
+
+class Stateful(nn.Module):
+    """A block with every kind of buffer, whose output depends on all of them and on three generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norms = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH, momentum=None))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.register_buffer("first", None)
+        self.register_buffer("constant", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norms(self.linear(x))
+        mean = x.detach().mean(0) + 0.1
+        self.calls += 1  # in place
+        self.average = 0.9 * self.average + mean * self.calls  # another tensor
+        self.shift.data.mul_(0.5).add_(mean)  # past autograd
+        if self.first is None:
+            self.first = mean * random.random()
+        x = functional.dropout(x * self.constant, 0.25) * (1 + random.random()) + float(np.random.rand())
+        return torch.tanh(x * self.average + self.shift + self.first)
+
+
+class Counted(nn.Module):
+    """A block that treats samples independently, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(x) * (1 + 1e-4 * self.calls))
+
+
+def seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def trained(
+    kind: type[nn.Module], activations: ActivationMode, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and buffers after some steps, and what the generators give then."""
+    seed()
+    model: nn.Module = nn.Sequential(*(kind() for _ in range(3)))
+    options = {"memory": RESIDENT, "precision": "fp32", "activations": activations, **options}
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), **options)
+    with optimizer:
+        for _ in range(4):
+            model(torch.randn(8, WIDTH)).square().mean().backward()
+            optimizer.step()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    return state, [torch.rand(()).item(), random.random(), float(np.random.rand())]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_a_forward_that_is_repeated_counts_once(activations: ActivationMode) -> None:
+    expected, numbers = trained(Stateful, "keep")
+    found, other_numbers = trained(Stateful, activations)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+    assert found["0.calls"] == found["0.norms.0.num_batches_tracked"] == 4
+    assert numbers == other_numbers
+
+
+def test_a_tile_of_a_batch_that_is_repeated_counts_once() -> None:
+    expected, _ = trained(Counted, "keep", batch_tiles=2)
+    found, _ = trained(Counted, "recompute", batch_tiles=2)
+    assert expected["0.calls"] >= 8
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
+def test_backward_through_a_repeated_forward_can_be_run_twice() -> None:
+    gradients = []
+    for activations in ("keep", "recompute"):
+        seed()
+        model, optimizer = pagoda.wrap(
+            nn.Sequential(Stateful(), Stateful()),
+            pagoda.AdamW(),
+            memory=RESIDENT,
+            activations=activations,
+            precision="fp32",
+        )
+        with optimizer:
+            x = torch.randn(8, WIDTH, requires_grad=True)
+            loss = model(x).square().mean()
+            gradients.append([torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)])
+            assert model[0].calls == 1
+    for kept, repeated in zip(*gradients, strict=True):
+        assert torch.equal(kept, repeated)

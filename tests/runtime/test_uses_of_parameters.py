@@ -1,0 +1,367 @@
+"""Parameters used elsewhere than in the forward of the module that holds them: the bits of plain PyTorch, or an error
+that names the parameter."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    ProphetNetConfig,
+    ProphetNetForConditionalGeneration,
+)
+from zoo import PAGE
+
+import pagoda
+
+from .conftest import Wrap
+
+SMALL = pagoda.Memory(host="64MiB", unit_limit="4KiB", page_size=PAGE)
+WIDTH = 32
+
+
+@pytest.fixture(params=["resident", "arena"])
+def memory(request: pytest.FixtureRequest, tmp_path: Path) -> pagoda.Memory:
+    """Weights that are leased in place, and weights that are fetched to where compute is."""
+    if request.param == "resident":
+        return SMALL
+    return pagoda.Memory(device="cpu:256KiB", host="1MiB", ssd=f"{tmp_path}:64MiB", unit_limit="4KiB", page_size=PAGE)
+
+
+class Codebook(nn.Module):
+    """Half of what it does is not its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.table = nn.Embedding(8, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self._scaled(self.mix(x)) @ self.table.weight.t()
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.softmax(-1) @ self.table.weight * self.scale
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.exp()
+
+
+class Parent(nn.Module):
+    """Calls methods of its part that are not forward, and has one that calls its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = Codebook()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.codebook.decode(self.codebook.encode(x)))
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean() * self.temperature.exp()
+
+
+def fresh(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+METHODS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor]]] = {
+    "called-by-the-user": (Codebook, lambda m: m.decode(m.encode(batch())).square().mean()),
+    "called-by-a-parent": (Parent, lambda m: m(batch()).square().mean()),
+    "calls-the-forward": (Parent, lambda m: m.training_step(batch())),
+}
+
+
+def assert_same_step(
+    kind: Callable[[], nn.Module],
+    loss_of: Callable[[Any], torch.Tensor],
+    wrap: Wrap,
+    memory: pagoda.Memory,
+    **wrapped: Any,
+) -> None:
+    """Two steps have the losses and gradient norms of plain PyTorch; the second one sees what the first has changed."""
+    plain = fresh(kind)
+    model, optimizer = wrap(fresh(kind), memory, precision="fp32", **wrapped)
+    for _ in range(2):
+        expected = loss_of(plain)
+        expected.backward()
+        loss = loss_of(model)
+        assert torch.equal(loss.detach(), expected.detach())
+        loss.backward()
+        optimizer.step()
+        grads = [param.grad for param in plain.parameters() if param.grad is not None]
+        assert optimizer.stats.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-6)
+        plain.zero_grad()
+        plain.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_methods_other_than_forward_use_their_modules_parameters(case: str, wrap: Wrap, memory: pagoda.Memory) -> None:
+    assert_same_step(*METHODS[case], wrap, memory)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_a_method_around_the_forward_leaves_activations_to_their_plan(activations: Any, wrap: Wrap) -> None:
+    kind, loss_of = METHODS["calls-the-forward"]
+    assert_same_step(kind, loss_of, wrap, SMALL, activations=activations)
+
+
+def test_a_method_that_was_interrupted_hides_the_weights(wrap: Wrap) -> None:
+    class Interrupted(Codebook):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            if self.scale.shape[0] == len(x):
+                raise KeyboardInterrupt
+            return super().encode(x)
+
+    model, _ = wrap(fresh(Interrupted), SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        model.encode(torch.ones(WIDTH, WIDTH))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with pagoda.gathered(model):
+        assert model.scale.isfinite().all()
+
+
+# --- parameters of other modules ----------------------------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    """Operations of its own: torch asks no parameter before it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t() * 2, x.t() @ grad * 2
+
+
+class Meddler(nn.Module):
+    """Uses parameters of a layer inside its own forward, by paths that its source does not show."""
+
+    def __init__(self, use: Callable[[torch.Tensor, nn.Linear], torch.Tensor], called: bool, frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.layers[2].requires_grad_(not frozen)
+        self._use = use
+        self._called = called
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = getattr(self, "".join(("lay", "ers")))[2][0]
+        x = self._use(self.layers[0](x), used)
+        return self.layers[2 if self._called else 1](x).square().mean()
+
+
+USES: dict[str, Callable[[torch.Tensor, nn.Linear], torch.Tensor]] = {
+    "matmul": lambda x, other: x @ other.weight,
+    "linear": lambda x, other: nn.functional.linear(x, other.weight, other.bias),
+    "product": lambda x, other: x * other.bias,
+    "sum": lambda x, other: x + other.bias,
+    "mean": lambda x, other: x * other.weight.mean(),
+    "detached": lambda x, other: x + other.bias.detach(),
+    "data": lambda x, other: x @ other.weight.data,
+    "transposed": lambda x, other: x @ other.weight.T,
+    "cast": lambda x, other: x @ other.weight.to(torch.float64).float(),
+    "index": lambda x, other: x + other.weight[1],
+    "several": lambda x, other: x + torch.cat([other.weight, other.bias[None]]).mean(0),
+    "custom-function": lambda x, other: Twice.apply(x, other.weight),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("called", [False, True], ids=["never-called", "called-too"])
+@pytest.mark.parametrize("use", USES)
+def test_a_forward_may_use_the_parameters_of_any_module(
+    use: str, called: bool, frozen: bool, wrap: Wrap, memory: pagoda.Memory
+) -> None:
+    assert_same_step(lambda: Meddler(USES[use], called, frozen), lambda m: m(batch()), wrap, memory)
+
+
+@pytest.mark.parametrize("use", ["matmul", "product", "custom-function"])
+def test_a_block_that_is_recomputed_may_use_the_parameters_of_another(use: str, wrap: Wrap) -> None:
+    class Blocks(nn.Module):
+        def __init__(self, frozen: bool = False) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Meddler(USES[use], True, frozen) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(block(x) for block in self.blocks)  # type: ignore[return-value]
+
+    assert_same_step(Blocks, lambda m: m(batch()), wrap, SMALL, activations="recompute")
+    assert_same_step(lambda: Blocks(True), lambda m: m(batch()), wrap, SMALL, activations="recompute")
+
+
+def test_a_parameter_used_in_the_loss_is_named_with_its_module(wrap: Wrap) -> None:
+    """And works where the error says it does."""
+    model, optimizer = wrap(fresh(Parent), SMALL, precision="fp32")
+    with pytest.raises(pagoda.UsageError, match=r"'codebook\.scale', which module 'codebook' holds, .*mul.*gathered"):
+        model(batch()) * model.codebook.scale
+    with pytest.raises(pagoda.UsageError, match=r"'temperature', which the model itself holds, .*exp.*gathered"):
+        model.temperature.exp()
+    plain = fresh(Parent)
+    output = model(batch()).square().mean()
+    with pagoda.gathered(model.temperature):
+        loss = output * model.temperature.exp()
+    loss.backward()
+    optimizer.step()
+    (plain(batch()).square().mean() * plain.temperature.exp()).backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])  # type: ignore[misc]
+    assert optimizer.stats.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+
+
+# --- hooks for saved tensors --------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Graphs keep its parameter itself; of linear layers, a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Deep(nn.Module):
+    """Some of its layers run inside hooks that its forward enters."""
+
+    def __init__(self, hooks: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(), nn.Tanh()) for _ in range(4))
+        self.layers[1].requires_grad_(False)
+        self._hooks = hooks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if self._hooks is not None and index in (1, 2):
+                with self._hooks():
+                    x = layer(x)
+            else:
+                x = layer(x)
+        return x.square().mean()
+
+
+def identity_hooks() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed)
+
+
+HOOKS: dict[str, Callable[[], Any]] = {
+    "identity": identity_hooks,
+    "save-on-cpu": torch.autograd.graph.save_on_cpu,
+    "pickled": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.detach().numpy().tolist(), torch.tensor
+    ),
+}
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around-the-forward", "inside-the-forward"])
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_hooks_for_saved_tensors_do_not_change_gradients(
+    hooks: str, inside: bool, activations: Any, wrap: Wrap, memory: pagoda.Memory
+) -> None:
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        if inside:
+            return model(batch())  # type: ignore[no-any-return]
+        with HOOKS[hooks]():
+            return model(batch())  # type: ignore[no-any-return]
+
+    assert_same_step(lambda: Deep(HOOKS[hooks] if inside else None), loss_of, wrap, memory, activations=activations)
+
+
+def test_hooks_for_saved_tensors_see_activations_and_no_weights(wrap: Wrap) -> None:
+    """What they keep of a weight would be a placeholder by the time of backward."""
+    seen: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    model, _ = wrap(fresh(Deep), SMALL, precision="fp32")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        loss = model(batch())
+    shapes = {tuple(tensor.shape) for tensor in seen}
+    assert (4, WIDTH) in shapes
+    assert shapes.isdisjoint({(WIDTH, WIDTH), (WIDTH,)})
+    loss.backward()
+
+
+def test_hooks_for_saved_tensors_and_offloaded_activations_exclude_each_other(wrap: Wrap, tmp_path: Path) -> None:
+    memory = pagoda.Memory(host="64MiB", ssd=f"{tmp_path}:64MiB", unit_limit="4KiB", page_size=PAGE)
+    model, optimizer = wrap(fresh(Deep), memory, precision="fp32", activations="offload")
+    with (
+        identity_hooks(),
+        pytest.raises(pagoda.UsageError, match=r"saved_tensors_hooks.*activations.*leave one of them out"),
+    ):
+        model(batch())
+    model(batch()).backward()
+    optimizer.step()
+
+
+def test_two_models_pack_inside_each_other(wrap: Wrap, memory: pagoda.Memory) -> None:
+    """The hooks of a wrapped model are, to another one that its forward calls, those of a user."""
+
+    class Outer(Deep):
+        other: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = self.other[0](x)
+            return super().forward(x) + inner
+
+    inner, inner_optimizer = wrap(fresh(Deep), precision="fp32")
+    outer, optimizer = wrap(fresh(Outer), memory, precision="fp32")
+    outer.other = (inner,)
+    plain, plain_inner = fresh(Outer), fresh(Deep)
+    plain.other = (plain_inner,)
+    outer(batch()).backward()
+    plain(batch()).backward()
+    for stepped, reference in ((optimizer, plain), (inner_optimizer, plain_inner)):
+        stepped.step()
+        grads = [param.grad for param in reference.parameters() if param.grad is not None]
+        assert stepped.stats.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-6)
+
+
+# --- transformers -------------------------------------------------------------------------------------------
+
+TINY: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "max_position_embeddings": 32, "use_cache": False}
+
+
+def jetmoe() -> nn.Module:
+    """Its attention calls two methods of a mixture of experts, which has a bias."""
+    shape = {"num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 48}
+    return JetMoeForCausalLM(JetMoeConfig(**TINY, **shape, num_local_experts=4, num_experts_per_tok=2))
+
+
+def prophetnet() -> nn.Module:
+    """Its decoder calls methods of its embeddings and of its attention."""
+    shape = {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in (("ffn_dim", 48),)}
+    layers = {
+        f"num_{part}_{what}": 1 + (what != "layers")
+        for part in ("encoder", "decoder")
+        for what in ("layers", "attention_heads")
+    }
+    drops = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    return ProphetNetForConditionalGeneration(ProphetNetConfig(**TINY, **shape, **layers, **drops, num_buckets=8))
+
+
+@pytest.mark.parametrize("build", [jetmoe, prophetnet])
+def test_models_that_use_parts_by_methods_of_their_own_train(build: Callable[[], nn.Module], wrap: Wrap) -> None:
+    ids = torch.randint(3, 96, (2, 8), generator=torch.Generator().manual_seed(0))
+    assert_same_step(build, lambda m: m(input_ids=ids, labels=ids).loss, wrap, SMALL)
