@@ -80,13 +80,19 @@ class Handle:
             self._reach(_ISSUED)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the work as ended. Called by whoever does it, once."""
+        """Mark the work as ended. Called by the thread that does it, once; never raises.
+
+        The error of a callback is the work's error for the callbacks after it and for later waits.
+        """
         with self._lock:
             self._error, self._event = error, PAST
             self._reach(_DONE)
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(error)
+            try:
+                callback(self._error)
+            except BaseException as raised:
+                self._error = self._error or raised
 
     def _reach(self, state: int) -> None:
         self._state = state
