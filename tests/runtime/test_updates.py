@@ -1,5 +1,6 @@
 """Updates give the bits of the flat kernel, in the order of need, within the ring, and say when they fail."""
 
+import itertools
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from pagoda.memory import Run
 from pagoda.optim import AdamW, Precision, Scalars, flat
 from pagoda.plan.layout import RING_SLOTS
 from pagoda.runtime.gradients import UnitGradient
-from pagoda.runtime.lanes import Handle
+from pagoda.runtime.lanes import Handle, Work
 from pagoda.runtime.segments import BlockSegment
 from pagoda.runtime.updates import BlockStream, Updater
 
@@ -408,6 +409,46 @@ def test_a_failing_disk_reaches_whoever_waits_and_everything_still_ends(
         later.wait()
         running.updater.drain()
         running.assert_all_as_expected(but=[1])
+
+
+@pytest.mark.parametrize("lane", ["ssd_read", "update", "ssd_write"])
+def test_an_update_that_cannot_submit_all_its_work_ends_when_what_runs_has_ended(
+    tmp_path: Path, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with updates(tmp_path, [[9000], [2048]], placement=ALL_ON_SSD, staged_units=4, block_limit=1) as running:
+        part, gate, submitted = running.part, threading.Event(), itertools.count()
+        record = part.arrive(part.units[0], seed=1)
+        part.settle()
+        real = part.lanes[lane].submit
+
+        def submit(work: Work, after: Sequence[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
+            if not label.endswith("layers.0"):
+                return real(work, after, nbytes, label)
+            if next(submitted):
+                raise MemoryError("no room for more work")
+
+            def gated() -> None:
+                assert gate.wait(SOON_S)
+                work()
+
+            return real(gated, after, nbytes, label)
+
+        monkeypatch.setattr(part.lanes[lane], "submit", submit)
+        part.gradients.take(record)
+        failing = running.updater.submit(record, running.segments(0, 1), 0.0)
+        running.submit(1).wait()  # it is fed after the one that fails
+        assert not failing.done
+        if lane == "update":
+            assert running.finished == [1], "the gradient of unit 0 is still read"
+        gate.set()
+        with pytest.raises(MemoryError, match="no room"):
+            failing.wait()
+        with pytest.raises(MemoryError, match="no room"):
+            running.updater.drain()
+        running.assert_all_as_expected(but=[0])
+        assert sorted(running.finished) == [0, 1]
+        assert part.staging.pool.in_use == 0
+        assert sorted(running.updater._stream._free_slots) == [*range(RING_SLOTS)]
 
 
 def test_a_gradient_that_cannot_be_read_back_reaches_whoever_waits(
