@@ -260,8 +260,11 @@ class Stepper:
             for param in unit.params:
                 param.grad = None
             if unit.updated and unit.update is not None:
-                with suppress(NonFiniteGradientError):
+                try:
                     unit.update.wait()
+                except NonFiniteGradientError:
+                    for slot in self._norm_terms[unit.index].used or ():
+                        unit.steps[slot] -= 1  # the update was refused
                 unit.update = None
         with suppress(NonFiniteGradientError):
             self._updater.drain()

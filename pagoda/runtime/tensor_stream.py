@@ -128,9 +128,7 @@ class TensorStream(BlockStream):
             end, written = self._tails.get((unit, state.name), (0, None))
             behind = (written,) if reading and written is not None and end > offset and not written.done else ()
             work = partial(move, run, offset, view)
-            handle = self._lanes[lane].submit(
-                work, (*after, *behind), nbytes, f"{verb} {store.plan.units[unit].name}"
-            )
+            handle = self._lanes[lane].submit(work, (*after, *behind), nbytes, f"{verb} {store.plan.units[unit].name}")
             if not reading:
                 self._tails[unit, state.name] = offset + nbytes, handle
             yield handle

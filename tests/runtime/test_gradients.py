@@ -304,8 +304,7 @@ def test_after_a_failed_write_to_ssd_the_step_can_be_dropped_and_the_next_one_is
         with monkeypatch.context() as patch:
             patch.setattr(part.store.ssd, "store", refuse)
             with pytest.raises(StorageError, match="the disk is gone"):
-                for unit in part.units:
-                    part.arrive(unit)
+                [part.arrive(unit) for unit in part.units]
         part.gradients.clear()
         assert part.staging.pool.in_use == 0
         for unit in part.units:

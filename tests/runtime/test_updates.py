@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import pagoda
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory import Run
 from pagoda.optim import AdamW, Precision, Scalars, flat
 from pagoda.plan.layout import RING_SLOTS
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Work
+from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.segments import BlockSegment
 from pagoda.runtime.updates import BlockStream, Updater
 
+from .conftest import Wrap
+from .loops import WIDTH, Layers
 from .parts import ALL_ON_SSD, MOMENTS_ON_SSD, PAGE, RESIDENT, Parts, Sizes, parts
 
 SOON_S = 30
@@ -508,3 +512,33 @@ def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
         running.updater.drain()
         running.assert_all_as_expected()
         assert not running.updater._thread.is_alive()
+
+
+@pytest.mark.parametrize("bad", ["every gradient", "one gradient"])
+def test_an_update_under_backward_that_is_refused_counts_as_no_step(bad: str, wrap: Wrap) -> None:
+    memory = pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE)  # a unit for each layer
+    model, optimizer = wrap(Layers(2), memory, accumulation_steps=1)
+
+    def backward(scale: float = 1.0) -> None:
+        (model(torch.ones(2, WIDTH), [0, 1]) * scale).backward()
+
+    backward()
+    optimizer.step()
+    if bad == "every gradient":
+        backward(torch.nan)
+    else:
+        spoil = model.layers[0][0].bias.register_hook(lambda grad: grad * torch.nan)  # type: ignore[index]
+        backward()
+        spoil.remove()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    refused = {"layers.0.0.weight", "layers.0.0.bias"} if bad == "one gradient" else {n for n, _ in steps_of(optimizer)}
+    assert dict(steps_of(optimizer)) == {name: 2 - (name in refused) for name, _ in steps_of(optimizer)}
+    backward()
+    optimizer.step()
+    assert dict(steps_of(optimizer)) == {name: 3 - (name in refused) for name, _ in steps_of(optimizer)}
+
+
+def steps_of(optimizer: PagedOptimizer) -> Iterator[tuple[str, int]]:
+    """Updates that each parameter has had, by name."""
+    return ((name, int(state["step"])) for name, state in optimizer.named_states())
