@@ -237,15 +237,18 @@ class Engine:
     def overwriting(self) -> Iterator[None]:
         """Some states are to be overwritten, other than by updates, which have ended then, as has a checkpoint that
         was being written. Damaged states can be overwritten too; `weights_replaced` and `optimizer_replaced` say what
-        has been, and mend them when that was all. A disk that fails meanwhile damages them.
+        has been, and mend them when that was all. A disk that fails meanwhile damages them, and so does any error after
+        the first of them was written.
         """
         self.check_open()
         self._stop_whatever_failed()
+        writes = self.store.writes
         try:
             with self.store.replacing() if self.damage.found else nullcontext():
                 yield
-        except StorageError as error:
-            self.damage.note(error)
+        except BaseException as error:
+            if isinstance(error, StorageError) or self.store.writes != writes:
+                self.damage.note(error)
             raise
 
     def weights_replaced(self, unit: LiveUnit, slot: int) -> None:
