@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from zoo import ALL_ON_SSD as EVERYTHING_ON_SSD
+from zoo import squeeze
 
 import pagoda
 from pagoda.errors import NonFiniteGradientError, StorageError
@@ -537,6 +539,29 @@ def test_an_update_under_backward_that_is_refused_counts_as_no_step(bad: str, wr
     backward()
     optimizer.step()
     assert dict(steps_of(optimizer)) == {name: 3 - (name in refused) for name, _ in steps_of(optimizer)}
+
+
+def test_states_that_are_read_across_a_step_are_refused_and_the_step_is_whole(wrap: Wrap, tmp_path: Path) -> None:
+    outcomes = []
+    for reads in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = wrap(Layers(2), squeeze(Layers(2), EVERYTHING_ON_SSD, tmp_path, clipping=False))
+        states = optimizer.named_states()
+        for _ in range(3):
+            model(torch.ones(2, WIDTH), [0, 1]).backward()
+            optimizer.step()
+            if reads and optimizer.stats.step == 2:
+                with pytest.raises(pagoda.UsageError, match=r"read all of it before the next step"):
+                    next(states)
+            elif reads:
+                states = optimizer.named_states()
+                next(states)
+        outcomes.append((model.state_dict(), optimizer.state_dict()["state"]))
+        optimizer.close()
+    (weights, moments), (expected, expected_moments) = outcomes
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+    for index, state in moments.items():
+        assert all(torch.equal(value, expected_moments[index][name]) for name, value in state.items())
 
 
 def steps_of(optimizer: PagedOptimizer) -> Iterator[tuple[str, int]]:
