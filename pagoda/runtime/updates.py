@@ -173,7 +173,8 @@ class Updater:
             try:
                 if loaded is None:
                     current = self._loaded(current)
-                loaded = self._next()
+                with self._lock:
+                    loaded = self._pop(self._queue) if self._queue else None
                 if loaded is not None and not self._gradients.load(loaded.record, block=False):
                     with self._lock:
                         self._queue.append(loaded)
@@ -187,10 +188,6 @@ class Updater:
                 self._gradients.release(current.record)
                 current.written.finish(error)
                 current.published.finish(error)
-
-    def _next(self) -> Update | None:
-        with self._lock:
-            return self._pop(self._queue) if self._queue else None
 
     def _pop(self, among: list[Update]) -> Update:
         """Take the most urgent of queued updates whose gradient is there, else the first that was queued.
@@ -251,6 +248,8 @@ class BlockStream:
         """The checkpoint that is being written, if any."""
         self.damage = Damage()
         """Told of updates that failed."""
+        self.refused: BaseException | None = None
+        """What every update that has not begun fails with, if anything."""
         self._written: dict[int, Handle] = {}
         """unit -> `written` of the latest update that was fed."""
         self._successor: dict[int, int] = {}
@@ -338,6 +337,8 @@ class BlockStream:
 
         Raises only before the first block. A later error ends both handles, once the blocks under way have ended.
         """
+        if self.refused is not None:
+            raise self.refused
         index = unit.index
         if index in self._written:
             self._written[index].wait()
