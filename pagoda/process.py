@@ -74,8 +74,8 @@ def check_not_forked(since: int) -> None:
     """
     if since != _forks:
         raise UsageError(
-            f"Process {os.getpid()} was forked from the process that called pagoda.wrap(), and the threads and memory "
-            "that hold this model's state are only there. Train, evaluate and save in that process. To train in another "
-            "process, start it with multiprocessing's 'spawn' method and call pagoda.wrap() in it; the workers of a "
-            "DataLoader must not use the model."
+            f"Process {os.getpid()} was forked from the one that called pagoda.wrap(), and the threads and memory that "
+            "hold this model's state are only there. Train, evaluate and save in that process; the workers of a "
+            "DataLoader must not use the model. To train in another process, start it with multiprocessing's 'spawn' "
+            "method and call pagoda.wrap() there."
         )

@@ -54,7 +54,7 @@ class Threads:
 def end_dropped(threads: Threads, store: Store, since: int) -> None:
     """End the threads of an engine that was dropped without `close`, and give its memory and SSD space back.
 
-    Updates that have not begun are not carried out. `since` is `forks()` in its process: in another one nothing is done.
+    Updates that have not begun are not carried out. `since` is `forks()` in its process: in others nothing is done.
     """
     if since != forks():
         return

@@ -3,6 +3,8 @@
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from torch import nn
 from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, squeeze
 
 import pagoda
-from pagoda.runtime.lanes import THREAD_NAMES
 from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.runtime.unit import LiveUnit
 
 from .loops import WIDTH, Layers
 
@@ -21,7 +23,7 @@ SOON_S = 30
 
 
 def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAMES)}
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("pagoda-")}
 
 
 @pytest.fixture(autouse=True)
@@ -76,20 +78,19 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
     model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
     (stream,) = optimizer._engine._streams
     begun, end, updated = threading.Event(), threading.Event(), list[int]()
-    feed = stream.feed
 
-    def slowly(unit: Any, *args: Any, **named: Any) -> None:
+    def slowly(feed: Callable[..., None], unit: LiveUnit, *args: Any, **named: Any) -> None:
         begun.set()
         assert end.wait(SOON_S)
         updated.append(unit.index)
         feed(unit, *args, **named)
 
-    monkeypatch.setattr(stream, "feed", slowly)
+    monkeypatch.setattr(stream, "feed", partial(slowly, stream.feed))
     train(model, optimizer, "step")
     assert begun.wait(SOON_S)
     threading.Timer(0.05, end.set).start()
     monkeypatch.undo()
-    del model, optimizer, stream, feed, slowly
+    del model, optimizer, stream
     gc.collect()
     assert threads() == set()
     assert len(updated) <= 2, "the one under way, and the one whose gradient had been loaded"
@@ -99,12 +100,13 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
 def test_it_goes_on_as_long_as_a_part_of_it_is_held(kept: str, tmp_path: Path) -> None:
     model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
     expected = model.state_dict()
-    held: Any = {
-        "model": lambda: model,
-        "a layer": lambda: model.layers[0],  # type: ignore[operator,index]
-        "optimizer": lambda: optimizer,
-        "graph": lambda: loss_of(model),
-    }[kept]()
+    held: Any = model
+    if kept == "a layer":
+        held = model.layers[0]  # type: ignore[operator,index]
+    elif kept == "optimizer":
+        held = optimizer
+    elif kept == "graph":
+        held = loss_of(model)
     del model, optimizer
     gc.collect()
     assert threads()
@@ -155,6 +157,6 @@ def test_a_checkpoint_that_is_being_written_is_finished_though_its_optimizer_is_
     gc.collect()
     job.wait()
     del job
-    model, optimizer = wrapped("resident", tmp_path)
+    _, optimizer = wrapped("resident", tmp_path)
     optimizer.load_checkpoint(tmp_path / "checkpoint")
     optimizer.close()
