@@ -1,8 +1,13 @@
-"""What a program asks of its own process where the CPU computes. It lasts as long as that: no library may ask."""
+"""The process: what a program asks of its own, where the CPU computes, and what a forked one has not.
+
+What it asks lasts as long as the process: no library may ask.
+"""
 
 import ctypes
 import os
 import sys
+
+from pagoda.errors import UsageError
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
@@ -43,3 +48,34 @@ def restart_spinning_briefly() -> None:
     """The same for a program that has imported torch: unless its environment has it, the process starts again."""
     if any(name not in os.environ for name in _SPINS) and not spin_briefly():
         os.execv(sys.executable, sys.orig_argv)
+
+
+_forks = 0
+"""How many forks made this process out of the one that imported this module."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def forks() -> int:
+    """A number that stays the same in a process, and is another one in a process forked from it."""
+    return _forks
+
+
+def check_not_forked(since: int) -> None:
+    """Raises UsageError if this process was forked since `forks()` returned `since`, instead of waiting for ever.
+
+    A fork copies one thread: the threads that move states stay in the process that made them.
+    """
+    if since != _forks:
+        raise UsageError(
+            f"Process {os.getpid()} was forked from the one that called pagoda.wrap(), and the threads and memory that "
+            "hold this model's state are only there. Train, evaluate and save in that process; the workers of a "
+            "DataLoader must not use the model. To train in another process, start it with multiprocessing's 'spawn' "
+            "method and call pagoda.wrap() there."
+        )

@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import mmap
+import os
+import weakref
 
 import torch
 
@@ -53,6 +55,7 @@ class Arena:
         self.address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
         """Where the first byte is, for cudaHostRegister and alignment checks."""
         self._mapping: mmap.mmap | None = mapping
+        _mappings.add(mapping)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at byte `offset`, shape [numel], with a storage object of their OWN.
@@ -95,6 +98,18 @@ class Arena:
         if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
             raise ValueError(f"asked for {nbytes} bytes at offset {offset} of an arena of {self.nbytes} bytes")
         return self._mapping
+
+
+_mappings: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
+
+
+def _keep_mappings() -> None:
+    """In a forked process: never unmap what it did not get, as something else may lie at those addresses there."""
+    for mapping in _mappings:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_mappings)
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import os
 import weakref
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from pagoda.errors import StorageError
 class DirectoryLock:
     """Exclusive advisory locks (flock) on directories, which leave no file behind and end with the process.
 
-    Two in one process exclude each other too. NOT inherited by `exec`; a fork shares it until it ends, or until
-    `close`, which ends it for all.
+    Two in one process exclude each other too. They are this process's alone: a process that it starts or forks has no
+    part in them, whatever that does, and does not keep them when this one ends.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -22,6 +23,7 @@ class DirectoryLock:
         self._descriptors: list[int] = []
         # Also unlocks when the object is dropped, as after an error in whoever made it.
         self._closer = weakref.finalize(self, _unlock, self._descriptors)
+        _locks.add(self)
         try:
             for directory in directories:
                 self._lock(directory)
@@ -32,6 +34,11 @@ class DirectoryLock:
     def close(self) -> None:
         """Let others have the directories. Idempotent."""
         self._closer()
+
+    def abandon(self) -> None:
+        """In a forked process: close its copies of the descriptors, without unlocking the files that they share."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def _lock(self, directory: Path) -> None:
         try:
@@ -44,7 +51,11 @@ class DirectoryLock:
                 "create it (mkdir -p) or name another in ssd="
             ) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                gc.collect()  # an optimizer that was dropped without close() may still hold it
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = _holder(os.fstat(descriptor).st_ino)
             os.close(descriptor)
@@ -58,6 +69,17 @@ class DirectoryLock:
                 "another directory in ssd="
             ) from error
         self._descriptors.append(descriptor)
+
+
+_locks: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for lock in _locks:
+        lock.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
 
 
 def _unlock(descriptors: list[int]) -> None:

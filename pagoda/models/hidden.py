@@ -15,7 +15,7 @@ from pagoda.errors import UsageError
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 HOME = "_pagoda_home"
-"""Attribute of a managed parameter: its engine, unit and slot."""
+"""Attribute of a managed parameter: its `open()` gives engine, unit and slot."""
 
 as_plain = torch._C.DisableTorchFunctionSubclass
 """Inside `with as_plain():` nothing is refused, and attributes of hidden tensors cost what they do of others."""
@@ -88,8 +88,13 @@ def _leased(arguments: Any) -> Any:
     """
     hidden: list[Any] = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
     for leaf in hidden:
+        if not isinstance(leaf, Hidden):
+            continue  # an earlier one was of the same unit
         home = vars(leaf).get(HOME)
-        if isinstance(leaf, Hidden) and (home is None or not home[0].brackets.use(home[1])):
+        if home is None:
+            return None
+        engine, unit, _ = home.open()
+        if not engine.brackets.use(unit):
             return None
     views = {id(param): param.data for param in hidden if not param.requires_grad}
     return tree_map(lambda leaf: views.get(id(leaf), leaf), arguments)

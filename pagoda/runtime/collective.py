@@ -34,6 +34,8 @@ class Collectives:
         self._servers: dict[Asks, Callable[[Call, Sequence[Call]], None]] = {}
         self._agreement = Agreement(wire, slots, lambda call, calls: self._servers[call.asks](call, calls))
         self._left = False
+        self.awaited = False
+        """Whether compute waits for a collective, so that it queues nothing more before that has ended."""
         mesh.lane = lambda what, work: self.jointly(what, lambda _: work())
 
     @property
@@ -71,13 +73,18 @@ class Collectives:
             with queue:
                 work(calls)
 
-        self.submit(self._agreement.joint(what), here, (), label=what).wait()
+        self.awaited = True
+        try:
+            self.submit(self._agreement.joint(what), here, (), label=what).wait()
+        finally:
+            self.awaited = False
 
     def close(self) -> None:
         """Tell the others that nothing more is asked for here, and join the thread."""
         if not self._left:
             self._left = True
             self.mesh.lane = None
+            self.awaited = True
             leaving = self.submit(Call(Asks.LEAVE), lambda _: None, ())
             leaving.wait_until_done()
             self.lane.close()

@@ -25,6 +25,7 @@ from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.plan.timeline import Timeline
 from pagoda.plan.trace import Phase
+from pagoda.process import check_not_forked, forks
 from pagoda.runtime.async_updates import AsyncUpdater
 from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.capture import Capture, Piece
@@ -40,6 +41,7 @@ from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.regions import open_buffers, open_leases, open_staging
 from pagoda.runtime.saver import Saver
+from pagoda.runtime.shutdown import Threads, end_dropped
 from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.stepper import Norms, Stepper
@@ -160,6 +162,10 @@ class Engine:
             self.together,
         )
         self._closed = False
+        self._forks = forks()
+        self._threads = Threads(self._lanes, self._updater, self._streams, self.saver, self.together)
+        self._dropped = weakref.finalize(self, end_dropped, self._threads, self.store, self._forks)
+        self._dropped.atexit = False  # `_close_all` is for that
         _OPEN.add(self)
 
     @property
@@ -239,15 +245,18 @@ class Engine:
     def overwriting(self) -> Iterator[None]:
         """Some states are to be overwritten, other than by updates, which have ended then, as has a checkpoint that
         was being written. Damaged states can be overwritten too; `weights_replaced` and `optimizer_replaced` say what
-        has been, and mend them when that was all. A disk that fails meanwhile damages them.
+        has been, and mend them when that was all. A disk that fails meanwhile damages them, and so does any error after
+        the first of them was written.
         """
         self.check_open()
         self._stop_whatever_failed()
+        writes = self.store.writes
         try:
             with self.store.replacing() if self.damage.found else nullcontext():
                 yield
-        except StorageError as error:
-            self.damage.note(error)
+        except BaseException as error:
+            if isinstance(error, StorageError) or self.store.writes != writes:
+                self.damage.note(error)
             raise
 
     def weights_replaced(self, unit: LiveUnit, slot: int) -> None:
@@ -296,7 +305,8 @@ class Engine:
         )
 
     def check_open(self) -> None:
-        """Raises UsageError once closed."""
+        """Raises UsageError once closed, and in a forked process."""
+        check_not_forked(self._forks)
         if self._closed:
             raise UsageError(
                 "The optimizer is closed, and the states of its model are gone with it. Evaluate the model, and take "
@@ -311,22 +321,18 @@ class Engine:
     def close(self) -> None:
         """Drain, finish a checkpoint, join every thread, give memory and SSD space back. The model keeps placeholders.
 
-        Raises the first error of an update or a checkpoint that nobody has seen, with everything closed.
+        Raises the first error of an update or a checkpoint that nobody has seen, with everything closed. In a forked
+        process it does nothing: everything is still the other's.
         """
-        if self._closed:
+        if self._closed or self._forks != forks():
             return
         self._closed = True
         _OPEN.discard(self)
+        self._dropped.detach()
         with ExitStack() as stack:
             stack.callback(self._give_back)
             stack.callback(self.graphs.close)
-            # From the last: each feeds those before it.
-            for name in ("ssd_write", "d2h", "update", "device_update", "h2d", "ssd_read"):
-                stack.callback(self._lanes[name].close)
-            stack.callback(self._updater.close)
-            if self.together is not None:
-                stack.callback(self.together.close)
-            stack.callback(self.saver.close)
+            self._threads.end(stack)
             self._end_updates()
 
     def _give_back(self) -> None:

@@ -1,7 +1,9 @@
 """Gathered parameters: real tensors outside forward."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +16,28 @@ from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit
 
 
+class _Home:
+    """Where a parameter lives. It does not keep the engine alive, as the model and the optimizer do."""
+
+    def __init__(self, engine: Engine, unit: LiveUnit, slot: int) -> None:
+        self._engine = weakref.ref(engine)
+        self._unit = unit
+        self._slot = slot
+
+    def open(self) -> tuple[Engine, LiveUnit, int]:
+        """Engine, unit and slot. Raises UsageError where model and optimizer have been dropped."""
+        engine = self._engine()
+        if engine is None:
+            raise UsageError(
+                f"{self._unit.name(self._slot)!r} has no weights any more: its model and optimizer were dropped. Keep "
+                "one of them for as long as the parameter is used."
+            )
+        return engine, self._unit, self._slot
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.open()[0].__reduce_ex__(protocol)
+
+
 def is_paged(param: nn.Parameter) -> bool:
     """True for a parameter of a wrapped model."""
     return hasattr(param, HOME)
@@ -21,7 +45,8 @@ def is_paged(param: nn.Parameter) -> bool:
 
 def home_of(param: nn.Parameter) -> tuple[Engine, LiveUnit, int] | None:
     """Engine, unit and slot of a wrapped model's parameter; None for a parameter that Pagoda leaves alone."""
-    return getattr(param, HOME, None)
+    home: _Home | None = getattr(param, HOME, None)
+    return None if home is None else home.open()
 
 
 def mark_homes(engine: Engine) -> None:
@@ -29,7 +54,7 @@ def mark_homes(engine: Engine) -> None:
     for unit in engine.units:
         unit.begin_hiding()
         for slot, param in enumerate(unit.params):
-            setattr(param, HOME, (engine, unit, slot))
+            setattr(param, HOME, _Home(engine, unit, slot))
 
 
 @contextmanager
@@ -47,7 +72,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = params.parameters()
     elif isinstance(params, nn.Parameter):
         params = [params]
-    homes: dict[int, tuple[Engine, LiveUnit, int]] = {id(p): getattr(p, HOME) for p in params if is_paged(p)}
+    homes = {id(param): home for param in params if (home := home_of(param)) is not None}
     taken: list[tuple[Engine, LiveUnit, int]] = []
     # Else graphs would keep the parameters themselves, and see placeholders later.
     packing = next((engine.graphs.packing for engine, _, _ in homes.values() if engine.graphs.packing.enter()), None)

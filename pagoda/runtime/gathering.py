@@ -7,6 +7,7 @@ import torch
 
 from pagoda.errors import RankError
 from pagoda.parallel.agreement import Asks, Call
+from pagoda.parallel.world import rank_timeout_s
 from pagoda.plan.layout import MESSAGE_BYTES, WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import SERVING
@@ -18,8 +19,6 @@ from pagoda.runtime.device import Device, Event
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-
-_SECONDS_TO_UPDATE = 10.0
 
 SpansOf = Callable[[int], Sequence[Span]]
 """What a rank has of a unit."""
@@ -119,9 +118,10 @@ class Gathering:
             return
         call = calls[asking[0]]
         shared = call.asks is Asks.SHARE
-        deadline = time.monotonic() + _SECONDS_TO_UPDATE
-        while shared and unit.version < call.version and time.monotonic() < deadline:
-            time.sleep(0.001)  # this rank's compute is about to queue the same update
+        deadline = time.monotonic() + rank_timeout_s()  # when the others give this rank up
+        # This rank's compute is about to queue the same update, unless it waits for what comes after this.
+        while shared and unit.version < call.version and not self._collectives.awaited and time.monotonic() < deadline:
+            time.sleep(0.001)
         update = self._updated.get(unit.index) if shared else unit.update
         if update is not None:
             update.wait()

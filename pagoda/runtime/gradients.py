@@ -141,7 +141,7 @@ class Gradients:
         self._staged: list[UnitGradient] = []
         """Records with a staging buffer, oldest first."""
         self._write_error: BaseException | None = None
-        """The first spill that failed: its buffer will never be clean, so nobody may wait for that."""
+        """That of a spill that somebody waits for; raised once."""
         self._in_flight: deque[tuple[Handle, int]] = deque()
         self._in_flight_bytes = 0
         self._in_flight_limit = store.plan.gradients_in_flight_bytes
@@ -258,10 +258,11 @@ class Gradients:
             self.release(record)
 
     def clear(self) -> None:
-        """Drop every gradient that no update has been queued for."""
+        """Drop every gradient that no update has been queued for, also those that could not be moved."""
         records, self._records = self._records, {}
         for record in records.values():
-            record.settle()
+            for handle in list(record.pending):
+                handle.wait_until_done()
             self.release(record)
 
     def close(self) -> None:
@@ -379,15 +380,16 @@ class Gradients:
                 continue
             if not block:
                 return False
-            if self._write_error is not None:
-                raise self._write_error
+            error, self._write_error = self._write_error, None
+            if error is not None:
+                raise error
             # Queued gradients free their frames by being used; the updater, which uses them, must not wait for itself.
             updating = record.queued
             if not any(other.users or (other.queued and not updating) for other in self._staged):
                 victim = next((o for o in idle if self._store.run(o.unit.index, GRAD) is not None), None)
                 if victim is None:
                     raise BudgetError(self._exhausted(record))
-                self._spill(victim)
+                self._spill(victim, awaited=True)
             self._lock.wait()
         return True
 
@@ -399,24 +401,32 @@ class Gradients:
         record.run = None
         record.buffer = None
 
-    def _spill(self, record: UnitGradient) -> None:
-        """Write a buffer to its SSD extent; it is clean afterwards unless more has arrived meanwhile."""
+    def _spill(self, record: UnitGradient, awaited: bool = False) -> None:
+        """Write a buffer to its SSD extent; it is clean afterwards unless that fails or more has arrived meanwhile.
+
+        A write that fails loses nothing: the gradient stays in the buffer, and is written again when its frames are
+        needed. The error of that write, which is `awaited`, is raised.
+        """
         changes = record.changes
         view, run = self._ssd_extent(record)
         ssd = self._store.ssd
         assert ssd is not None
         label = f"spill {record.unit.spec.name}"
         handle = self._lanes["ssd_write"].submit(lambda: ssd.store(run, 0, view), record.pending, view.nbytes, label)
+        ended = Handle("ssd_write")
+        """Behind it the buffer may change, whether it was written or not."""
 
         def written(error: BaseException | None) -> None:
             with self._lock:
                 record.on_ssd = error is None and record.changes == changes
-                self._write_error = self._write_error or error
+                if awaited:
+                    self._write_error = error
             self.let_go(record)
+            ended.finish()
 
         record.users += 1
         handle.then(written)
-        record.pending.append(handle)
+        record.pending.append(ended)
 
     def _reload(self, record: UnitGradient) -> None:
         view, run = self._ssd_extent(record)
@@ -454,8 +464,8 @@ class Gradients:
         while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > self._in_flight_limit):
             oldest, size = self._in_flight.popleft()
             stalled = stalled or not oldest.done
-            oldest.wait()
             self._in_flight_bytes -= size
+            oldest.wait()
         if stalled:
             self._stalled("d2h", time.perf_counter() - start)
 

@@ -1,5 +1,6 @@
 """Hooks on the live model: where its uses of units and its gradients reach the engine."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from typing import Any
@@ -37,6 +38,8 @@ class ModelHooks:
         self._accumulators: list[torch.autograd.graph.Node] = []
         self._catches: list[RemovableHandle] = []
         """Of the hooks that gradients reach."""
+        self._kept: list[Callable[[Any], None]] = []
+        """These hooks."""
         engine.graphs.packing.leave_alone(model.buffers())
         needed = _units_of_modules(model, engine.units)
         needed.setdefault(model, [])
@@ -69,6 +72,7 @@ class ModelHooks:
             accumulator.register_prehook(_refuse)
         self._catches.clear()
         self._accumulators.clear()
+        self._kept.clear()
 
     def _bracket(self, module: nn.Module, units: list[LiveUnit], root: bool) -> None:
         # No closures: copying or pickling a hooked module then reaches the engine, which refuses it.
@@ -160,12 +164,24 @@ class ModelHooks:
         accumulator = graph.next_functions[0][0]
         assert accumulator is not None
         self._accumulators.append(accumulator)
-        self._catches.append(accumulator.register_prehook(before))
-        self._catches.append(param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        self._kept += [before, after]
+        self._catches.append(accumulator.register_prehook(_weakly(before)))
+        self._catches.append(param.register_post_accumulate_grad_hook(_weakly(after)))  # type: ignore[no-untyped-call]
         param.requires_grad_(trained)
 
     def _marker(self, unit: LiveUnit, slot: int) -> GradientMarker:
         return GradientMarker.of(unit.blanks[slot], unit, slot, self._engine.stepper)
+
+
+def _weakly(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook that keeps nothing alive: Python's collector does not see what the nodes of graphs hold."""
+    of = weakref.ref(hook)
+
+    def call(argument: Any) -> None:
+        live = of()
+        (_refuse if live is None else live)(argument)
+
+    return call
 
 
 def _refuse(_grads: tuple[torch.Tensor, ...]) -> None:

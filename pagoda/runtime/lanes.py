@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch.autograd import profiler
 
+from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import PAST, Event
 from pagoda.runtime.tape import Tape
 
@@ -16,6 +17,9 @@ SSD_THREADS = 4
 """Threads of `ssd_read` for each drive, and of `ssd_write`: while some hash what was read, or is to be written, the
 others keep it busy."""
 
+
+THREAD_NAMES = "pagoda-"
+"""How the names of all threads of this package begin."""
 
 _PENDING, _ISSUED, _DONE = range(3)
 
@@ -26,7 +30,7 @@ class Handle:
     Thousands are made in a step and few are waited for, so what waiting takes is made by whoever waits.
     """
 
-    __slots__ = ("_callbacks", "_changed", "_error", "_event", "_lock", "_state", "lane")
+    __slots__ = ("_callbacks", "_changed", "_error", "_event", "_forks", "_lock", "_state", "lane")
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
@@ -34,6 +38,7 @@ class Handle:
         self._changed: threading.Condition | None = None
         """Told of a new state; of `_lock`, once somebody waits."""
         self._state = _PENDING
+        self._forks = forks()
         self._event = PAST
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[BaseException | None], None]] = []
@@ -80,13 +85,19 @@ class Handle:
             self._reach(_ISSUED)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the work as ended. Called by whoever does it, once."""
+        """Mark the work as ended. Called by the thread that does it, once; never raises.
+
+        The error of a callback is the work's error for the callbacks after it and for later waits.
+        """
         with self._lock:
             self._error, self._event = error, PAST
             self._reach(_DONE)
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(error)
+            try:
+                callback(self._error)
+            except BaseException as raised:
+                self._error = self._error or raised
 
     def _reach(self, state: int) -> None:
         self._state = state
@@ -96,6 +107,7 @@ class Handle:
     def _wait_for(self, state: int) -> None:
         if self._state >= state:
             return
+        check_not_forked(self._forks)
         with self._lock:
             if self._changed is None:
                 self._changed = threading.Condition(self._lock)
@@ -166,10 +178,11 @@ class Lane:
         """What a device has in its queue, each with when it was put there."""
         self._finisher: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._forks = forks()
         self._busy_s = 0.0
         self._bytes = 0
         self._threads = [
-            threading.Thread(target=self._run, name=f"pagoda-{name}-{i}", daemon=True) for i in range(threads)
+            threading.Thread(target=self._run, name=f"{THREAD_NAMES}{name}-{i}", daemon=True) for i in range(threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -179,6 +192,7 @@ class Lane:
 
         `label` is what a tape calls it: a verb of `plan.ops.Kind` and a unit's name, as in a simulated timeline.
         """
+        check_not_forked(self._forks)
         handle = Handle(self.name)
 
         def ready(error: BaseException | None) -> None:
@@ -216,6 +230,11 @@ class Lane:
             self._queued.put(None)
             self._finisher.join()
 
+    def clear(self) -> None:
+        """Drop what came after `close`, and all that it refers to."""
+        while not self._queue.empty():
+            self._queue.get()
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             work, ticket = item
@@ -241,7 +260,9 @@ class Lane:
         """Let the finisher wait for what a device has been given; `work` keeps alive what that reads and writes."""
         ticket.handle.issue(event)
         if self._finisher is None:  # lanes whose work is put in a device's queue have one thread that does so
-            self._finisher = threading.Thread(target=self._finish, name=f"pagoda-{self.name}-finisher", daemon=True)
+            self._finisher = threading.Thread(
+                target=self._finish, name=f"{THREAD_NAMES}{self.name}-finisher", daemon=True
+            )
             self._finisher.start()
         self._queued.put((work, ticket, event, start))
 

@@ -164,7 +164,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         back without a changed bit. Parameters may go by name, as in what `save_state_dict` wrote: `torch.load(path,
         mmap=True)` then takes no RAM beyond one parameter's.
 
-        Raises CheckpointError, with nothing changed, for groups of other parameters.
+        Raises CheckpointError, with nothing changed, for groups of other parameters and states of other shapes. An
+        error after the first change leaves a state that can be neither used nor saved until it is loaded again, whole.
         """
         states, groups = state_dict["state"], state_dict["param_groups"]
         if any(isinstance(name, str) for group in groups for name in group["params"]):
@@ -174,6 +175,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             states = {index: states[name] for index, name in enumerate(order) if name in states}
             indices = iter(range(len(order)))
             groups = [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
+        for index, (unit, slot) in enumerate(self._members()):
+            self._states.check(unit, slot, states.get(index, {}))
         with self._engine.overwriting():
             self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
             super().load_state_dict({"state": {}, "param_groups": groups})
@@ -185,10 +188,16 @@ class PagedOptimizer(torch.optim.Optimizer):
     def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and state, as torch has it, of each parameter that has been updated, one in RAM at a time.
 
-        No step may be taken before it has ended.
+        Raises UsageError where a step was taken, or a backward updated units, before it has ended.
         """
-        self._engine.drain()
+        queued = self._engine.stepper.queued
         for unit, slot in self._members():
+            if self._engine.stepper.queued != queued:
+                raise UsageError(
+                    "The parameters were updated while optimizer.named_states() was being read, so its states would be "
+                    "those of different steps: read all of it before the next step."
+                )
+            self._engine.drain()  # whoever reads may have done anything since
             if unit.steps[slot] and (state := self._states.read(unit, slot)):
                 yield unit.name(slot), state
 

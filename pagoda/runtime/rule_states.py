@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from pagoda.errors import CheckpointError
 from pagoda.optim.rule import Rule
 from pagoda.plan.packed import Span
 from pagoda.runtime.store import Store
@@ -36,8 +37,21 @@ class RuleStates:
             for name, value in self._rule.torch_state(unit.steps[slot], self._kept(unit, slot, blank=True)).items()
         }
 
+    def check(self, unit: LiveUnit, slot: int, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for an entry of a parameter of another size."""
+        param = unit.params[slot]
+        for name, span in self._spans(unit, slot).items():
+            value = state.get(name)
+            sizes = (span.count, unit.spec.slots[slot].param.numel, param.numel())
+            if isinstance(value, torch.Tensor) and value.numel() not in sizes:
+                raise CheckpointError(
+                    f"The state does not belong to this optimizer: {name!r} of {unit.name(slot)!r} has shape "
+                    f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}."
+                )
+
     def write(self, unit: LiveUnit, slot: int, state: Mapping[str, Any]) -> None:
-        """Take over such an entry, of any float dtypes and on any device; an empty one is a fresh parameter's.
+        """Take over such an entry, which `check` accepts, of any float dtypes and on any device; an empty one is a
+        fresh parameter's.
 
         Of tensors that tensor-parallel ranks divide as the parameter, each takes its part.
         """
@@ -45,8 +59,9 @@ class RuleStates:
         if form is not None:
             wholes = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
             state = {**state, **{key: unit.part_of(slot, value) for key, value in wholes.items()}}
-        unit.steps[slot] = self._rule.steps_in(state)
-        for name, value in self._rule.kept_states(state, param.name, param.shape).items():
+        kept, steps = self._rule.kept_states(state, param.name, param.shape), self._rule.steps_in(state)
+        unit.steps[slot] = steps
+        for name, value in kept.items():
             span = self._spans(unit, slot)[name]
             self._store.write(unit.index, name, span.first, value.reshape(-1))
 

@@ -86,6 +86,8 @@ class Stepper:
         """The param group of a parameter; set by the optimizer, as is `groups`."""
         self.groups: Callable[[], Sequence[Group]]
         """All of them, in order."""
+        self.queued = 0
+        """Updates queued so far, each of one unit."""
         self._due: list[LiveUnit] = []
         """Units whose update under backward waits for a graph to let go of their weights."""
         self._norm_terms: dict[int, UnitGradient] = {}
@@ -319,8 +321,11 @@ class Stepper:
             for param in unit.params:
                 param.grad = None
             if unit.updated and unit.update is not None:
-                with suppress(NonFiniteGradientError):
+                try:
                     unit.update.wait()
+                except NonFiniteGradientError:
+                    for slot in self._norm_terms[unit.index].used or ():
+                        unit.steps[slot] -= 1  # the update was refused
                 unit.update = None
         with suppress(NonFiniteGradientError):
             self._updater.drain()
@@ -346,6 +351,7 @@ class Stepper:
         if not segments:
             self._gradients.release(record)
             return
+        self.queued += 1
         if isinstance(self._updater, Updaters):
             unit.version += 1
             unit.update = kept or self._updater.submit(record, segments, self._urgency(unit))

@@ -102,6 +102,8 @@ class Store:
         """Frames in which parameters are updated, for rules that take them whole."""
         self.spare = self.host.alloc(placement.pages(HOST, CHECKPOINT))
         """Frames for what a checkpoint has not written yet when its update comes."""
+        self.writes = 0
+        """How often `write` was called."""
         self._bounce = threading.Lock()
         self._replacing = False
         """Whether every state is being replaced."""
@@ -219,6 +221,7 @@ class Store:
         Of elements that other ranks have nothing is written. Weights are written to both of their extents, since
         updates copy only what they train.
         """
+        self.writes += 1
         if state == WEIGHT and self.plan.layout.max_staleness is not None:
             self._write(unit, WEIGHT_BACK, start, values)
         for first, last, at in self._held(self.plan.units[unit], state, start, start + values.numel()):

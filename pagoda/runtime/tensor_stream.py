@@ -1,6 +1,6 @@
 """Updates of rules that take parameters whole: one parameter after another, through a work area in fp32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -112,25 +112,23 @@ class TensorStream(BlockStream):
 
     def _transfers(
         self, lane: str, unit: int, slot: int, start: int, stop: int, weights: str, after: tuple[Handle, ...] = ()
-    ) -> list[Handle]:
+    ) -> Iterator[Handle]:
         """As `BlockStream`, in whole pages, which other parameters may share."""
         store, ssd = self._store, self._store.ssd
-        assert ssd is not None
         reading = lane == "ssd_read"
-        move, verb = (ssd.load, "read") if reading else (ssd.store, "write")
-        label = f"{verb} {store.plan.units[unit].name}"
-        parts, handles = self._parts(unit, start), []
+        parts = self._parts(unit, start)
         for state in self._states:
             run = store.run(unit, weights if state.name == WEIGHT else state.name)
             if run is None or state.name not in parts:
                 continue
+            assert ssd is not None
+            move, verb = (ssd.load, "read") if reading else (ssd.store, "write")
             offset, nbytes = self._layout.window(parts[state.name][0], state)
             view = store.ring_view(slot, self._ring_offsets[state.name], nbytes)
             end, written = self._tails.get((unit, state.name), (0, None))
             behind = (written,) if reading and written is not None and end > offset and not written.done else ()
             work = partial(move, run, offset, view)
-            handle = self._lanes[lane].submit(work, (*after, *behind), nbytes, label)
-            handles.append(handle)
+            handle = self._lanes[lane].submit(work, (*after, *behind), nbytes, f"{verb} {store.plan.units[unit].name}")
             if not reading:
                 self._tails[unit, state.name] = offset + nbytes, handle
-        return handles
+            yield handle

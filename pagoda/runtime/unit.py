@@ -1,5 +1,6 @@
 """A unit of the live model: its parameters, what they look like between uses, and what is pending for them."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -69,8 +70,7 @@ class LiveUnit:
     ) -> None:
         self.spec = spec
         self.params = params
-        self.owners = owners
-        """Who holds each parameter; several for a tied one."""
+        self._owners = [[(weakref.ref(module), name) for module, name in of_param] for of_param in owners]
         self.active = 0
         """Forwards of this unit's modules that are running now; above zero the lease is pinned."""
         self.version = 0
@@ -106,6 +106,11 @@ class LiveUnit:
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
         self.blanks = [nan.expand(param.shape) for nan, param in zip(nans, params, strict=True)]
         """The same in the whole parameter's shape."""
+
+    @property
+    def owners(self) -> list[list[Owner]]:
+        """Who holds each parameter; several for a tied one. A unit does not keep them alive."""
+        return [[(m, name) for of, name in of_param if (m := of()) is not None] for of_param in self._owners]
 
     @property
     def index(self) -> int:

@@ -3,7 +3,7 @@
 import ctypes
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -81,12 +81,7 @@ class Updater:
     `_lock` guards the queue; it is the stream's.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        gradients: Gradients,
-        stream: "BlockStream",
-    ) -> None:
+    def __init__(self, store: Store, gradients: Gradients, stream: "BlockStream") -> None:
         self._store = store
         self._gradients = gradients
         self._stream = stream
@@ -178,9 +173,11 @@ class Updater:
             try:
                 if loaded is None:
                     current = self._loaded(current)
-                loaded = self._next()
+                with self._lock:
+                    loaded = self._pop(self._queue) if self._queue else None
                 if loaded is not None and not self._gradients.load(loaded.record, block=False):
-                    self._put_back(loaded)
+                    with self._lock:
+                        self._queue.append(loaded)
                     loaded = None
                 current.record.settle()
                 if (bad := current.record.non_finite()) is not None:
@@ -191,10 +188,6 @@ class Updater:
                 self._gradients.release(current.record)
                 current.written.finish(error)
                 current.published.finish(error)
-
-    def _next(self) -> Update | None:
-        with self._lock:
-            return self._pop(self._queue) if self._queue else None
 
     def _pop(self, among: list[Update]) -> Update:
         """Take the most urgent of queued updates whose gradient is there, else the first that was queued.
@@ -228,10 +221,6 @@ class Updater:
         self._gradients.load(update.record, block=True)
         return update
 
-    def _put_back(self, update: Update) -> None:
-        with self._lock:
-            self._queue.append(update)
-
 
 class BlockStream:
     """Runs the updates of units, one after another, block by block.
@@ -259,6 +248,8 @@ class BlockStream:
         """The checkpoint that is being written, if any."""
         self.damage = Damage()
         """Told of updates that failed."""
+        self.refused: BaseException | None = None
+        """What every update that has not begun fails with, if anything."""
         self._written: dict[int, Handle] = {}
         """unit -> `written` of the latest update that was fed."""
         self._successor: dict[int, int] = {}
@@ -290,8 +281,7 @@ class BlockStream:
             return False
         start, stop = cuts[self._ahead.begun]
         slot = self._free_slots.pop()
-        reads = self._transfers("ssd_read", index, slot, start, stop, WEIGHT)
-        self._ahead.blocks[start] = (slot, reads)
+        self._ahead.blocks[start] = (slot, [*self._transfers("ssd_read", index, slot, start, stop, WEIGHT)])
         self._ahead.begun += 1
         return True
 
@@ -315,8 +305,8 @@ class BlockStream:
         if self._ahead.unit == unit:
             self.drop_ahead()
 
-    def _take_slot(self, unit: int, start: int, stop: int, weights: str) -> tuple[int, list[Handle]]:
-        """A ring slot with a block of the unit in it or on its way, read ahead or from now on."""
+    def _take_slot(self, start: int) -> tuple[int, list[Handle]]:
+        """A ring slot for a block of the unit that is fed, and the reads that bring it, if it was read ahead."""
         with self.lock:
             if start in self._ahead.blocks:
                 return self._ahead.blocks.pop(start)
@@ -324,8 +314,7 @@ class BlockStream:
                 self.drop_ahead()  # what is left of it lies behind this block: parameters without a gradient
                 if not self._free_slots:
                     self.lock.wait()
-            slot = self._free_slots.pop()
-        return slot, self._transfers("ssd_read", unit, slot, start, stop, weights)
+            return self._free_slots.pop(), []
 
     def _release_slot(self, slot: int) -> None:
         with self.lock:
@@ -345,7 +334,11 @@ class BlockStream:
 
         The gradients of `parts` are applied one after another. `published` ends when the new weights are in their
         home, `written` when every state is. `undo` keeps what is changed.
+
+        Raises only before the first block. A later error ends both handles, once the blocks under way have ended.
         """
+        if self.refused is not None:
+            raise self.refused
         index = unit.index
         if index in self._written:
             self._written[index].wait()
@@ -369,10 +362,16 @@ class BlockStream:
                 for s in part.segments
                 if s.start < last and s.stop > first
             ]
-            if pieces or weights != IN_PLACE:
+            if not pieces and weights == IN_PLACE:
+                continue
+            try:
                 if (capture := self.capture) is not None:
                     capture.before_update(index, written, first, last)
                 self._feed_block(unit, start, stop, pieces, streamed, weights, undo, computed, writes)
+            except BaseException as error:
+                computed.append(Handle("update"))
+                computed[-1].finish(error)
+                break
         with self.lock:
             self.drop_ahead()  # blocks without a gradient
         all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *writes])
@@ -399,7 +398,7 @@ class BlockStream:
         """Submit one block: elements [start, stop) of what this rank updates of the unit."""
         index = unit.index
         store = self._store
-        slot, reads = self._take_slot(index, start, stop, weights.read) if streamed else (-1, [])
+        slot, using = self._take_slot(start) if streamed else (-1, [])
         addresses = self._addresses(unit, slot, start, weights.write)
         itemsize = self._states[0].dtype.itemsize
         old = store.tensor(index, weights.read) if weights.read != weights.write else None
@@ -413,12 +412,21 @@ class BlockStream:
                 self._apply(unit, start, addresses, record, piece)
 
         touched = 2 * self._state_bytes(index, start, stop) + (stop - start) * store.dtype(GRAD).itemsize
-        handle = self._lanes["update"].submit(compute, reads, touched, f"update {unit.spec.name}")
-        computed.append(handle)
-        if streamed:
-            writes = self._transfers("ssd_write", index, slot, start, stop, weights.write, after=(handle,))
-            written.extend(writes)
-            Latch("ssd_write", writes).then(lambda _: self._release_slot(slot))
+        try:
+            if streamed and not using:
+                using.extend(self._transfers("ssd_read", index, slot, start, stop, weights.read))
+            handle = self._lanes["update"].submit(compute, using, touched, f"update {unit.spec.name}")
+            computed.append(handle)
+            using.append(handle)
+            for write in self._transfers("ssd_write", index, slot, start, stop, weights.write, (handle,)):
+                written.append(write)
+                using.append(write)
+        except BaseException:
+            written.extend(using)  # the update ends after all that was submitted
+            raise
+        finally:
+            if streamed:
+                Latch("ssd_write", using).then(lambda _: self._release_slot(slot))
 
     def _cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """First and last element of every block of a unit's update."""
@@ -466,21 +474,18 @@ class BlockStream:
 
     def _transfers(
         self, lane: str, unit: int, slot: int, start: int, stop: int, weights: str, after: tuple[Handle, ...] = ()
-    ) -> list[Handle]:
+    ) -> Iterator[Handle]:
         """Move a block of every streamed state between its SSD extent and the ring; `weights` names the weights'."""
-        store, ssd = self._store, self._store.ssd
-        assert ssd is not None
-        move, verb = (ssd.load, "read") if lane == "ssd_read" else (ssd.store, "write")
-        label = f"{verb} {store.plan.units[unit].name}"
-        handles, page = [], store.plan.page_bytes
+        store, ssd, page = self._store, self._store.ssd, self._store.plan.page_bytes
         for name in self._streamed(unit):
             run, itemsize = store.run(unit, weights if name == WEIGHT else name), store.dtype(name).itemsize
             assert run is not None
+            assert ssd is not None
+            move, verb = (ssd.load, "read") if lane == "ssd_read" else (ssd.store, "write")
             nbytes = pages_for((stop - start) * itemsize, page) * page
             view = store.ring_view(slot, self._ring_offsets[name], nbytes)
             work = partial(move, run, start * itemsize, view)
-            handles.append(self._lanes[lane].submit(work, after, nbytes, label))
-        return handles
+            yield self._lanes[lane].submit(work, after, nbytes, f"{verb} {store.plan.units[unit].name}")
 
 
 def update_lane(store: Store, unit: int) -> str:

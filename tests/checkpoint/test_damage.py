@@ -2,12 +2,14 @@
 
 import copy
 import errno
+import itertools
 import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -226,6 +228,39 @@ def test_what_replaces_a_part_only_mends_nothing(
     assert_of_no_use(run, tmp_path / "bad")
     with suppress(StorageError):
         run.optimizer.close()
+
+
+def test_a_state_dict_that_an_error_cuts_short_leaves_a_state_of_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(LLAMA, RESIDENT).train(0, HALF)
+    run.save(tmp_path / "good")
+    with monkeypatch.context() as patch:
+        written, write = itertools.count(), run.optimizer._engine.store.write
+
+        def interrupted(*args: Any) -> None:
+            if next(written) == 3:
+                raise KeyboardInterrupt
+            write(*args)
+
+        states = run.optimizer.state_dict()
+        patch.setattr(run.optimizer._engine.store, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.optimizer.load_state_dict(states)
+    assert_of_no_use(run, tmp_path / "bad")
+    assert_goes_on_from(run, tmp_path / "good")
+
+
+def test_a_state_dict_of_other_shapes_is_refused_and_changes_nothing() -> None:
+    run = Run(LLAMA, RESIDENT).train(0, HALF)
+    states = copy.deepcopy(run.optimizer.state_dict())
+    for state in states["state"].values():
+        state["exp_avg"] += 1
+    states["param_groups"][0]["lr"] = 7.0
+    states["state"][2]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(pagoda.CheckpointError, match=r"'exp_avg' of .* has shape \(3,\)"):
+        run.optimizer.load_state_dict(states)
+    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 
 
 def test_a_state_dict_that_a_failing_disk_cuts_short_damages_a_run(

@@ -38,11 +38,13 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.runtime.construct import describe
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.unit import LiveUnit
 
 from .conftest import Wrap
+from .loops import WIDTH, Layers
 
 SOON_S = 30
 STEPS = 6
@@ -438,6 +440,36 @@ def test_a_failing_drive_is_reported_and_close_returns(
     thread.start()
     thread.join(SOON_S)
     assert not thread.is_alive(), "close() never returned"
+
+
+def test_a_gradient_is_free_only_when_the_blocks_of_an_update_that_failed_have_read_it(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrap(Layers(1), update="async", max_staleness=1)
+    (stream,) = optimizer._engine._streams
+    freed, freed_while_it_ran = threading.Event(), list[bool]()
+    feed_block, apply, finished = stream._feed_block, stream._apply, stream.finished
+
+    def fail_after_a_block(*args: Any) -> None:
+        feed_block(*args)
+        raise MemoryError("no room for another block")
+
+    def slowly(*args: Any) -> None:
+        freed_while_it_ran.append(freed.wait(0.5))
+        apply(*args)
+
+    def free(record: UnitGradient) -> None:
+        freed.set()
+        finished(record)
+
+    for name, replaced in (("_feed_block", fail_after_a_block), ("_apply", slowly), ("finished", free)):
+        monkeypatch.setattr(stream, name, replaced)
+    model(torch.ones(2, WIDTH), [0]).backward()
+    optimizer.step()
+    with pytest.raises(MemoryError, match="no room"):
+        optimizer.drain()
+    assert freed_while_it_ran == [False]
+    _close_quietly(optimizer)
 
 
 def _close_quietly(optimizer: PagedOptimizer) -> None:

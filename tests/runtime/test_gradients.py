@@ -1,6 +1,7 @@
 """Gradient extents hold what autograd would have accumulated, wherever their frames have been meanwhile."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -266,3 +267,60 @@ def test_a_failed_write_to_ssd_reaches_the_compute_thread(tmp_path: Path, monkey
         thread.join(3)
         assert not thread.is_alive()
         assert "the disk is gone" in str(raised[0])
+
+
+def failing(times: int, real: Callable[..., None]) -> Callable[..., None]:
+    """`real`, but for the first calls, which fail."""
+    left = iter(range(times))
+
+    def transfer(*args: object) -> None:
+        if next(left, None) is not None:
+            raise StorageError("the disk is gone")
+        real(*args)
+
+    return transfer
+
+
+def test_a_write_to_ssd_that_failed_once_is_done_again_when_the_frames_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parts(tmp_path, EQUAL, staged_units=2) as part:
+        assert part.store.ssd is not None
+        monkeypatch.setattr(part.store.ssd, "store", failing(1, part.store.ssd.store))
+        for unit in part.units:
+            part.arrive(unit)
+        for record in part.gradients.records():
+            record.settle()
+            grad = part.random_gradient(record.unit, 0, 0)
+            assert torch.equal(bits(contents(part, record, 0)), bits(grad.reshape(-1)))
+            part.gradients.release(record)
+        assert part.staging.pool.in_use == 0
+
+
+def test_after_a_failed_write_to_ssd_the_step_can_be_dropped_and_the_next_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parts(tmp_path, EQUAL, staged_units=2) as part:
+        with monkeypatch.context() as patch:
+            patch.setattr(part.store.ssd, "store", refuse)
+            with pytest.raises(StorageError, match="the disk is gone"):
+                [part.arrive(unit) for unit in part.units]
+        part.gradients.clear()
+        assert part.staging.pool.in_use == 0
+        for unit in part.units:
+            part.arrive(unit, seed=1)
+        for record in part.gradients.records():
+            grad = part.random_gradient(record.unit, 0, 1)
+            assert torch.equal(bits(contents(part, record, 0)), bits(grad.reshape(-1)))
+            part.gradients.release(record)
+
+
+def test_gradients_that_could_not_be_read_back_can_be_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with parts(tmp_path, EQUAL, staged_units=2) as part:
+        for unit in part.units:
+            part.arrive(unit)
+        part.settle()
+        monkeypatch.setattr(part.store.ssd, "load", refuse)
+        part.gradients.load(part.gradients.records()[0], block=True)
+        part.gradients.clear()
+        assert part.staging.pool.in_use == 0

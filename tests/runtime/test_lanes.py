@@ -179,6 +179,34 @@ def test_a_lane_goes_on_after_an_error(lane: Lane) -> None:
     lane.submit(lambda: None).wait()
 
 
+def test_a_callback_that_raises_neither_ends_a_lanes_thread_nor_keeps_others_from_being_told(lane: Lane) -> None:
+    error, start, told = WorkError("bookkeeping"), threading.Event(), list[BaseException | None]()
+
+    def work() -> None:
+        start.wait(SOON_S)
+
+    handle = lane.submit(work)
+    handle.then(lambda _: fail(error))
+    handle.then(told.append)
+    child = lane.submit(lambda: None, after=[handle])
+    start.set()
+    ended(child, lane.submit(lambda: None))
+    assert told == [error]
+    for failed in (handle, child):
+        with pytest.raises(WorkError) as caught:
+            failed.wait()
+        assert caught.value is error
+
+
+def test_the_error_of_work_comes_before_that_of_a_callback() -> None:
+    handle, first = Handle("update"), WorkError("work")
+    handle.then(lambda _: fail(WorkError("bookkeeping")))
+    handle.finish(first)
+    with pytest.raises(WorkError) as caught:
+        handle.wait()
+    assert caught.value is first
+
+
 def test_wait_all_waits_for_everything_before_it_raises_the_first_error(lane: Lane, other: Lane) -> None:
     started = threading.Event()
     finish = threading.Event()

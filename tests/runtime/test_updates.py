@@ -1,5 +1,6 @@
 """Updates give the bits of the flat kernel, in the order of need, within the ring, and say when they fail."""
 
+import itertools
 import random
 import threading
 import time
@@ -9,16 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from zoo import ALL_ON_SSD as EVERYTHING_ON_SSD
+from zoo import squeeze
 
+import pagoda
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory import Run
 from pagoda.optim import AdamW, Precision, Scalars, flat
 from pagoda.plan.layout import RING_SLOTS
 from pagoda.runtime.gradients import UnitGradient
-from pagoda.runtime.lanes import Handle
+from pagoda.runtime.lanes import Handle, Work
+from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.segments import BlockSegment
 from pagoda.runtime.updates import BlockStream, Updater
 
+from .conftest import Wrap
+from .loops import WIDTH, Layers
 from .parts import ALL_ON_SSD, MOMENTS_ON_SSD, PAGE, RESIDENT, Parts, Sizes, parts
 
 SOON_S = 30
@@ -410,6 +417,46 @@ def test_a_failing_disk_reaches_whoever_waits_and_everything_still_ends(
         running.assert_all_as_expected(but=[1])
 
 
+@pytest.mark.parametrize("lane", ["ssd_read", "update", "ssd_write"])
+def test_an_update_that_cannot_submit_all_its_work_ends_when_what_runs_has_ended(
+    tmp_path: Path, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with updates(tmp_path, [[9000], [2048]], placement=ALL_ON_SSD, staged_units=4, block_limit=1) as running:
+        part, gate, submitted = running.part, threading.Event(), itertools.count()
+        record = part.arrive(part.units[0], seed=1)
+        part.settle()
+        real = part.lanes[lane].submit
+
+        def submit(work: Work, after: Sequence[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
+            if not label.endswith("layers.0"):
+                return real(work, after, nbytes, label)
+            if next(submitted):
+                raise MemoryError("no room for more work")
+
+            def gated() -> None:
+                assert gate.wait(SOON_S)
+                work()
+
+            return real(gated, after, nbytes, label)
+
+        monkeypatch.setattr(part.lanes[lane], "submit", submit)
+        part.gradients.take(record)
+        failing = running.updater.submit(record, running.segments(0, 1), 0.0)
+        running.submit(1).wait()  # it is fed after the one that fails
+        assert not failing.done
+        if lane == "update":
+            assert running.finished == [1], "the gradient of unit 0 is still read"
+        gate.set()
+        with pytest.raises(MemoryError, match="no room"):
+            failing.wait()
+        with pytest.raises(MemoryError, match="no room"):
+            running.updater.drain()
+        running.assert_all_as_expected(but=[0])
+        assert sorted(running.finished) == [0, 1]
+        assert part.staging.pool.in_use == 0
+        assert sorted(running.updater._stream._free_slots) == [*range(RING_SLOTS)]
+
+
 def test_a_gradient_that_cannot_be_read_back_reaches_whoever_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,3 +514,56 @@ def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
         running.updater.drain()
         running.assert_all_as_expected()
         assert not running.updater._thread.is_alive()
+
+
+@pytest.mark.parametrize("bad", ["every gradient", "one gradient"])
+def test_an_update_under_backward_that_is_refused_counts_as_no_step(bad: str, wrap: Wrap) -> None:
+    memory = pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE)  # a unit for each layer
+    model, optimizer = wrap(Layers(2), memory, accumulation_steps=1)
+
+    def backward(scale: float = 1.0) -> None:
+        (model(torch.ones(2, WIDTH), [0, 1]) * scale).backward()
+
+    backward()
+    optimizer.step()
+    if bad == "every gradient":
+        backward(torch.nan)
+    else:
+        spoil = model.layers[0][0].bias.register_hook(lambda grad: grad * torch.nan)  # type: ignore[index]
+        backward()
+        spoil.remove()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    refused = {"layers.0.0.weight", "layers.0.0.bias"} if bad == "one gradient" else {n for n, _ in steps_of(optimizer)}
+    assert dict(steps_of(optimizer)) == {name: 2 - (name in refused) for name, _ in steps_of(optimizer)}
+    backward()
+    optimizer.step()
+    assert dict(steps_of(optimizer)) == {name: 3 - (name in refused) for name, _ in steps_of(optimizer)}
+
+
+def test_states_that_are_read_across_a_step_are_refused_and_the_step_is_whole(wrap: Wrap, tmp_path: Path) -> None:
+    outcomes = []
+    for reads in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = wrap(Layers(2), squeeze(Layers(2), EVERYTHING_ON_SSD, tmp_path, clipping=False))
+        states = optimizer.named_states()
+        for _ in range(3):
+            model(torch.ones(2, WIDTH), [0, 1]).backward()
+            optimizer.step()
+            if reads and optimizer.stats.step == 2:
+                with pytest.raises(pagoda.UsageError, match=r"read all of it before the next step"):
+                    next(states)
+            elif reads:
+                states = optimizer.named_states()
+                next(states)
+        outcomes.append((model.state_dict(), optimizer.state_dict()["state"]))
+        optimizer.close()
+    (weights, moments), (expected, expected_moments) = outcomes
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+    for index, state in moments.items():
+        assert all(torch.equal(value, expected_moments[index][name]) for name, value in state.items())
+
+
+def steps_of(optimizer: PagedOptimizer) -> Iterator[tuple[str, int]]:
+    """Updates that each parameter has had, by name."""
+    return ((name, int(state["step"])) for name, state in optimizer.named_states())

@@ -1,0 +1,78 @@
+"""Shutdown: the end of an engine's threads, whether it was closed or nobody holds it any more."""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from pagoda.errors import UsageError
+from pagoda.process import forks
+from pagoda.runtime.async_updates import AsyncUpdater
+from pagoda.runtime.lanes import THREAD_NAMES, Lane
+from pagoda.runtime.saver import Saver
+from pagoda.runtime.store import Store
+from pagoda.runtime.together import Together
+from pagoda.runtime.updaters import Updaters
+from pagoda.runtime.updates import BlockStream
+
+_log = logging.getLogger("pagoda")
+
+_CLOSE_S = 600.0
+"""How long the garbage collector waits for an engine's threads at most: they could wait for what its caller holds."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """All threads of an engine. None of them, nor what they work on, keeps the engine alive."""
+
+    lanes: Mapping[str, Lane]
+    updater: Updaters | AsyncUpdater
+    streams: Sequence[BlockStream]
+    saver: Saver
+    together: Together | None
+
+    def end(self, stack: ExitStack) -> None:
+        """Have `stack` end all of them: finish what they have been given, and join them."""
+        for lane in self.lanes.values():
+            stack.callback(lane.clear)
+        for name in (
+            "ssd_write",
+            "d2h",
+            "update",
+            "device_update",
+            "h2d",
+            "ssd_read",
+        ):  # from the last: each feeds those
+            stack.callback(self.lanes[name].close)
+        stack.callback(self.updater.close)
+        if self.together is not None:
+            stack.callback(self.together.close)
+        stack.callback(self.saver.close)
+
+
+def end_dropped(threads: Threads, store: Store, since: int) -> None:
+    """End the threads of an engine that was dropped without `close`, and give its memory and SSD space back.
+
+    Updates that have not begun are not carried out. `since` is `forks()` in its process: in others nothing is done.
+    """
+    if since != forks():
+        return
+    closer = threading.Thread(target=_end, args=(threads, store), name=f"{THREAD_NAMES}closer", daemon=True)
+    closer.start()
+    # Ranks end when all of them drop theirs. A thread of an engine must not wait for itself.
+    if threads.together is None and not threading.current_thread().name.startswith(THREAD_NAMES):
+        closer.join(_CLOSE_S)
+
+
+def _end(threads: Threads, store: Store) -> None:
+    refusal = UsageError("The optimizer was dropped without close().")
+    try:
+        with ExitStack() as stack:
+            stack.callback(store.close)
+            threads.end(stack)
+            for stream in threads.streams:
+                stream.refused = refusal
+    except Exception as error:
+        _log.warning("An optimizer was dropped without close(), and its end failed: %s", error)
+    refusal.__traceback__ = None  # its frames would keep memory until the next collection

@@ -1,0 +1,162 @@
+"""An optimizer that is dropped without `close()` gives its threads, its memory and its SSD directory back."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, squeeze
+
+import pagoda
+from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.runtime.unit import LiveUnit
+
+from .loops import WIDTH, Layers
+
+SOON_S = 30
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("pagoda-")}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else_runs() -> None:
+    gc.collect()
+    assert threads() == set()
+
+
+def wrapped(placement: str, directory: Path, **settings: Any) -> tuple[nn.Module, PagedOptimizer]:
+    staleness = 1 if "update" in settings else None
+    memory = RESIDENT
+    if placement != "resident":
+        memory = squeeze(Layers(), placement, directory, clipping=False, max_staleness=staleness)
+    return pagoda.wrap(Layers(), pagoda.AdamW(), memory=memory, **settings)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(2, WIDTH), [0, 1, 2])  # type: ignore[no-any-return]
+
+
+def train(model: nn.Module, optimizer: PagedOptimizer, until: str) -> None:
+    """A step, and a part of the next one."""
+    if until == "nothing":
+        return
+    loss_of(model).backward()
+    optimizer.step()
+    if until == "backward":
+        loss_of(model).backward()
+
+
+@pytest.mark.parametrize("until", ["nothing", "step", "backward"])
+@pytest.mark.parametrize("placement", ["resident", HOST_WEIGHTS, ALL_ON_SSD, ARENA, "async"])
+def test_what_a_dropped_optimizer_held_is_given_back(placement: str, until: str, tmp_path: Path) -> None:
+    if placement == "async":
+        model, optimizer = wrapped(HOST_WEIGHTS, tmp_path, update="async")
+    else:
+        model, optimizer = wrapped(placement, tmp_path)
+    train(model, optimizer, until)
+    store = optimizer._engine.store
+    held = [weakref.ref(tier.arena._mapping) for tier in (store.host, store.device) if tier]  # type: ignore[arg-type]
+    held += [weakref.ref(each) for each in (model, optimizer, optimizer._engine)]
+    del model, optimizer, store
+    gc.collect()
+    assert threads() == set()
+    assert [each() for each in held] == [None] * len(held)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
+    (stream,) = optimizer._engine._streams
+    begun, end, updated = threading.Event(), threading.Event(), list[int]()
+
+    def slowly(feed: Callable[..., None], unit: LiveUnit, *args: Any, **named: Any) -> None:
+        begun.set()
+        assert end.wait(SOON_S)
+        updated.append(unit.index)
+        feed(unit, *args, **named)
+
+    monkeypatch.setattr(stream, "feed", partial(slowly, stream.feed))
+    train(model, optimizer, "step")
+    assert begun.wait(SOON_S)
+    threading.Timer(0.05, end.set).start()
+    monkeypatch.undo()
+    del model, optimizer, stream
+    gc.collect()
+    assert threads() == set()
+    assert len(updated) <= 2, "the one under way, and the one whose gradient had been loaded"
+
+
+@pytest.mark.parametrize("kept", ["model", "a layer", "optimizer", "graph"])
+def test_it_goes_on_as_long_as_a_part_of_it_is_held(kept: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
+    expected = model.state_dict()
+    held: Any = model
+    if kept == "a layer":
+        held = model.layers[0]  # type: ignore[operator,index]
+    elif kept == "optimizer":
+        held = optimizer
+    elif kept == "graph":
+        held = loss_of(model)
+    del model, optimizer
+    gc.collect()
+    assert threads()
+    if kept == "model":
+        assert all(torch.equal(value, expected[name]) for name, value in held.state_dict().items())
+    elif kept == "a layer":
+        assert torch.equal(held.state_dict()["0.weight"], expected["layers.0.0.weight"])
+    elif kept == "optimizer":
+        assert held.state_dict()["state"] == {}
+    else:
+        held.backward()
+    del held
+    gc.collect()
+    assert threads() == set()
+
+
+def test_a_parameter_whose_model_was_dropped_is_refused(tmp_path: Path) -> None:
+    model, optimizer = wrapped("resident", tmp_path)
+    param = next(model.parameters())
+    del model, optimizer
+    gc.collect()
+    assert threads() == set()
+    with pytest.raises(pagoda.UsageError, match=r"'layers\.0\.0\.weight' .*dropped"), pagoda.gathered([param]):
+        pass
+
+
+def test_the_directory_of_a_dropped_optimizer_can_be_used_at_once(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        for _ in range(2):
+            model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
+            train(model, optimizer, "step")
+            del model, optimizer
+    finally:
+        gc.enable()
+    gc.collect()
+    assert threads() == set()
+
+
+def test_a_checkpoint_that_is_being_written_is_finished_though_its_optimizer_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    model, optimizer = wrapped(ALL_ON_SSD, tmp_path / "ssd")
+    train(model, optimizer, "step")
+    optimizer.save_checkpoint(tmp_path / "checkpoint", wait=False)
+    job = optimizer._engine.saver._job
+    assert job is not None
+    del model, optimizer
+    gc.collect()
+    job.wait()
+    del job
+    _, optimizer = wrapped("resident", tmp_path)
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    optimizer.close()
