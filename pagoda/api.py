@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pagoda.checkpoint.pretrained import attach_weights
 from pagoda.errors import ConfigError, UsageError
 from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
@@ -57,7 +58,7 @@ from pagoda.runtime.operator_tiles import Tiling
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.rule_checks import check_extents, check_rule
 from pagoda.runtime.stateful import ModelState, OptimizerState, trainable_state_dict
-from pagoda.tiers import Memory, free_ram
+from pagoda.tiers import Memory
 
 __all__ = [
     "SGD",
@@ -308,7 +309,7 @@ def _plan(
     if options.activations != "auto":
         return plan
     budget = memory.activation_bytes
-    room = _free_beside(plan, device) if budget is None else budget
+    room = _free_beside(plan, device, mesh.world.local_size) if budget is None else budget
     return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
 
 
@@ -419,10 +420,11 @@ def plan_of(model: nn.Module) -> Plan:
 _ENGINE = "_pagoda_engine"
 
 
-def _free_beside(plan: Plan, device: torch.device) -> int:
-    """Bytes that activations may take where compute runs, beside all pages of a plan that are about to be taken."""
+def _free_beside(plan: Plan, device: torch.device, ranks: int) -> int:
+    """Bytes that activations may take where compute runs, beside all pages of a plan that are about to be taken; RAM is
+    shared by the `ranks` of this node."""
     if device.type == "cuda":
         free, pages = torch.cuda.mem_get_info(device)[0], plan.peak_bytes.get("device", 0)
     else:
-        free, pages = free_ram(), plan.peak_bytes.get("host", 0) + plan.peak_bytes.get("device", 0)
+        free, pages = free_ram() // ranks, plan.peak_bytes.get("host", 0) + plan.peak_bytes.get("device", 0)
     return max(0, int((free - pages) * SHARE_OF_MEMORY))

@@ -6,6 +6,7 @@ from pathlib import Path
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import Activations
 from pagoda.forecast.config import PlanConfig
+from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_bytes, parse_bytes
 from pagoda.plan.hardware import Hardware, hardware_file, read_hardware
 from pagoda.plan.machines import MACHINES, find_machine
@@ -14,7 +15,7 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.rates import with_faster_gather
 from pagoda.settings import MemoryConfig
-from pagoda.tiers import HOST_SHARE, Memory, free_ram
+from pagoda.tiers import HOST_SHARE, Memory
 
 AUTO = "auto"
 CONTEXT_BYTES = 1 << 30
