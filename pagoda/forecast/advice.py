@@ -9,7 +9,7 @@ from pagoda.errors import BudgetError
 from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.machine import budgets_for
 from pagoda.forecast.setting import Setting, activations_of
-from pagoda.memory.sizes import format_bytes
+from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
 from pagoda.plan.ops import SSD
@@ -148,7 +148,7 @@ def _what_would_fit(forecast: Forecast, setting: Setting) -> Iterator[str]:
         plan = _planned(replace(setting, budgets=replace(budgets, **{tier: _ROOM})))
         if plan is not None:
             needed = _least(forecast, setting, tier, plan.peak_bytes[tier])
-            yield f"It would fit with {text.format(format_bytes(needed))}."
+            yield f"It would fit with {text.format(format_at_least(needed))}."
     if setting.options.clipping and (without := _planned(_without_clipping(setting))) is not None:
         yield f"It would fit without clipping (--clip-grad-norm None), in {_amounts(without)}."
 
@@ -175,7 +175,7 @@ def _least(forecast: Forecast, setting: Setting, tier: str, enough: int) -> int:
 
 
 def _amounts(plan: Plan) -> str:
-    return " and ".join(f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in plan.peak_bytes.items() if nbytes)
+    return " and ".join(f"{format_at_least(nbytes)} of {tier}" for tier, nbytes in plan.peak_bytes.items() if nbytes)
 
 
 def _twice_as_fast(part: _Part, *rates: str) -> _Part:

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
-from pagoda.memory.sizes import format_bytes
+from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
 from pagoda.plan.fit import beside_copies, first_that_fit, last_that_fit
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
@@ -86,6 +86,7 @@ def place(
     split: Split = USUAL_SPLIT,  # frozen
     keep_checkpoints: int | None = None,
     speculate: bool = False,
+    accumulates: bool = False,
 ) -> Placement:
     """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
 
@@ -94,7 +95,8 @@ def place(
     the order of the forward pass, because the first units of the next forward have the least slack.
     `transient_gradients` says that units are updated under backward, so that gradients need only a few buffers;
     `staging_buffers` is how many gradients of the largest unit fit the staging region at least (with one, backward
-    waits for each to be written).
+    waits for each to be written). With `accumulates`, a step has several passes: without SSD, RAM then keeps every
+    gradient from the first to the last.
 
     `keep_checkpoints` is for how many of them the weights and moments on SSD have spare pages, since a checkpoint
     keeps its pages as they are; None makes it one where that fits, else none.
@@ -105,7 +107,9 @@ def place(
 
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
-    return _Filler(layout, budgets, transient_gradients, staging_buffers, split, keep_checkpoints, speculate).fill()
+    return _Filler(
+        layout, budgets, transient_gradients, staging_buffers, split, keep_checkpoints, speculate, accumulates
+    ).fill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +133,14 @@ class _Filler:
         split: Split,
         keep_checkpoints: int | None,
         speculate: bool,
+        accumulates: bool,
     ) -> None:
         self.layout = layout
         self.speculate = speculate and layout.ranks is None
         self.keep_checkpoints = keep_checkpoints
         self.budgets = budgets
         self.transient = transient
+        self.accumulates = accumulates
         self.staging_buffers = staging_buffers
         self.split = split
         self.separate = budgets.device is not None
@@ -155,7 +161,8 @@ class _Filler:
     def fill(self) -> Placement:
         weights, grads, moments = (sum(m.values()) for m in (self.weight, self.grad, self.moment))
         device = self._device_lines()
-        buffers = min(grads, 4 * self.widest_grad) if self.transient else grads
+        few = self.transient and not (self.accumulates and self.budgets.ssd is None)
+        buffers = min(grads, 4 * self.widest_grad) if few else grads
         everything = weights + moments + buffers
         if everything <= self.host:
             room = min(grads, self.host - weights - moments)
@@ -479,8 +486,8 @@ class _Filler:
                 grads = format_bytes(self.layout.total_pages(GRAD) * page)
                 setting += f", or lower max_staleness: RAM keeps gradients of max_staleness + 1 steps, {grads} each"
         raise BudgetError(
-            f"The training state does not fit: {tier} needs at least {format_bytes(needed * page)} and has "
-            f"{format_bytes(available * page)}, {format_bytes((needed - available) * page)} short. "
+            f"The training state does not fit: {tier} needs at least {format_at_least(needed * page)} and has "
+            f"{format_bytes(available * page)}, {format_at_least((needed - available) * page)} short. "
             f"Raise {setting}.",
             tier=tier,
             needed_bytes=needed * page,

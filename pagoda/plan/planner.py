@@ -320,6 +320,7 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
                 split,
                 options.keep_checkpoints,
                 options.may_speculate,
+                options.accumulation_steps is not None and options.accumulation_steps > 1,
             )
         except BudgetError as refusal:
             refusals.append(refusal)

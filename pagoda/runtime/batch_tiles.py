@@ -79,7 +79,9 @@ class TiledBlocks:
             raise _refusal(block, reason)
         if block.name not in self.whole:
             if reason not in self.whole.values():
-                warnings.warn(f"batch_tiles='auto' runs the batch of layer {block.name!r} whole: {reason}.", stacklevel=2)
+                warnings.warn(
+                    f"batch_tiles='auto' runs the batch of layer {block.name!r} whole: {reason}.", stacklevel=2
+                )
             self.whole[block.name] = reason
         return forward(*args, **kwargs)
 
@@ -170,7 +172,9 @@ def _joined(block: Block, parts: tuple[Any, ...], sizes: Sequence[int]) -> Any:
             return torch.cat(parts)
         if all(torch.equal(part, first) for part in parts):
             return first
-        raise _refusal(block, f"an output of shape {tuple(first.shape)} has no batch dimension, and depends on the batch")
+        raise _refusal(
+            block, f"an output of shape {tuple(first.shape)} has no batch dimension, and depends on the batch"
+        )
     if isinstance(first, _SHARED) and all(part == first for part in parts):
         return first
     raise _refusal(block, f"an output is a {type(first).__name__}, which micro-batches cannot share")
@@ -204,6 +208,6 @@ def _is_filled(cache: Any) -> bool:
 
 def _refusal(block: Block, reason: str) -> ConfigError:
     return ConfigError(
-        f"The layer {block.name!r} cannot run its batch in micro-batches: {reason}. Leave out batch_tiles. (With 'auto', "
-        "layers whose arguments or batch norms do not allow it run their batch whole.)"
+        f"The layer {block.name!r} cannot run its batch in micro-batches: {reason}. Leave out batch_tiles. (With "
+        "'auto', layers whose arguments or batch norms do not allow it run their batch whole.)"
     )

@@ -65,9 +65,7 @@ def test_a_system_that_does_not_say_is_refused_naming_the_setting(tmp_path: Path
         (v2("a/b", limit="max") | v2("a/c", limit="1"), 64 << 10),
     ],
 )
-def test_every_group_of_version_2_and_its_ancestors_count(
-    tmp_path: Path, groups: Mapping[str, str], free: int
-) -> None:
+def test_every_group_of_version_2_and_its_ancestors_count(tmp_path: Path, groups: Mapping[str, str], free: int) -> None:
     files = {f"sys/fs/cgroup/{name}": text for name, text in groups.items()}
     root = write(tmp_path, {"proc/self/cgroup": "0::/a/b\n", "proc/self/mountinfo": f"{V2_MOUNT}\n", **files})
     assert free_ram(root) == free * MIB
@@ -75,12 +73,12 @@ def test_every_group_of_version_2_and_its_ancestors_count(
 
 def test_a_group_of_version_1_counts(tmp_path: Path) -> None:
     cgroup = "9:name=systemd:/x\n4:cpu,memory:/jobs/one\n1:cpuset:/y\n0::/\n"
-    groups = v1("jobs/one", limit=UNLIMITED) | v1("jobs", limit=2048 * MIB, used=1000, cache=500) | v1(".", limit=1 << 50)
+    groups = (
+        v1("jobs/one", limit=UNLIMITED) | v1("jobs", limit=2048 * MIB, used=1000, cache=500) | v1(".", limit=1 << 50)
+    )
     files = {f"sys/fs/cgroup/memory/{name}": text for name, text in groups.items()}
     unified = "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
-    root = write(
-        tmp_path, {"proc/self/cgroup": cgroup, "proc/self/mountinfo": f"{V1_MOUNT}\n{unified}\n", **files}
-    )
+    root = write(tmp_path, {"proc/self/cgroup": cgroup, "proc/self/mountinfo": f"{V1_MOUNT}\n{unified}\n", **files})
     assert free_ram(root) == 1548 * MIB
 
 

@@ -223,12 +223,15 @@ def wrapped(model: nn.Module, tiles: int | str | None) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("kind", REASONS)
 def test_what_cannot_be_tiled_is_refused_and_says_why(kind: str) -> None:
-    with pytest.raises(pagoda.ConfigError, match=rf"'layers\.0'.*{REASONS[kind]}.*batch_tiles"):
-        model, optimizer = wrapped(Stack(kind), 4)
-        try:
-            model(torch.randn(WIDTH, WIDTH, WIDTH) if kind == "table" else torch.randn(SAMPLES, WIDTH))
-        finally:
-            optimizer.close()
+    said = rf"'layers\.0'.*{REASONS[kind]}.*batch_tiles"
+    if kind == "batch norm":  # known before anything is allocated
+        with pytest.raises(pagoda.ConfigError, match=said):
+            wrapped(Stack(kind), 4)
+        return
+    model, optimizer = wrapped(Stack(kind), 4)
+    with pytest.raises(pagoda.ConfigError, match=said):
+        model(torch.randn(WIDTH, WIDTH, WIDTH) if kind == "table" else torch.randn(SAMPLES, WIDTH))
+    optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ["batch norm", "cache"])
