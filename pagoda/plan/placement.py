@@ -7,7 +7,7 @@ from typing import NoReturn
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_at_least, format_bytes
-from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages, why_no_device_updates
 from pagoda.plan.fit import beside_copies, first_that_fit, last_that_fit
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
@@ -305,9 +305,7 @@ class _Filler:
         """The first units of forward, as many as the share of the device's memory holds that nothing else needs; at
         least one unit is not among them, for which there are leases."""
         layout, share = self.layout, self.split.device_home_share
-        if not share or self.budgets.device is None or self.asynchronous or layout.ranks is not None:
-            return frozenset()
-        if not layout.has_device_kernels:
+        if not share or self.budgets.device is None or why_no_device_updates(layout, self.budgets.device):
             return frozenset()
         needed = layout.lease_pages(self.split.leases_ahead) + self._update_ring_pages()
         room = int(share * (self.budgets.device // layout.page_bytes - needed))
@@ -318,9 +316,7 @@ class _Filler:
     def _update_ring_pages(self) -> int:
         """Pages of the device through which the states of units pass that are updated there."""
         layout = self.layout
-        if not self.split.device_update_share or self.asynchronous or layout.ranks is not None:
-            return 0
-        if not layout.has_device_kernels:
+        if not self.split.device_update_share or why_no_device_updates(layout, self.budgets.device):
             return 0
         return DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, layout.page_bytes)
 
@@ -391,6 +387,8 @@ class _Filler:
                 f"{len(passing)} of {len(units)} units are updated on the device: their states pass it while the CPU "
                 "updates the others."
             )
+        elif UPDATE_RING in device:
+            self.reasons.append("No unit is updated on the device: that takes all of its states in RAM.")
         if self.resident:
             self.reasons.append(
                 f"{len(self.resident)} of {len(units)} units have all their states on the device, which has room for "
