@@ -35,7 +35,7 @@ class Memory:
     """"SIZE": memory of the current CUDA GPU for pages, beside what activations need. None: compute is the CPU and
     reads weights in host RAM. "cpu:SIZE": a separate arena in RAM stands in for a GPU's memory."""
     host: str | int | None = None
-    """Host RAM for pages; None takes 80% of what is free now."""
+    """Host RAM for pages; None takes 80% of what is free now, or of what control groups leave (a container's limit)."""
     ssd: str | os.PathLike[str] | None = None
     """"DIR" or "DIR:SIZE": a directory on an SSD, and how much of it to use (by default what is free). Several, with
     commas between them, share the pages out over their drives: "DIR1:SIZE1,DIR2:SIZE2", or "DIR1,DIR2:SIZE" with the

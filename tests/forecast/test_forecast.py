@@ -12,7 +12,7 @@ from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
-from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
+from pagoda.forecast.machine import Machine, budgets_for, compute_memory, find_machine_for
 from pagoda.forecast.report import as_json
 from pagoda.forecast.setting import options_of
 from pagoda.forecast.subject import find_subject
@@ -187,6 +187,11 @@ def test_activations_that_fill_the_gpu_alone_do_not_fit_and_are_not_an_error() -
     assert not one.fits
     assert one.refusal is not None
     assert "Activations alone" in str(one.refusal)
+
+
+def test_a_forecast_for_this_machine_counts_the_limits_of_control_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.memory.ram._limits", lambda root: iter([(int(900 * MIB), int(800 * MIB))]))
+    assert compute_memory(Machine(SMALL, here=True)) == 100 * MIB
 
 
 def test_activations_and_context_are_kept_free_on_a_gpu() -> None:
