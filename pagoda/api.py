@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pagoda.checkpoint.pretrained import attach_weights
 from pagoda.errors import ConfigError, UsageError
 from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
@@ -36,7 +37,7 @@ from pagoda.plan.activations import SHARE_OF_MEMORY, ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
-from pagoda.runtime.batch_tiles import blocks_to_tile, tile_batches
+from pagoda.runtime.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.runtime.blocks import refuse_own_checkpointing
 from pagoda.runtime.construct import Builder, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
@@ -57,7 +58,7 @@ from pagoda.runtime.operator_tiles import Tiling
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.rule_checks import check_extents, check_rule
 from pagoda.runtime.stateful import ModelState, OptimizerState, trainable_state_dict
-from pagoda.tiers import Memory, free_ram
+from pagoda.tiers import Memory
 
 __all__ = [
     "SGD",
@@ -163,9 +164,12 @@ def wrap(
 
     `batch_tiles=N` lets each of the model's repeated layers run the batch it is given in N micro-batches, or in as many
     as "auto" finds useful. Feed the whole batch of a step at once: weights are then fetched once for all of it, and
-    where it is recomputed a layer's activations are there for one micro-batch at a time. Gradients have the bits
-    of ordinary accumulation of the same micro-batches where a layer treats samples independently. A layer that
-    cannot be tiled runs its batch whole, with a warning.
+    where it is recomputed a layer's activations are there for one micro-batch at a time. With it you state that these
+    layers treat the samples of a batch independently in training; then gradients have the bits of ordinary accumulation
+    of the same micro-batches. What can be checked of that is checked, and refused by ConfigError: batch norms that use
+    the statistics of the batch, buffers that forward changes, arguments that micro-batches cannot share, outputs that
+    are of the batch as a whole. "auto" runs a layer whose batch norms or arguments do not allow it whole, with a
+    warning, and `plan_of` says so. Layers of transformers are given no key-value cache while they are tiled.
 
     `tile_limit=SIZE` cuts linear layers, embeddings and transformers' stacks of experts whose weights take more into
     tiles, which are fetched, used and dropped one after another. State dicts and checkpoints have the names and shapes
@@ -247,7 +251,7 @@ def wrap(
         _move_in(model, engine, tiling, wire)
         paged = PagedOptimizer(model, optimizer, engine, groups)
         if batch_tiles is not None:
-            tile_batches(tiled_blocks, batch_tiles)
+            setattr(model, _TILED, TiledBlocks(tiled_blocks, batch_tiles))
     except BaseException:
         engine.close()
         raise
@@ -310,7 +314,7 @@ def _plan(
     if options.activations != "auto":
         return plan
     budget = memory.activation_bytes
-    room = _free_beside(plan, device) if budget is None else budget
+    room = _free_beside(plan, device, mesh.world.local_size) if budget is None else budget
     return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
 
 
@@ -415,16 +419,21 @@ def plan_of(model: nn.Module) -> Plan:
     engine = getattr(model, _ENGINE, None)
     if not isinstance(engine, Engine):
         raise UsageError("This model is not wrapped: call pagoda.wrap(model, ...) first.")
-    return engine.whole_plan
+    plan, tiled = engine.whole_plan, getattr(model, _TILED, None)
+    if not isinstance(tiled, TiledBlocks):
+        return plan
+    whole = (f"Layer {name!r} runs its batch whole: {reason}." for name, reason in tiled.whole.items())
+    return replace(plan, reasons=(*plan.reasons, *whole))
 
 
-_ENGINE = "_pagoda_engine"
+_ENGINE, _TILED = "_pagoda_engine", "_pagoda_tiled"
 
 
-def _free_beside(plan: Plan, device: torch.device) -> int:
-    """Bytes that activations may take where compute runs, beside all pages of a plan that are about to be taken."""
+def _free_beside(plan: Plan, device: torch.device, ranks: int) -> int:
+    """Bytes that activations may take where compute runs, beside all pages of a plan that are about to be taken; RAM is
+    shared by the `ranks` of this node."""
     if device.type == "cuda":
         free, pages = torch.cuda.mem_get_info(device)[0], plan.peak_bytes.get("device", 0)
     else:
-        free, pages = free_ram(), plan.peak_bytes.get("host", 0) + plan.peak_bytes.get("device", 0)
+        free, pages = free_ram() // ranks, plan.peak_bytes.get("host", 0) + plan.peak_bytes.get("device", 0)
     return max(0, int((free - pages) * SHARE_OF_MEMORY))

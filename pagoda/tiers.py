@@ -11,6 +11,7 @@ import torch
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.commits import bytes_of_stores
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
+from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import directory_and_size, parse_bytes
 from pagoda.parallel.world import World
 from pagoda.plan.placement import Budgets
@@ -34,7 +35,7 @@ class Memory:
     """"SIZE": memory of the current CUDA GPU for pages, beside what activations need. None: compute is the CPU and
     reads weights in host RAM. "cpu:SIZE": a separate arena in RAM stands in for a GPU's memory."""
     host: str | int | None = None
-    """Host RAM for pages; None takes 80% of what is free now."""
+    """Host RAM for pages; None takes 80% of what is free now, or of what control groups leave (a container's limit)."""
     ssd: str | os.PathLike[str] | None = None
     """"DIR" or "DIR:SIZE": a directory on an SSD, and how much of it to use (by default what is free). Several, with
     commas between them, share the pages out over their drives: "DIR1:SIZE1,DIR2:SIZE2", or "DIR1,DIR2:SIZE" with the
@@ -134,17 +135,6 @@ class Memory:
             return Budgets(host, device)
         sizes = self.ssd_directories.items()
         return Budgets(host, device, sum(_free_disk(path) if size is None else size for path, size in sizes))
-
-
-def free_ram() -> int:
-    """Bytes of RAM that can be used without swapping."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    raise ConfigError("This system does not say how much RAM is free: set memory.host.")
 
 
 def _free_disk(directory: Path) -> int:

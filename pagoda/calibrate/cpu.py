@@ -8,8 +8,9 @@ import torch
 
 from pagoda.calibrate.bookkeeping import measure_bookkeeping
 from pagoda.calibrate.matmul import matmul_rate
-from pagoda.calibrate.meter import Meter, cpu_cores, ram_bytes
+from pagoda.calibrate.meter import Meter, cpu_cores
 from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
+from pagoda.memory.ram import ram_bytes
 from pagoda.optim import AdamW
 from pagoda.optim.formats import gradient_kernels, update_kernel, warm_up
 from pagoda.plan.hardware import Cpu, Figure

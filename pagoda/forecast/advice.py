@@ -9,11 +9,12 @@ from pagoda.errors import BudgetError
 from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.machine import budgets_for
 from pagoda.forecast.setting import Setting, activations_of
-from pagoda.memory.sizes import format_bytes
+from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.compute import Compute
 from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
 from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
+from pagoda.plan.problem import Problem
 from pagoda.plan.search import Candidate
 
 _Part = TypeVar("_Part", Hardware, Cpu, Link, Drive, SmallTransfers)
@@ -39,13 +40,15 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
         return ()
     if forecast.choice is None:
         return tuple(_what_would_fit(forecast, forecast.setting))[:_MOST_LINES]
-    best = forecast.choice.best
-    whole = _step_s(forecast.setting, best, whole=False) == inf  # a part of the layers may not fit its part of a tier
-    now = _step_s(forecast.setting, best, whole)
+    best, setting = forecast.choice.best, forecast.setting
+    now = best.timeline.step_s
     free: list[str] = []
     gains: list[tuple[float, str]] = []
-    for change in _changes(forecast, forecast.setting):
-        gain = change.tokens * now / _step_s(change.setting, best, whole) - 1
+    changes = [(_estimated_gain(change, setting, best), change) for change in _changes(forecast, setting)]
+    promising = sorted((change for change in changes if change[0] > _WORTH), key=lambda change: -change[0])
+    for _, change in promising[:_MOST_LINES]:
+        # What is said comes from the step that the forecast itself simulates, with the change.
+        gain = change.tokens * now / _step_s(change.setting.problem, change.setting, best) - 1
         if gain > _WORTH:
             tokens_per_s = forecast.tokens_per_s * (1 + gain)
             gains.append((gain, f"{change.name}: {gain:+.0%}, {tokens_per_s:,.0f} tokens/s."))
@@ -62,15 +65,23 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     return (*free, *(line for _, line in sorted(gains, reverse=True)))[:_MOST_LINES]
 
 
-def _step_s(setting: Setting, best: Candidate, whole: bool) -> float:
-    """Seconds of a step of the plan that was chosen and of the usual one, made for another setting, whichever is
-    shorter: no search, so there may be a faster one. Infinite where neither fits.
+def _estimated_gain(change: _Change, setting: Setting, best: Candidate) -> float:
+    """What a change gives: of a plan of many units on a part of the layers, if there is one with the change and one
+    without, since a part says nothing of the whole. Both may not fit their part of a tier: then of the whole."""
+    before, after = setting.problem, change.setting.problem
+    parts = before.to_compare(best.plan), after.to_compare(best.plan)
+    if parts[0] is not before and parts[1] is not after:
+        seconds = _step_s(parts[0], setting, best), _step_s(parts[1], change.setting, best)
+        if max(seconds) < inf:
+            return change.tokens * seconds[0] / seconds[1] - 1
+    return change.tokens * best.timeline.step_s / _step_s(after, change.setting, best) - 1
 
-    Unless `whole`, of a plan of many units these are seconds of a part of the layers, to be compared with others.
-    """
+
+def _step_s(problem: Problem, setting: Setting, best: Candidate) -> float:
+    """Seconds of a step of the plan that was chosen and of the usual one, made for the problem of another setting, or
+    for a part of it, whichever is shorter: no search, so there may be a faster one. Infinite where neither fits."""
     chosen, options = best.options, setting.options
     as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
-    problem = setting.problem if whole else setting.problem.to_compare(best.plan)
     seconds = [inf]
     for tried in dict.fromkeys((as_chosen, options)):
         try:
@@ -148,7 +159,7 @@ def _what_would_fit(forecast: Forecast, setting: Setting) -> Iterator[str]:
         plan = _planned(replace(setting, budgets=replace(budgets, **{tier: _ROOM})))
         if plan is not None:
             needed = _least(forecast, setting, tier, plan.peak_bytes[tier])
-            yield f"It would fit with {text.format(format_bytes(needed))}."
+            yield f"It would fit with {text.format(format_at_least(needed))}."
     if setting.options.clipping and (without := _planned(_without_clipping(setting))) is not None:
         yield f"It would fit without clipping (--clip-grad-norm None), in {_amounts(without)}."
 
@@ -175,7 +186,7 @@ def _least(forecast: Forecast, setting: Setting, tier: str, enough: int) -> int:
 
 
 def _amounts(plan: Plan) -> str:
-    return " and ".join(f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in plan.peak_bytes.items() if nbytes)
+    return " and ".join(f"{format_at_least(nbytes)} of {tier}" for tier, nbytes in plan.peak_bytes.items() if nbytes)
 
 
 def _twice_as_fast(part: _Part, *rates: str) -> _Part:

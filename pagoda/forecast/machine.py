@@ -6,7 +6,8 @@ from pathlib import Path
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import Activations
 from pagoda.forecast.config import PlanConfig
-from pagoda.memory.sizes import format_bytes, parse_bytes
+from pagoda.memory.ram import free_ram
+from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
 from pagoda.plan.hardware import Hardware, hardware_file, read_hardware
 from pagoda.plan.machines import MACHINES, find_machine
 from pagoda.plan.ops import DEVICE, HOST
@@ -14,7 +15,7 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.rates import with_faster_gather
 from pagoda.settings import MemoryConfig
-from pagoda.tiers import HOST_SHARE, Memory, free_ram
+from pagoda.tiers import HOST_SHARE, Memory
 
 AUTO = "auto"
 CONTEXT_BYTES = 1 << 30
@@ -179,7 +180,8 @@ def _ssd_budget(machine: Machine, memory: MemoryConfig) -> tuple[int | None, str
 def _no_room(tier: str, there: int, needed: int) -> BudgetError:
     return BudgetError(
         f"Activations alone do not fit: {tier} has {format_bytes(there)}, and beside the pages "
-        f"{format_bytes(needed)} are needed. Lower --batch-size or --seq-len, and raise --accumulation-steps instead.",
+        f"{format_at_least(needed)} are needed. Lower --batch-size or --seq-len, and raise --accumulation-steps "
+        "instead.",
         tier=tier,
         needed_bytes=needed,
     )

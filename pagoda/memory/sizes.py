@@ -55,6 +55,15 @@ def format_bytes(n: int) -> str:
     raise AssertionError("unreachable: the last prefix always returns")
 
 
+def format_at_least(n: int) -> str:
+    """`n` bytes rounded up, as `format_bytes` shows them: what reads this back gets `n` or more. For what is needed."""
+    if n < 1024:
+        return f"{n} B"
+    power = min((n.bit_length() - 1) // 10, len(_PREFIXES))
+    whole, hundredths = divmod(-(-n * 100 // 1024**power), 100)
+    return f"{whole}.{hundredths:02d} {_PREFIXES[power - 1]}iB"
+
+
 def directory_and_size(text: str) -> tuple[str, str]:
     """The parts of "DIR:SIZE"; the size is empty where there is none."""
     directory, colon, size = text.rpartition(":")

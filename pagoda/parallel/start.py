@@ -112,12 +112,12 @@ def agreed_plan(wire: Wire, make: Callable[[], Plan], root: ModuleSpec) -> Plan:
 
 
 def _check_weights(plan: Plan) -> None:
-    """Raises BudgetError where every rank has all weights, and not in RAM.
+    """Raises BudgetError where ranks that share the state of the same weights have all of them each, and not in RAM.
 
     Keeping them on SSD is not worth building: each rank would read all weights from its drive and write all of them
     after each update, where stage 3 reads and writes 1/N of that and the rest comes over the network.
     """
-    if plan.ranks is None or plan.ranks.shards_weights:
+    if plan.ranks is None or plan.ranks.shards_weights or plan.ranks.data_parallel == 1:
         return
     on_ssd = [unit for unit in plan.units if plan.placement.home(unit.index, WEIGHT) == SSD]
     if on_ssd:

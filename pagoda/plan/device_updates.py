@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
+from pagoda.plan.layout import Layout
 from pagoda.plan.units import UnitSpec
 
 UPDATE_RING = "update_ring"
@@ -16,6 +17,21 @@ DEVICE_SLOTS = 4
 """Blocks on the device at once: one comes, one is updated, one goes, one to spare."""
 _ALIGN = 256
 """Bytes: what every part of a slot starts on, as CUDA's own allocations do."""
+
+
+def why_no_device_updates(layout: Layout, device: int | None) -> str | None:
+    """Why the device, whose budget is `device`, can neither update units nor be home to any; None where it can."""
+    if device is None:
+        return "compute has no memory of its own: give memory.device"
+    if layout.ranks is not None:
+        return "several ranks update their slices on their CPUs alone"
+    if layout.max_staleness is not None:
+        return "asynchronous updates (update='async') run on the CPU alone"
+    if layout.weight.whole is not None:
+        return "a GPU has no kernels for an optimizer that takes parameters whole, such as Adafactor or Muon"
+    if not layout.has_device_kernels:
+        return "a GPU has no kernels for gradients that are kept in another dtype than weights (wrap(gradients=...))"
+    return None
 
 
 def state_bytes(states: Sequence[StateSpec], elements: int) -> int:

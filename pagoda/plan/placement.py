@@ -6,8 +6,8 @@ from typing import NoReturn
 
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
-from pagoda.memory.sizes import format_bytes
-from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
+from pagoda.memory.sizes import format_at_least, format_bytes
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages, why_no_device_updates
 from pagoda.plan.fit import beside_copies, first_that_fit, last_that_fit
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
@@ -86,6 +86,7 @@ def place(
     split: Split = USUAL_SPLIT,  # frozen
     keep_checkpoints: int | None = None,
     speculate: bool = False,
+    accumulates: bool = False,
 ) -> Placement:
     """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
 
@@ -94,7 +95,8 @@ def place(
     the order of the forward pass, because the first units of the next forward have the least slack.
     `transient_gradients` says that units are updated under backward, so that gradients need only a few buffers;
     `staging_buffers` is how many gradients of the largest unit fit the staging region at least (with one, backward
-    waits for each to be written).
+    waits for each to be written). With `accumulates`, a step has several passes: without SSD, RAM then keeps every
+    gradient from the first to the last.
 
     `keep_checkpoints` is for how many of them the weights and moments on SSD have spare pages, since a checkpoint
     keeps its pages as they are; None makes it one where that fits, else none.
@@ -105,7 +107,9 @@ def place(
 
     Raises BudgetError naming the tier, the shortfall and the setting that would help.
     """
-    return _Filler(layout, budgets, transient_gradients, staging_buffers, split, keep_checkpoints, speculate).fill()
+    return _Filler(
+        layout, budgets, transient_gradients, staging_buffers, split, keep_checkpoints, speculate, accumulates
+    ).fill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +133,14 @@ class _Filler:
         split: Split,
         keep_checkpoints: int | None,
         speculate: bool,
+        accumulates: bool,
     ) -> None:
         self.layout = layout
         self.speculate = speculate and layout.ranks is None
         self.keep_checkpoints = keep_checkpoints
         self.budgets = budgets
         self.transient = transient
+        self.accumulates = accumulates
         self.staging_buffers = staging_buffers
         self.split = split
         self.separate = budgets.device is not None
@@ -155,7 +161,8 @@ class _Filler:
     def fill(self) -> Placement:
         weights, grads, moments = (sum(m.values()) for m in (self.weight, self.grad, self.moment))
         device = self._device_lines()
-        buffers = min(grads, 4 * self.widest_grad) if self.transient else grads
+        few = self.transient and not (self.accumulates and self.budgets.ssd is None)
+        buffers = min(grads, 4 * self.widest_grad) if few else grads
         everything = weights + moments + buffers
         if everything <= self.host:
             room = min(grads, self.host - weights - moments)
@@ -298,9 +305,7 @@ class _Filler:
         """The first units of forward, as many as the share of the device's memory holds that nothing else needs; at
         least one unit is not among them, for which there are leases."""
         layout, share = self.layout, self.split.device_home_share
-        if not share or self.budgets.device is None or self.asynchronous or layout.ranks is not None:
-            return frozenset()
-        if not layout.has_device_kernels:
+        if not share or self.budgets.device is None or why_no_device_updates(layout, self.budgets.device):
             return frozenset()
         needed = layout.lease_pages(self.split.leases_ahead) + self._update_ring_pages()
         room = int(share * (self.budgets.device // layout.page_bytes - needed))
@@ -311,9 +316,7 @@ class _Filler:
     def _update_ring_pages(self) -> int:
         """Pages of the device through which the states of units pass that are updated there."""
         layout = self.layout
-        if not self.split.device_update_share or self.asynchronous or layout.ranks is not None:
-            return 0
-        if not layout.has_device_kernels:
+        if not self.split.device_update_share or why_no_device_updates(layout, self.budgets.device):
             return 0
         return DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, layout.page_bytes)
 
@@ -384,6 +387,8 @@ class _Filler:
                 f"{len(passing)} of {len(units)} units are updated on the device: their states pass it while the CPU "
                 "updates the others."
             )
+        elif UPDATE_RING in device:
+            self.reasons.append("No unit is updated on the device: that takes all of its states in RAM.")
         if self.resident:
             self.reasons.append(
                 f"{len(self.resident)} of {len(units)} units have all their states on the device, which has room for "
@@ -479,8 +484,8 @@ class _Filler:
                 grads = format_bytes(self.layout.total_pages(GRAD) * page)
                 setting += f", or lower max_staleness: RAM keeps gradients of max_staleness + 1 steps, {grads} each"
         raise BudgetError(
-            f"The training state does not fit: {tier} needs at least {format_bytes(needed * page)} and has "
-            f"{format_bytes(available * page)}, {format_bytes((needed - available) * page)} short. "
+            f"The training state does not fit: {tier} needs at least {format_at_least(needed * page)} and has "
+            f"{format_bytes(available * page)}, {format_at_least((needed - available) * page)} short. "
             f"Raise {setting}.",
             tier=tier,
             needed_bytes=needed * page,

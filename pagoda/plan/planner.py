@@ -7,11 +7,12 @@ from itertools import product
 
 import torch
 
-from pagoda.errors import BudgetError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import ActivationMode, ActivationPlan, SavedBlocks
+from pagoda.plan.device_updates import why_no_device_updates
 from pagoda.plan.hardware import LARGE_TRANSFER_BYTES
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
@@ -244,7 +245,8 @@ def make_plan(
     module whose children are the experts. Where ranks hold other numbers of elements (`Slices`), it is the plan of
     `rank`, or of the one that holds most; units and pages are those that are good for the latter, so alike everywhere.
 
-    Raises BudgetError, naming tier, shortfall and setting, when no choice fits.
+    Raises BudgetError, naming tier, shortfall and setting, when no choice fits; ConfigError for a split whose share of
+    updates or homes on the device cannot be had.
     """
     params = list(root.walk())
     if not params:
@@ -304,10 +306,16 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     """A placement, with smaller streaming buffers where the budget is tight."""
     refusals: list[BudgetError] = []
     split = options.split or USUAL_SPLIT
+    refused = why_no_device_updates(layout, budgets.device)
+    for name in ("device_update_share", "device_home_share"):
+        if refused is not None and getattr(split, name):
+            raise ConfigError(
+                f"split.{name} is {getattr(split, name)}, but {refused}. Leave it at 0 (memory.split=None chooses)."
+            )
     if options.speculate:
         split = replace(split, undo_first=True, undo_in_ram=True)
     splits = [split]
-    if options.split is None and budgets.device is not None:  # where RAM and SSD do not hold all, the device may
+    if options.split is None and refused is None:  # where RAM and SSD do not hold all, the device may
         splits.append(replace(split, device_home_share=1.0))
     for split, (block_limit, staging_buffers) in product(splits, _BUFFERS):
         candidate = layout.with_block_limit(block_limit)
@@ -320,6 +328,7 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
                 split,
                 options.keep_checkpoints,
                 options.may_speculate,
+                options.accumulation_steps is not None and options.accumulation_steps > 1,
             )
         except BudgetError as refusal:
             refusals.append(refusal)

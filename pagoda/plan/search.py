@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.device_updates import state_bytes
+from pagoda.plan.device_updates import state_bytes, why_no_device_updates
 from pagoda.plan.layout import GRAD
 from pagoda.plan.planner import Options, Plan
 from pagoda.plan.problem import Problem
@@ -174,9 +174,7 @@ def _device_updates(problem: Problem, fixed: Options, fastest: Candidate) -> Ite
     """Shares of the updates that run on a device of its own: as many as it gets through while the CPU does the others,
     and fewer, since compute wants the link too."""
     plan = fastest.plan
-    if fixed.split is not None or plan.budgets.device is None or plan.ranks is not None:
-        return
-    if not plan.layout.has_device_kernels:
+    if fixed.split is not None or why_no_device_updates(plan.layout, plan.budgets.device) is not None:
         return
     rates, states, n = Rates(problem.hardware), plan.layout.states, 1 << 20
     passing = state_bytes(states, n)

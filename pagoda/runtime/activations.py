@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from pagoda.errors import BudgetError
-from pagoda.memory.sizes import format_bytes
+from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.parallel.tensors import local
 from pagoda.plan.activations import (
     ActivationBytes,
@@ -178,7 +178,7 @@ class Activations:
             if room.strict and needed > room.kept:
                 self._refusals[self._bucket] = (
                     f"Activations do not fit: for inputs of shapes {', '.join(map(str, self._bucket))} graphs keep "
-                    f"{format_bytes(needed)} even with every block recomputed, and memory.activations allows "
+                    f"{format_at_least(needed)} even with every block recomputed, and memory.activations allows "
                     f"{format_bytes(room.kept)}. Raise it, give memory.ssd to offload to, or make the batch smaller."
                 )
         else:

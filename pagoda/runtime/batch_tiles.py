@@ -1,8 +1,10 @@
-"""Batch tiling: a block runs its batch in micro-batches, so that its weights are fetched once for all of them."""
+"""Batch tiling: a block runs its batch in micro-batches, so that its weights are fetched once for all of them.
+
+The user states that blocks treat samples independently. What can be checked of that is checked exactly, and refused.
+"""
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -10,23 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pagoda.errors import ConfigError
 from pagoda.plan.batch_tiles import BatchTiles, tile_count
-from pagoda.runtime.blocks import Block, find_blocks
+from pagoda.runtime.blocks import Block, find_blocks, without_cache
 
 Forward = Callable[..., Any]
 _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, type(None))
 """What each micro-batch can be given as it is: nothing that a forward would write to."""
-_SAME = 0.02
-"""Largest difference, relative to the norm, of results that are the same but for the order of summation in bf16."""
 
 
 def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
     """The blocks of a model that `tile_batches` is for.
 
-    Raises ConfigError for a count that is none, and for a model without blocks.
+    Raises ConfigError for a count that is none, for a model without blocks, and for a count where a block has a batch
+    norm that takes its statistics from the batch.
     """
     if tiles != "auto" and not (isinstance(tiles, int) and tiles >= 1):
         raise ConfigError(f"batch_tiles is {tiles!r}; it must be at least 1, or 'auto'.")
@@ -36,56 +37,85 @@ def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
             "batch_tiles needs a model with repeated layers, an nn.ModuleList or nn.Sequential of at least two modules "
             f"of one class with parts; {type(model).__name__} has none. Leave it out."
         )
+    for block in blocks:
+        reason = _batch_norm(block)
+        if reason is not None and tiles not in (1, "auto"):
+            raise _refusal(block, reason)
     return blocks
 
 
-def tile_batches(blocks: list[Block], tiles: BatchTiles) -> None:
-    """Let every block that is being trained run its batch in micro-batches.
+class TiledBlocks:
+    """Blocks that run their batch in micro-batches while they are trained.
 
-    Tensors whose first dimension is that of the block's first input are split and all others shared; outputs are
-    rejoined. Before a block's class is tiled with inputs of a new form, two samples are run together and one by one:
-    where the results differ, or one of the inputs cannot be shared, the batch is run whole, with a warning.
+    Tensor arguments whose first dimension is as long as that of the first floating-point one are split, all others are
+    shared. A tensor output is joined if its first dimension is the number of samples in every micro-batch; any other
+    output has to be the same in all of them. Layers of transformers are given no key-value cache.
 
     The last micro-batch runs first. Backward goes the other way, so a weight's gradient is added up in the order of
     the samples, as by ordinary accumulation of the same micro-batches, and has the same bits where the block's
     kernels give a sample the same bits whatever is beside it.
     """
-    tiled = _TiledForward(tiles)
-    for block in blocks:
-        block.wrap(tiled.run)
 
+    def __init__(self, blocks: list[Block], tiles: BatchTiles) -> None:
+        self._tiles = tiles
+        self._cache_dropped = False
+        self.whole: dict[str, str] = {}
+        """Block -> why it ran its batch whole, which only "auto" allows."""
+        for block in blocks:
+            block.wrap(self._run)
 
-@dataclass(frozen=True)
-class _Form:
-    """How the outputs of calls of one form are rejoined."""
+    def _run(self, block: Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not block.module.training or self._tiles == 1:
+            return forward(*args, **kwargs)
+        call = _Call(args, kwargs)
+        count = tile_count(self._tiles, call.batch, call.tokens)
+        if count < 2 and call.batch:
+            return forward(*args, **kwargs)
+        call = _Call(args, self._without_cache(block, kwargs))
+        reason = _batch_norm(block) or call.cannot_be_cut()
+        if reason is None:
+            return _run_tiled(block, call, forward, count)
+        if self._tiles != "auto":
+            raise _refusal(block, reason)
+        if block.name not in self.whole:
+            if reason not in self.whole.values():
+                warnings.warn(
+                    f"batch_tiles='auto' runs the batch of layer {block.name!r} whole: {reason}.", stacklevel=2
+                )
+            self.whole[block.name] = reason
+        return forward(*args, **kwargs)
 
-    outputs: TreeSpec
-    joined: tuple[bool, ...]
-    """Of each leaf of the output: whether it is joined; others are the same for all samples."""
+    def _without_cache(self, block: Block, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a layer without an empty key-value cache, which a micro-batch would fill for the next."""
+        changed = without_cache(block.module, kwargs)
+        dropped = [name for name, value in changed.items() if value is None and kwargs[name] is not None]
+        if any(_is_filled(kwargs[name]) for name in dropped):
+            return kwargs
+        if dropped and not self._cache_dropped:
+            self._cache_dropped = True
+            warnings.warn(
+                "With batch_tiles, layers keep no key-value cache while they are trained: set "
+                "model.config.use_cache = False, which is the same and leaves out this warning.",
+                stacklevel=2,
+            )
+        return changed
 
 
 class _Call:
     """The arguments of one call of a block, flat."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.leaves, self.spec = tree_flatten((args, kwargs))
+        # What else could be flattened, such as a cache, would be another object for every micro-batch.
+        self.leaves, self.spec = tree_flatten((args, kwargs), is_leaf=lambda x: not isinstance(x, tuple | list | dict))
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        first = next((leaf for leaf in tensors if leaf.is_floating_point() and leaf.dim() > 1), None)
+        self._first = next((leaf for leaf in tensors if leaf.is_floating_point() and leaf.dim() > 1), None)
+        first = self._first
         self.batch = 0 if first is None else len(first)
         """Samples; 0 where there is no input to tell."""
         self.tokens = 0 if first is None else first.numel() // max(1, first.shape[-1])
         self.split = tuple(isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == self.batch for x in self.leaves)
 
-    @property
-    def form(self) -> Any:
-        """Equal for calls that are split and rejoined alike."""
-        kinds = [
-            (leaf.dtype, tuple(size == self.batch for size in leaf.shape)) if isinstance(leaf, torch.Tensor) else None
-            for leaf in self.leaves
-        ]
-        return repr(self.spec), tuple(kinds)
-
-    def cut(self, sizes: list[int]) -> list[Callable[[Forward], Any]]:
+    def cut(self, sizes: Sequence[int]) -> list[Callable[[Forward], Any]]:
         """For every part of the batch, `sizes` samples long: what calls a forward with it.
 
         Each input is split by one operator, whose backward joins the gradients of all parts once.
@@ -101,86 +131,83 @@ class _Call:
 
         return [caller(leaves) for leaves in zip(*parts, strict=True)]
 
-    def cannot_share(self) -> str | None:
+    def cannot_be_cut(self) -> str | None:
+        """Why micro-batches cannot be given their parts of the arguments, or None."""
+        if self._first is None:
+            return "none of its arguments is a floating-point tensor of at least two dimensions, so which is the batch?"
         for leaf in self.leaves:
             if not isinstance(leaf, (torch.Tensor, *_SHARED)) and not callable(leaf):
-                return f"an input is a {type(leaf).__name__}, which micro-batches cannot share"
+                return f"an argument is a {type(leaf).__name__}, which micro-batches cannot share"
+        shape = self._first.shape
+        for leaf, split in zip(self.leaves, self.split, strict=True):
+            if split and self.batch in shape[1:] and leaf.shape != shape:
+                return (
+                    f"an argument of shape {tuple(leaf.shape)} may or may not have a row for each of {self.batch} "
+                    f"samples, as its input of shape {tuple(shape)} has another dimension of that length (a batch of "
+                    "another size shows which)"
+                )
         return None
 
 
-class _TiledForward:
-    """What blocks run in place of their forward."""
-
-    def __init__(self, tiles: BatchTiles) -> None:
-        self._tiles = tiles
-        self._forms: dict[Any, _Form | str] = {}
-        """(class, form of a call) -> how it is tiled, or why it is not."""
-
-    def run(self, block: Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = _Call(args, kwargs)
-        count = tile_count(self._tiles, call.batch, call.tokens)
-        if count < 2 or not block.module.training:
-            return forward(*args, **kwargs)
-        key = type(block.module), call.form
-        form = self._forms.get(key)
-        if form is None:
-            form = self._forms[key] = self._probe(block.module, call, forward)
-            if isinstance(form, str):
-                warnings.warn(f"{block.name} runs its batch whole: {form}.", stacklevel=2)
-        return forward(*args, **kwargs) if isinstance(form, str) else _run_tiled(call, form, forward, count)
-
-    @torch.no_grad()
-    def _probe(self, module: nn.Module, call: _Call, forward: Forward) -> _Form | str:
-        """How a call is tiled, or why it cannot be: found by running its first two samples."""
-        reason = call.cannot_share()
-        if reason is None and any(isinstance(part, _BatchNorm) for part in module.modules()):
-            reason = "a batch norm takes its statistics from the whole batch"
-        if reason is not None:
-            return reason
-        modes = {part: part.training for part in module.modules()}
-        module.eval()  # dropout would differ
-        try:
-            others = call.batch - 2
-            samples = (call.cut([2, others])[0], *call.cut([1, 1, others])[:2])
-            both, first, second = (tree_flatten(run(forward)) for run in samples)
-        except (RuntimeError, ValueError, IndexError) as error:
-            return f"two samples of it cannot be run alone ({str(error).splitlines()[0]})"
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
-        if not both[1] == first[1] == second[1]:
-            return "its outputs are others for two samples than for one"
-        joined = []
-        for pair, one, other in zip(both[0], first[0], second[0], strict=True):
-            if not isinstance(pair, torch.Tensor):
-                if not isinstance(pair, _SHARED) or not pair == one == other:
-                    return f"an output is a {type(pair).__name__}, which cannot be rejoined"
-                joined.append(False)
-            elif pair.dim() and (len(pair), len(one), len(other)) == (2, 1, 1):
-                joined.append(True)
-                if not _same(pair, torch.cat([one, other])):
-                    return "samples are not treated independently"
-            elif pair.shape == one.shape == other.shape and _same(pair, one) and _same(pair, other):
-                joined.append(False)
-            else:
-                return "an output is of all samples together"
-        return _Form(both[1], tuple(joined))
-
-
-def _run_tiled(call: _Call, form: _Form, forward: Forward, count: int) -> Any:
+def _run_tiled(block: Block, call: _Call, forward: Forward, count: int) -> Any:
+    """Run a call in `count` micro-batches. Raises ConfigError where these are seen not to be independent."""
     bounds = [tile * call.batch // count for tile in range(count + 1)]
-    outputs: list[list[Any]] = []
-    for run in reversed(call.cut([stop - start for start, stop in pairwise(bounds)])):
-        outputs.insert(0, tree_flatten(run(forward))[0])
-    leaves = [
-        torch.cat(of_tiles) if joined else of_tiles[0]
-        for of_tiles, joined in zip(zip(*outputs, strict=True), form.joined, strict=True)
-    ]
-    return tree_unflatten(leaves, form.outputs)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    before = _buffers(block.module)
+    outputs = [tree_flatten(run(forward)) for run in reversed(call.cut(sizes))][::-1]
+    changed = [name for name, now in _buffers(block.module).items() if not _is_same(before.get(name), now)]
+    if changed:
+        raise _refusal(block, f"its forward changes the buffer {changed[0]!r}, which each micro-batch would change")
+    if any(structure != outputs[0][1] for _, structure in outputs):
+        raise _refusal(block, "micro-batches have outputs of different kinds")
+    leaves = [_joined(block, parts, sizes) for parts in zip(*(leaves for leaves, _ in outputs), strict=True)]
+    return tree_unflatten(leaves, outputs[0][1])
 
 
-def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    if not tensor.is_floating_point():
-        return torch.equal(tensor, other)
-    difference = (tensor.double() - other.double()).norm()
-    return bool(difference <= _SAME * other.double().norm())
+def _joined(block: Block, parts: tuple[Any, ...], sizes: Sequence[int]) -> Any:
+    """One output of a block, from what each micro-batch has of it."""
+    first = parts[0]
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        if all(part.dim() and len(part) == size for part, size in zip(parts, sizes, strict=True)):
+            return torch.cat(parts)
+        if all(torch.equal(part, first) for part in parts):
+            return first
+        raise _refusal(
+            block, f"an output of shape {tuple(first.shape)} has no batch dimension, and depends on the batch"
+        )
+    if isinstance(first, _SHARED) and all(part == first for part in parts):
+        return first
+    raise _refusal(block, f"an output is a {type(first).__name__}, which micro-batches cannot share")
+
+
+def _batch_norm(block: Block) -> str | None:
+    """Says which module of a block takes statistics from the whole batch, or None."""
+    for name, module in block.module.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            return (
+                f"the batch norm {name!r} takes its statistics from the whole batch (module.eval() makes it use those "
+                "that it has)"
+            )
+    return None
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    """Name -> each buffer, and how often it has been written to."""
+    return {name: (buffer, 0 if buffer.is_inference() else buffer._version) for name, buffer in module.named_buffers()}
+
+
+def _is_same(before: tuple[torch.Tensor, int] | None, now: tuple[torch.Tensor, int]) -> bool:
+    return before is not None and before[0] is now[0] and before[1] == now[1]
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether a key-value cache has something in it that attention would read."""
+    length = getattr(cache, "get_seq_length", None)
+    return length is None or bool(length())
+
+
+def _refusal(block: Block, reason: str) -> ConfigError:
+    return ConfigError(
+        f"The layer {block.name!r} cannot run its batch in micro-batches: {reason}. Leave out batch_tiles. (With "
+        "'auto', layers whose arguments or batch norms do not allow it run their batch whole.)"
+    )

@@ -12,7 +12,7 @@ from pagoda.plan.trace import Access, Cursor, Phase, Recorder, Trace
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.routed import Coming, Steadiness
-from pagoda.runtime.stats import Meter
+from pagoda.runtime.stats import Found, Meter
 from pagoda.runtime.unit import LiveUnit
 
 _NEVER = 1e9
@@ -55,12 +55,10 @@ class Pilot:
         before = self._cursor.position
         tick = self._cursor.advance(access)
         lease = self._leases.get(unit)
-        fault = lease is None
+        if tick is None or tick != before:
+            self._meter.accesses[_found(lease)] += 1
         if lease is None:
             lease = self._fetch_now(unit)
-        if tick is None or tick != before:
-            self._meter.fetched += lease.run is not None
-            self._meter.faults += fault
         unit.active += 1  # nobody holds this lease yet: pin it while others make room
         try:
             if tick is not None and tick != before:
@@ -175,3 +173,12 @@ class Pilot:
                 tier=tier,
             )
         return lease
+
+
+def _found(lease: Lease | None) -> Found:
+    """What an access to a unit with this lease finds, before it waits for anything."""
+    if lease is None:
+        return Found.FAULT
+    if lease.run is None or lease.ready is None:
+        return Found.IN_PLACE
+    return Found.ARRIVED if lease.ready.done else Found.LATE

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from pagoda.plan.activations import ActivationBytes
 from pagoda.runtime.tape import Tape
@@ -19,6 +20,19 @@ class Staleness:
     """Since `wrap()`."""
     mean: float
     """Over the steps since `wrap()`."""
+
+
+class Found(StrEnum):
+    """Where an access found the weights of its unit."""
+
+    IN_PLACE = "in_place"
+    """At home, where compute reads them: nothing is fetched."""
+    ARRIVED = "arrived"
+    """Fetched: compute did not wait for them."""
+    LATE = "late"
+    """On their way: compute waited for what was left of the fetch."""
+    FAULT = "fault"
+    """Neither there nor on their way: fetched on demand, while compute waited."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +60,8 @@ class StepStats:
     """lane -> bytes."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """tier -> most bytes in use since `wrap()`."""
-    prefetch_hit_rate: float = 1.0
-    """Share of accesses that needed a fetch and found it done or under way; 1.0 when none needed one."""
-    faults: int = 0
-    """Accesses the plan had not foreseen, served on demand."""
+    accesses: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(Found, 0))
+    """Accesses of units by what they found: the weights in place, arrived, late, or nothing (a fault)."""
     replanned: bool = False
     """True when this step changed the plan, because the model was used in another order than planned."""
     staleness: Mapping[str, Staleness] = field(default_factory=dict)
@@ -61,6 +73,18 @@ class StepStats:
     activation_bytes: ActivationBytes = field(default_factory=ActivationBytes)
     """What graphs kept between forward and backward: in compute's memory at the worst moment of the step, and offloaded
     since `wrap()`."""
+
+    @property
+    def faults(self) -> int:
+        """Accesses whose weights had to be fetched on demand."""
+        return self.accesses[Found.FAULT]
+
+    @property
+    def prefetch_hit_rate(self) -> float:
+        """Share of the accesses to weights that are fetched which did not wait for them: arrived, of arrived, late and
+        faults; 1.0 when there are none."""
+        fetched = sum(self.accesses.values()) - self.accesses[Found.IN_PLACE]
+        return self.accesses[Found.ARRIVED] / fetched if fetched else 1.0
 
 
 class Meter:
@@ -77,8 +101,7 @@ class Meter:
         """Start a step."""
         self.started = time.perf_counter()
         self.stall_s = dict.fromkeys(self._lanes, 0.0)
-        self.fetched = 0
-        self.faults = 0
+        self.accesses = dict.fromkeys(Found, 0)
 
     def stalled(self, lane: str, seconds: float) -> None:
         """Compute waited for `lane`."""
@@ -86,7 +109,3 @@ class Meter:
             self.stall_s[lane] += seconds
             if self.tape is not None:
                 self.tape.waited(seconds)
-
-    @property
-    def hit_rate(self) -> float:
-        return 1.0 if self.fetched == 0 else 1.0 - self.faults / self.fetched

@@ -325,6 +325,7 @@ class _Loop:
             stall_s=dict(stats.stall_s),
             bytes_moved=dict(stats.bytes_moved),
             peak_bytes=dict(stats.peak_bytes),
+            accesses=dict(stats.accesses),
             prefetch_hit_rate=stats.prefetch_hit_rate,
             faults=stats.faults,
             activation_bytes=asdict(stats.activation_bytes),

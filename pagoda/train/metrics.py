@@ -38,10 +38,12 @@ class StepMetrics:
     """Bytes each lane moved."""
     peak_bytes: Mapping[str, int]
     """Most bytes in use so far, per tier."""
+    accesses: Mapping[str, int] = field(default_factory=dict)
+    """Accesses of units that found the weights in_place or arrived, and of those that waited: late, or at a fault."""
     prefetch_hit_rate: float
-    """Share of the fetches compute asked for that were done or under way."""
+    """Share of the accesses to weights that are fetched which did not wait for them: arrived, of all not in place."""
     faults: int
-    """Accesses the plan did not foresee, served on demand."""
+    """Accesses whose weights had to be fetched on demand."""
     activation_bytes: Mapping[str, int] = field(default_factory=dict)
     """What graphs kept where compute is, at the worst moment of the step (kept), and offloaded so far (host, ssd)."""
     loss_scale: float = 1.0

@@ -37,6 +37,7 @@ def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
         stall_s={lane: max(metrics.stall_s[lane] for metrics in by_rank) for lane in first.stall_s},
         bytes_moved={lane: sum(metrics.bytes_moved[lane] for metrics in by_rank) for lane in first.bytes_moved},
         peak_bytes={tier: max(metrics.peak_bytes[tier] for metrics in by_rank) for tier in first.peak_bytes},
+        accesses={found: sum(metrics.accesses[found] for metrics in by_rank) for found in first.accesses},
         prefetch_hit_rate=min(metrics.prefetch_hit_rate for metrics in by_rank),
         faults=sum(metrics.faults for metrics in by_rank),
     )

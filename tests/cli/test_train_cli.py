@@ -21,8 +21,8 @@ from tests.tiny import LLAMA, write_model
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "aux_loss", "dropped", "step_s", "tokens_per_s", "stall_s",
-    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale", "skipped",
-    "updates_kept", "updates_undone", "staleness",
+    "bytes_moved", "peak_bytes", "accesses", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale",
+    "skipped", "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip
 LANES = {"h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update"}
 

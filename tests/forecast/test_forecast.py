@@ -12,7 +12,7 @@ from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
-from pagoda.forecast.machine import Machine, budgets_for, find_machine_for
+from pagoda.forecast.machine import Machine, budgets_for, compute_memory, find_machine_for
 from pagoda.forecast.report import as_json
 from pagoda.forecast.setting import options_of
 from pagoda.forecast.subject import find_subject
@@ -151,6 +151,25 @@ def test_advice_is_what_planning_with_it_gives() -> None:
     assert f"{roomy.tokens_per_s:,.0f} tokens/s" in line
 
 
+def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the change leaves so little of the device that a part of the layers could be compared, and without it
+    none could: the two say nothing of each other."""
+    monkeypatch.setattr("pagoda.plan.problem.MOST_UNITS", 20)
+    gpu = find_machine("a100-40g").with_gpus(1)
+    assert gpu.device is not None
+    small = replace(gpu, device=replace(gpu.device, memory_bytes=figure(1.65 * GIB)))
+
+    def of(batch_size: int) -> Forecast:
+        memory = MemoryConfig(unit_limit="32MiB")
+        config = PlanConfig(model="gpt-20x1024", seq_len=1024, batch_size=batch_size, memory=memory, plan="usual")
+        return forecast(config, Machine(small, here=False))
+
+    line = next(line for line in advise(of(1)) if line.startswith("Twice the sequences"))
+    larger = of(2)
+    assert f", {larger.tokens_per_s:,.0f} tokens/s." in line
+    assert larger.share_of_peak < 0.6  # what products of matrices reach of the GPU's peak
+
+
 @pytest.mark.parametrize("settings", [{"host": "60MiB", "ssd": "10MiB"}, {"host": "1MiB"}])
 def test_what_is_refused_comes_with_a_budget_that_would_do(settings: dict[str, str]) -> None:
     refused = made(**settings)
@@ -158,9 +177,7 @@ def test_what_is_refused_comes_with_a_budget_that_would_do(settings: dict[str, s
     first = advise(refused)[0]
     size = first.partition(" of ")[2] if "host" in first else first.partition("room for ")[2]
     needed = size.partition(" (")[0].replace(" ", "")
-    number, unit = needed[:-3], needed[-3:]
-    rounded_up = f"{float(number) * 1.01:.3f}{unit}"
-    changed = {**settings, ("host" if "host" in first else "ssd"): rounded_up}
+    changed = {**settings, ("host" if "host" in first else "ssd"): needed}
     assert made(**changed).fits
 
 
@@ -170,6 +187,11 @@ def test_activations_that_fill_the_gpu_alone_do_not_fit_and_are_not_an_error() -
     assert not one.fits
     assert one.refusal is not None
     assert "Activations alone" in str(one.refusal)
+
+
+def test_a_forecast_for_this_machine_counts_the_limits_of_control_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.memory.ram._limits", lambda root: iter([(int(900 * MIB), int(800 * MIB))]))
+    assert compute_memory(Machine(SMALL, here=True)) == 100 * MIB
 
 
 def test_activations_and_context_are_kept_free_on_a_gpu() -> None:

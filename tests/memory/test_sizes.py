@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
 from pagoda.memory import PAGE_BYTES, Run, format_bytes, pages_for, parse_bytes
+from pagoda.memory.sizes import format_at_least
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ def test_bytes_are_shown_in_the_largest_unit_below_1024(nbytes: int, text: str) 
 @given(st.integers(1, 2**55))
 def test_what_is_shown_reads_back_within_its_rounding(nbytes: int) -> None:
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.006)
+    assert nbytes <= parse_bytes(format_at_least(nbytes)) <= 1.011 * nbytes
 
 
 @given(st.integers(0, 2**40), st.integers(1, 2**24))

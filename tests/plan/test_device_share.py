@@ -1,14 +1,16 @@
 """Which units are updated on the device, in what memory, and when a search has any."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.errors import BudgetError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import pages_for
-from pagoda.optim import AdamW
+from pagoda.optim import Adafactor, AdamW
 from pagoda.plan.compute import Compute
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_offsets, slot_pages
 from pagoda.plan.hardware import Device, Hardware, Link
@@ -17,6 +19,7 @@ from pagoda.plan.ops import DEVICE, Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.problem import Problem
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.search import Choice, search
 from pagoda.plan.split import Split
 
@@ -66,7 +69,45 @@ def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
     assert half.bytes[DEVICE] == {**without.bytes[DEVICE], UPDATE_RING: ring}
     assert UPDATE_RING not in without.bytes[DEVICE]
     assert any("updated on the device" in reason for reason in half.reasons)
-    assert not plan_with(0.5, max_staleness=1).placement.updated_on_device
+
+
+@pytest.mark.parametrize("share", ["device_update_share", "device_home_share"])
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"budgets": Budgets(LARGE)}, r"memory\.device"),
+        ({"options": {"max_staleness": 1}}, r"update='async'"),
+        ({"options": {"gradients": torch.float32}}, r"wrap\(gradients=\.\.\.\)"),
+        ({"states": Adafactor().states("bf16")}, "Adafactor"),
+        ({"ranks": Ranks(2, 2)}, "several ranks"),
+    ],
+)
+def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(
+    share: str, asked: dict[str, Any], reason: str
+) -> None:
+    split = Split(**{share: 0.5})
+
+    def plan(split: Split | None) -> Plan:
+        options = Options(page_bytes=4096, split=split, **asked.get("options", {}))
+        states, budgets = asked.get("states", STATES["bf16"]), asked.get("budgets", Budgets(LARGE, LARGE))
+        return make_plan(tower(8, 128), states, budgets, options, asked.get("ranks"))
+
+    with pytest.raises(ConfigError, match=rf"split\.{share} is 0\.5, but .*{reason}"):
+        plan(split)
+    for other in (None, Split()):
+        placement = plan(other).placement
+        assert not placement.updated_on_device
+        assert not placement.resident
+
+
+def test_a_share_of_what_is_all_on_ssd_says_that_nothing_is_updated_on_the_device() -> None:
+    options = Options(page_bytes=4096, split=Split(device_update_share=0.5))
+    with pytest.raises(BudgetError) as refused:
+        make_plan(tower(8, 128), STATES["bf16"], Budgets(4096, LARGE, LARGE), options)
+    least = Budgets(refused.value.needed_bytes or 0, LARGE, LARGE)
+    plan = make_plan(tower(8, 128), STATES["bf16"], least, options)
+    assert not plan.placement.updated_on_device
+    assert any("No unit is updated on the device" in reason for reason in plan.reasons)
 
 
 def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_states_back() -> None:

@@ -54,7 +54,9 @@ def plans(draw: Draw, separate: bool) -> Plan:
         unit_limit=draw(st.integers(64, 400_000)),
         accumulation_steps=draw(st.none() | st.integers(1, 2)),
         clipping=draw(st.booleans()),
-        split=Split(device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])), undo_in_ram=draw(st.booleans())),
+        split=Split(
+            device_update_share=draw(st.sampled_from([0.0, 0.4, 1.0])) * separate, undo_in_ram=draw(st.booleans())
+        ),
     )
     budgets = Budgets(0, 0 if separate else None, LARGE)
     while True:

@@ -1,4 +1,4 @@
-"""Batch tiling gives what accumulation gives and moves weights once; what cannot be tiled runs whole, and says so."""
+"""Batch tiling gives what accumulation gives and moves weights once; what cannot be tiled is refused."""
 
 import warnings
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 import zoo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 import pagoda
 
@@ -173,58 +174,155 @@ class Alone(nn.Module):
         self.kind = kind
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.Identity()
+        self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor, cache: Any, heads: torch.Tensor) -> torch.Tensor:
-        x = x + self.linear(x)
-        if self.kind == "mean":
-            x = x - x.mean(0)
-        if self.kind == "heads":  # as long as the batch, but of another dimension
-            x = (x.view(len(x), SAMPLES, -1) * heads[:, None]).view(x.shape)
-        return self.norm(x)
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        x = self.norm(x + self.linear(x))
+        if self.kind == "buffer":
+            self.seen += x.detach().abs().mean()
+        if self.kind == "replaced buffer":
+            self.seen = self.seen + 1
+        return (x, x.mean()) if self.kind == "mean" else (x, Written()) if self.kind == "object" else x
 
 
-class Cache:
+class Written:
     """What a forward could write to."""
 
 
+EXTRA = {
+    "cache": Written(),
+    "table": torch.ones(WIDTH, WIDTH),  # a batch of as many samples as a sample has elements tells nothing
+}
 REASONS = {
-    "mean": "not treated independently",
-    "batch norm": "batch norm",
-    "cache": "Cache",
-    "heads": "cannot be run alone",
+    "batch norm": "batch norm 'norm'",
+    "cache": "an argument is a Written",
+    "table": r"shape \(64, 64\).*another dimension",
+    "buffer": "buffer 'seen'",
+    "replaced buffer": "buffer 'seen'",
+    "mean": r"output of shape \(\)",
+    "object": "an output is a Written",
 }
 
 
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Alone(kind) for _ in range(2))
+        self.extra = EXTRA.get(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            out = layer(x, self.extra)
+            x = out[0] if isinstance(out, tuple) else out
+        return x.square().mean()
+
+
+def wrapped(model: nn.Module, tiles: int | str | None) -> tuple[nn.Module, Any]:
+    return pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", batch_tiles=tiles)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", REASONS)
-def test_what_cannot_be_tiled_runs_whole_and_says_so(kind: str) -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Alone(kind) for _ in range(2))
+def test_what_cannot_be_tiled_is_refused_and_says_why(kind: str) -> None:
+    said = rf"'layers\.0'.*{REASONS[kind]}.*batch_tiles"
+    if kind == "batch norm":  # known before anything is allocated
+        with pytest.raises(pagoda.ConfigError, match=said):
+            wrapped(Stack(kind), 4)
+        return
+    model, optimizer = wrapped(Stack(kind), 4)
+    with pytest.raises(pagoda.ConfigError, match=said):
+        model(torch.randn(WIDTH, WIDTH, WIDTH) if kind == "table" else torch.randn(SAMPLES, WIDTH))
+    optimizer.close()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x, Cache() if kind == "cache" else None, torch.arange(1.0, SAMPLES + 1))
-            return x.square().mean()
 
+@pytest.mark.parametrize("kind", ["batch norm", "cache"])
+def test_auto_runs_whole_what_cannot_be_tiled_and_the_plan_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.plan.batch_tiles.TILE_TOKENS", 2)
     results = []
     x = torch.randn(SAMPLES, WIDTH)
-    for tiles in (None, 4):
+    for tiles in (None, "auto"):
         torch.manual_seed(0)
-        model, optimizer = pagoda.wrap(
-            Stack(), pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", batch_tiles=tiles
-        )
-        if tiles is None:
+        model, optimizer = wrapped(Stack(kind), tiles)
+        with pytest.warns(UserWarning, match=REASONS[kind]) if tiles else warnings.catch_warnings():
             loss = model(x)
-        else:
-            with pytest.warns(UserWarning, match=REASONS[kind]) as warned:
-                loss = model(x)
-            assert len(warned) == 1
         loss.backward()
         optimizer.step()
+        said = [reason for reason in pagoda.plan_of(model).reasons if "whole" in reason]
+        assert len(said) == (2 if tiles else 0)
         results.append((loss.item(), optimizer.stats.grad_norm))
         optimizer.close()
     assert results[0] == results[1]
+
+
+def test_a_batch_norm_that_uses_the_statistics_it_has_is_tiled() -> None:
+    losses = []
+    x = torch.randn(SAMPLES, WIDTH)
+    for tiles in (None, 4):
+        torch.manual_seed(0)
+        model = Stack("batch norm")
+        for layer in model.layers:
+            layer.norm.eval()  # type: ignore[operator,union-attr]
+        model, optimizer = wrapped(model, tiles)
+        losses.append(model(x).item())
+        model.train()
+        if tiles:
+            with pytest.raises(pagoda.ConfigError, match="batch norm 'norm'"):
+                model(x)
+        optimizer.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_without_an_input_that_shows_the_batch_it_is_refused() -> None:
+    model, optimizer = wrapped(Stack("none"), 4)
+    with pytest.raises(pagoda.ConfigError, match="which is the batch"):
+        model(torch.randn(WIDTH))
+    optimizer.close()
+
+
+class TrainOnly(nn.Module):
+    """A layer whose own randomness is fine, and whose samples meet in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.dropout(self.linear(x))
+
+
+def test_a_layer_is_run_for_its_micro_batches_and_nothing_else() -> None:
+    """No trial of it, in whatever mode, decides: how samples are treated is what the user says."""
+    model, optimizer = wrapped(nn.Sequential(*(TrainOnly() for _ in range(2))), 4)
+    model(torch.randn(SAMPLES, WIDTH)).sum().backward()
+    assert [layer.calls for layer in model] == [4, 4]  # type: ignore[attr-defined]
+    optimizer.close()
+
+
+def test_a_hugging_face_model_that_caches_by_default_is_tiled() -> None:
+    losses = []
+    for use_cache in (False, True):
+        model = zoo.Recipe("llama").build()
+        model.config.use_cache = use_cache  # type: ignore[union-attr]
+        seen: list[int] = []
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))  # type: ignore[union-attr]  # noqa: B023
+        model, optimizer = wrapped(model, 2)
+        with pytest.warns(UserWarning, match="no key-value cache") if use_cache else warnings.catch_warnings():
+            loss = zoo.loss_of(model(**zoo.batch("llama", torch.Generator().manual_seed(5))))
+        assert seen == [1, 1]
+        losses.append(loss.item())
+        optimizer.close()
+    assert losses[0] == losses[1]
+
+
+def test_a_cache_that_attention_would_read_is_refused() -> None:
+    cache = DynamicCache()
+    for layer in range(6):
+        cache.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16), layer)
+    model, optimizer = wrapped(zoo.Recipe("llama").build(), 2)
+    with pytest.raises(pagoda.ConfigError, match="an argument is a DynamicCache"):
+        model(**zoo.batch("llama", torch.Generator().manual_seed(5)), past_key_values=cache)
+    optimizer.close()
 
 
 def test_refuses_what_has_no_blocks_and_counts_that_are_none() -> None:

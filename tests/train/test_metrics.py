@@ -11,8 +11,8 @@ from pagoda.train.metrics import MetricsFile, StepMetrics, read_metrics
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "aux_loss", "dropped", "step_s", "tokens_per_s", "stall_s",
-    "bytes_moved", "peak_bytes", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale", "skipped",
-    "updates_kept", "updates_undone", "staleness",
+    "bytes_moved", "peak_bytes", "accesses", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale",
+    "skipped", "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip
 
 
