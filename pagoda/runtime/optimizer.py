@@ -1,5 +1,6 @@
 """The optimizer the user holds: a real `torch.optim.Optimizer` whose state lives in pages."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup]) -> None:
+        self._warned_of_no_gradient = False
         self._slots = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
         params = {unit.name(slot): unit.params[slot] for unit, slot in self._slots.values()}
         super().__init__(
@@ -80,6 +82,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update of every parameter that has a gradient.
 
+        Without any gradient it changes nothing, as in torch, and warns the first time.
+
         Raises UsageError for trainable parameters that came into the model after `wrap`, and where all that it could
         update are frozen.
 
@@ -95,6 +99,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.check_open()
         check_step(self._model, [param for group in self.param_groups for param in group["params"]])
         self._engine.step()
+        if self.stats.grad_norm is None and not self.stats.skipped and not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            warnings.warn(
+                "optimizer.step() was called without a gradient and changed nothing: no backward() has run since the "
+                "last step(), or zero_grad() came after it.",
+                stacklevel=3,
+            )
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 Each of these would train nothing in silence, or fail somewhere inside torch.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -194,3 +195,15 @@ def test_adapters_merge_where_weights_are_gathered_and_nowhere_else(merge: str, 
 
 def weight_of(model: nn.Module) -> str:
     return next(name for name in model.state_dict() if name.endswith(("body.weight", "body.base_layer.weight")))
+
+
+def test_a_step_without_a_gradient_is_said_once(wrap: Wrap) -> None:
+    """Torch's optimizers take such steps, as of a batch that was skipped, and so does this one: but not in silence."""
+    model, optimizer = wrap(fresh())
+    before = model.state_dict()
+    with pytest.warns(UserWarning, match="without a gradient and changed nothing"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
