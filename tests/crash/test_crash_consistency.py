@@ -49,7 +49,9 @@ class Scenarios:
             "on a drive, copied": World(server, folder / "copied", 1, ("--keep-checkpoints", "0")),
             "in RAM, unclipped": World(server, folder / "unclipped", 0, ("--clip-grad-norm", "None")),
             "on a drive, unclipped": World(server, folder / "drive2", 1, ("--clip-grad-norm", "None")),
-            "beside a device": World(server, folder / "device", 1, ("--memory.device", "cpu:128KiB")),
+            "beside a device": World(
+                server, folder / "device", 1, ("--memory.device", "cpu:128KiB", "--memory.host", "170KiB")
+            ),
         }
 
     def __getitem__(self, name: str) -> tuple[World, Recording]:
