@@ -25,6 +25,7 @@ HOUSE = (
     "runtime",
     "parallel",
     "checkpoint",
+    "schedule",
     "plan",
     "optim",
     "memory",

@@ -1,0 +1,92 @@
+"""What an event costs the scheduler, whatever the number of units.
+
+    python benchmarks/schedule.py
+
+A world without a machine: every operation ends at once, or after as many events as a slow lane would take, and only the
+scheduler's own time is counted. Frames hold half of the weights, and gradients share buffers for a tenth of them.
+"""
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Iterator
+from statistics import quantiles
+
+from pagoda.plan.trace import STEP, Access, Phase, Trace
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.scheduler import Scheduler
+
+STEPS = 4
+
+
+class Clock:
+    """Reports events and notes how long each takes."""
+
+    def __init__(self, units: int, speculative: bool) -> None:
+        sizes = [1 + index % 3 for index in range(units)]
+        plans = [UnitPlan(frames=size, gradient_pages=size, speculated=speculative) for size in sizes]
+        forward = [Access(unit, Phase.FORWARD) for unit in range(units)]
+        backward = [Access(unit, Phase.BACKWARD) for unit in reversed(range(units))]
+        self.accesses = forward + backward
+        self.scheduler = Scheduler(
+            SchedulePlan(plans, Trace((*forward, *backward, STEP)), sum(sizes) // 2, max(6, sum(sizes) // 10), units)
+        )
+        self.seconds: list[float] = []
+        self.under_way: deque[tuple[Operation, int]] = deque()
+
+    def event(self, name: str, *arguments: object, **settings: object) -> None:
+        start = time.perf_counter()
+        getattr(self.scheduler, name)(*arguments, **settings)
+        new = self.scheduler.take()
+        self.seconds.append(time.perf_counter() - start)
+        self.under_way.extend((op, 0) for op in new)
+
+    def until(self, ready: str, *arguments: object) -> None:
+        while True:
+            answer = getattr(self.scheduler, ready)
+            if answer(*arguments) if callable(answer) else answer:
+                return
+            self.end_one()
+
+    def end_one(self) -> None:
+        op, stage = self.under_way.popleft()
+        if op.kind is Kind.RECLAIM:
+            self.event("reclaimed", op, True)
+        elif op.kind is Kind.UPDATE and stage < 2:
+            self.under_way.appendleft((op, stage + 1))
+            self.event(("gradient_used", "published")[stage], op)
+        else:
+            self.event("ended", op)
+
+    def step(self) -> None:
+        for access in self.accesses:
+            self.event("access", access)
+            self.until("ready", access.unit)
+            if access.phase is Phase.BACKWARD:
+                self.event("gradient", access.unit, complete=True, last=True)
+                while self.scheduler.gradients_held_back:
+                    self.end_one()
+            self.event("release", access.unit)
+        self.until("norm_known")
+        self.scheduler.step_asked()
+        self.event("scale_known")
+
+
+def measure(units: int, speculative: bool) -> Iterator[str]:
+    clock = Clock(units, speculative)
+    clock.step()
+    clock.seconds.clear()
+    for _ in range(STEPS):
+        clock.step()
+    events = len(clock.seconds)
+    mean, tail = sum(clock.seconds) / events, quantiles(clock.seconds, n=100)[-1]
+    yield f"{units:6} units{', speculative' * speculative}: {events / STEPS:8,.0f} events a step, "
+    yield f"{mean * 1e6:5.1f} us each, 99% below {tail * 1e6:6.1f} us, {mean * events / STEPS * 1e3:7.1f} ms a step"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--units", type=int, nargs="*", default=[20, 200, 2000, 8000])
+    for units in parser.parse_args().units:
+        for speculative in (False, True):
+            print(*measure(units, speculative), sep="")

@@ -1,0 +1,34 @@
+"""The scheduler: everything that is decided while a step runs, as one deterministic state machine.
+
+It is told what happens (events, the methods of `Scheduler`) and says what is to be done (`Operation`s). It knows no
+tensor, thread, stream or clock. So a real run, a simulation and a random world in a test can all drive it, and the same
+events always give the same operations.
+
+A step, as the scheduler sees it:
+
+    access(unit) ... release(unit)       forward and backward use units; compute waits until `ready`
+    gradient(unit)                       autograd has made a gradient
+    step_asked(), scale_known()          what becomes of the gradients
+    ended(operation), failed(operation)  lanes report, at any time
+
+Four books share the work, each in a file that states its invariants:
+
+    order.py      when each unit is used next, by the trace of earlier steps
+    leases.py     which weights are in reach of compute: FETCH, RECLAIM
+    gradients.py  where gradients wait for their update: OFFLOAD, SPILL, RELOAD
+    updates.py    which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO, SAVE
+
+`scheduler.py` joins them: it passes each event to the books that it concerns, in a fixed order, and then lets each
+start what can start now ("pump"). Nothing is polled. What only the executor can know, whether a tensor still refers to
+a lease, is an operation (RECLAIM) with an answer.
+
+What always holds, whatever the order of events; `tests/schedule/worlds.py` tries it in random worlds:
+
+- a frame has one owner, and what compute uses is not evicted;
+- an access reads exactly the version of the weights that the algorithm says;
+- each gradient is applied once, or dropped with its step;
+- what is kept for an undo or a checkpoint fits the reserve, leases and buffers fit their frames;
+- if compute waits, some operation is under way.
+
+Ranks and routed experts are not in it yet, and no run is driven by it yet: `pagoda.runtime` still decides.
+"""

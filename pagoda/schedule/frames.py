@@ -1,0 +1,51 @@
+"""Frames for runs of unequal length, without external fragmentation, at a logarithmic cost."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+
+from pagoda.memory.page import Run
+from pagoda.memory.pool import PagePool
+
+
+class Frames:
+    """The frames [0, count), cut into slabs as long as the longest of `sizes`, the runs that will be asked for.
+
+    Invariant: no run straddles two slabs. So runs in use that touch k slabs leave every other slab whole, and a holder
+    of one slab more than can be in use at once can always make room for one more run.
+    """
+
+    def __init__(self, count: int, sizes: Iterable[int]) -> None:
+        self._slab = slab = max(sizes, default=0) or 1
+        self._slabs = [PagePool(min(slab, count - first), first) for first in range(0, count, slab)]
+        self._by_room = [(pool.largest_free, index) for index, pool in enumerate(self._slabs)]
+        """(longest free run, slab), sorted."""
+        self._by_room.sort()
+        self.in_use = 0
+
+    def alloc(self, count: int) -> Run | None:
+        """`count` adjoining frames from the slab with the least room that has them, or None."""
+        at = bisect_left(self._by_room, (count, -1))
+        if at == len(self._by_room):
+            return None
+        _, index = self._by_room[at]
+        run = self._slabs[index].alloc(count)
+        self._moved(at, index)
+        self.in_use += count
+        return run
+
+    def free(self, run: Run) -> None:
+        """Give a run back."""
+        index = run.start // self._slab
+        at = bisect_left(self._by_room, (self._slabs[index].largest_free, index))
+        self._slabs[index].free(run)
+        self._moved(at, index)
+        self.in_use -= run.count
+
+    def window(self, near: Run, count: int, price: Callable[[Run], float | None]) -> list[Run] | None:
+        """Which runs of the slab of `near` to free, at the least price, so that `count` frames adjoin; None if none."""
+        return self._slabs[near.start // self._slab].cheapest_window(count, price)
+
+    def _moved(self, at: int, index: int) -> None:
+        """A slab, found at this place of `_by_room`, has another longest free run."""
+        del self._by_room[at]
+        insort(self._by_room, (self._slabs[index].largest_free, index))

@@ -1,0 +1,236 @@
+"""Gradient buffers: where gradients wait for their update, and which of them are on SSD meanwhile.
+
+The gradient of a unit for one step is a record. It is made by the first OFFLOAD of the step, and ends when its update
+has used it. Where a unit's gradient has a home in RAM, the home is its buffer for good. The others share the pages for
+buffers: a complete gradient is written to SSD at once, if that is where it will wait for its update, and keeps its
+buffer until another gradient needs the pages. So a gradient that is used soon never comes back from SSD.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pagoda.memory.page import Run
+from pagoda.schedule.frames import Frames
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """The gradient of one unit for one step."""
+
+    unit: int
+    step: int
+    run: Run | None = None
+    """Its buffer, if it shares pages and has some now."""
+    made: int = 0
+    """Gradients that autograd has made and that wait for the buffer."""
+    arriving: int = 0
+    """OFFLOAD operations under way."""
+    transfer: bool = False
+    """Whether a SPILL or RELOAD is under way. Until it ends, nothing arrives in the buffer, and no update reads it."""
+    clean: bool = False
+    """Whether SSD holds all of it, or will once a SPILL under way has ended."""
+    complete: bool = False
+    """Whether this backward is through with it."""
+    last: bool = False
+    """Whether no other backward adds to it before `step()`."""
+    in_use: bool = False
+    """Whether an update reads the buffer."""
+    wanted: bool = False
+    """Whether an update waits for it to be in RAM."""
+    dropped: bool = False
+    """Nobody needs it any more: its buffer is free once nothing moves it."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether its buffer must stay."""
+        return self.arriving > 0 or self.transfer or self.in_use
+
+    @property
+    def settled(self) -> bool:
+        """Whether all of it has arrived."""
+        return self.complete and not (self.made or self.arriving)
+
+
+class Gradients:
+    """Every record.
+
+    Invariants: a page belongs to at most one record; a buffer that something moves or reads is not taken; a record is
+    dropped once, by its update or with its step; what SSD holds is used only while nothing newer has arrived.
+    """
+
+    def __init__(self, plan: SchedulePlan, issue: Callable[[Operation, Record], None]) -> None:
+        self._plan = plan
+        self._issue = issue
+        self._frames = Frames(plan.gradient_pages, (unit.gradient_pages for unit in plan.units))
+        self._records: dict[int, Record] = {}
+        """unit -> the record of this step."""
+        self._idle: dict[Record, None] = {}
+        """Records whose shared buffer nothing moves or reads, in the order in which that came about."""
+        self._busy = 0
+        """Other records with a shared buffer."""
+        self._waiting: dict[Record, None] = {}
+        """Records that need a buffer: for an update, or for what autograd has made."""
+        self.unsettled = 0
+        """Gradients that autograd has made and that do not lie in their buffer yet."""
+
+    # --- events ---
+
+    def add(self, unit: int, step: int, complete: bool) -> None:
+        """Autograd has made a gradient of a unit; `complete`: backward is through with the unit."""
+        record = self._records.get(unit)
+        if record is None:
+            record = self._records[unit] = Record(unit, step)
+        record.made += 1
+        record.complete = complete
+        self.unsettled += 1
+        self._waiting[record] = None
+
+    def offloaded(self, record: Record) -> None:
+        """An OFFLOAD has ended."""
+        self.unsettled -= 1
+        with self._changing(record):
+            record.arriving -= 1
+        if record.settled and not self._plan.under_backward and not record.dropped:
+            self._spill(record)
+
+    def transferred(self, record: Record, failed: bool = False) -> None:
+        """A SPILL or RELOAD has ended. A SPILL that failed loses nothing: the buffer still has the gradient."""
+        with self._changing(record):
+            record.transfer = False
+            record.clean = record.clean and not failed
+
+    def use(self, record: Record) -> None:
+        """An update begins to read a gradient."""
+        with self._changing(record):
+            record.in_use = True
+
+    def used(self, record: Record, last: bool) -> None:
+        """An update has read a gradient. Unless it was the `last` to do so, another will need the gradient."""
+        with self._changing(record):
+            record.in_use = False
+        if last:
+            self.drop(record)
+
+    def drop(self, record: Record) -> None:
+        """Nobody needs a gradient any more."""
+        self.unsettled -= record.made
+        self._waiting.pop(record, None)
+        with self._changing(record):
+            record.made, record.dropped = 0, True
+
+    def take(self, unit: int) -> Record | None:
+        """Hand the record of this step over: what arrives from now on is of the next step."""
+        return self._records.pop(unit, None)
+
+    # --- questions ---
+
+    def get(self, unit: int) -> Record | None:
+        return self._records.get(unit)
+
+    def units(self) -> list[int]:
+        """The units that have received a gradient in this step."""
+        return sorted(self._records)
+
+    def usable(self, record: Record) -> bool:
+        """Whether an update can read a gradient now; if not, it will be brought to RAM."""
+        lacking = self._lacks_buffer(record)
+        if lacking:
+            record.wanted = True
+            self._waiting[record] = None
+        return not (lacking or record.transfer)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether a gradient that autograd has made waits for a buffer."""
+        return any(record.made for record in self._waiting)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self._frames.in_use
+
+    # --- decisions ---
+
+    def pump(self) -> None:
+        """Give buffers to whoever waits for one, updates first: they free buffers again."""
+        if not self._waiting:
+            return
+        for record in sorted(self._waiting, key=lambda record: not record.wanted):
+            if record.transfer or (record.in_use and record.made):
+                continue
+            if not self._has_buffer(record):
+                if not record.wanted:
+                    return  # gradients arrive in order
+                continue
+            del self._waiting[record]
+            record.wanted = False
+            with self._changing(record):
+                record.clean = record.clean and not record.made
+                record.arriving += record.made
+            for _ in range(record.made):
+                self._issue(Operation(Kind.OFFLOAD, record.unit, record.run, steps=(record.step,)), record)
+            record.made = 0
+
+    def _lacks_buffer(self, record: Record) -> bool:
+        return self._plan.units[record.unit].gradient_pages > 0 and record.run is None
+
+    def _has_buffer(self, record: Record) -> bool:
+        """Whether a record has a buffer that is up to date; if not, it is given one where there is room."""
+        if not self._lacks_buffer(record):
+            return True
+        count = self._plan.units[record.unit].gradient_pages
+        record.run = self._frames.alloc(count)
+        while record.run is None and self._make_room():
+            record.run = self._frames.alloc(count)
+        if record.run is None:
+            return False
+        if record.busy:
+            self._busy += 1
+        else:
+            self._idle[record] = None
+        if record.clean:
+            self._transfer(Kind.RELOAD, record)
+        return not record.clean
+
+    def _make_room(self) -> bool:
+        """Free a buffer that SSD holds too, or write the oldest there if none is about to be free."""
+        for record in self._idle:
+            if record.clean:
+                self._free(record)
+                return True
+        if self._idle and not self._busy:
+            self._spill(next(iter(self._idle)))
+        return False
+
+    def _spill(self, record: Record) -> None:
+        if record.run is not None:
+            record.clean = True  # unless it fails, or more arrives
+            self._transfer(Kind.SPILL, record)
+
+    def _transfer(self, kind: Kind, record: Record) -> None:
+        with self._changing(record):
+            record.transfer = True
+        self._issue(Operation(kind, record.unit, record.run, steps=(record.step,)), record)
+
+    @contextmanager
+    def _changing(self, record: Record) -> Iterator[None]:
+        """What moves or reads a buffer changes: keep `_idle` and `_busy` true, and free the buffer if that is due."""
+        before = record.busy
+        yield
+        if record.run is None:
+            return
+        if record.busy and not before:
+            del self._idle[record]
+            self._busy += 1
+        elif before and not record.busy:
+            self._idle[record] = None
+            self._busy -= 1
+        if record.dropped and not record.busy:
+            self._free(record)
+
+    def _free(self, record: Record) -> None:
+        assert record.run is not None
+        self._frames.free(record.run)
+        record.run = None
+        del self._idle[record]

@@ -1,0 +1,284 @@
+"""Leases: which weights compute can read, which are fetched next, and which make room.
+
+The rule is the "aggressive" strategy of Cao, Felten, Karlin and Li, "A study of integrated prefetching and caching
+strategies" (SIGMETRICS 1995): fetch the next missing unit as soon as frames allow, evict the unit whose next use is
+furthest away, and never evict one that is needed before the unit that it makes room for.
+
+The life of a lease:
+
+    FILLING --ended--> READY --evicted, or its weights changed--> ENDED --reclaimed--> its frames are free
+       \\--its weights changed--> ENDED (reclaimed once the fetch has ended)
+
+Frames of an ended lease may still be referred to: by a graph that will run backward, or by a tensor of the user's. Only
+the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from pagoda.memory.page import Run
+from pagoda.schedule.frames import Frames
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.order import Order
+
+MOST_PREFETCHES = 2
+"""Prefetches under way at once. More would only queue up in front of what compute comes to wait for."""
+_CANDIDATES = 4
+"""Slabs in which room for a prefetch is looked for. What compute waits for looks in all of them."""
+_MOST_STALE = 4
+"""Entries a unit, on average, above which a heap is made anew without those that are out of date."""
+
+
+class State(Enum):
+    FILLING = auto()
+    READY = auto()
+    ENDED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Frames that hold, or are about to hold, one version of a unit's weights."""
+
+    unit: int
+    run: Run
+    version: int
+    state: State = State.FILLING
+    filled: bool = False
+    """Whether its fetch has ended."""
+
+
+class Leases:
+    """Every lease. A unit has at most one that has not ended.
+
+    Invariants: a frame belongs to at most one lease; a unit in use is not evicted; a fetch reads the version that
+    accesses need, and a lease ends before that version changes, so no access ever finds old weights.
+    """
+
+    def __init__(
+        self,
+        plan: SchedulePlan,
+        order: Order,
+        readable: Callable[[int], int | None],
+        issue: Callable[[Operation, Lease], None],
+    ) -> None:
+        """`readable` gives the version of a unit's weights that can be fetched now, None while an update must come
+        first; `issue` takes the operations."""
+        self._plan = plan
+        self._order = order
+        self._readable = readable
+        self._issue = issue
+        self._frames = Frames(plan.frames, (unit.frames for unit in plan.units))
+        self._leases: dict[int, Lease] = {}
+        """unit -> its lease that has not ended."""
+        self._owner: dict[int, Lease] = {}
+        """first frame -> the lease that holds it, ended ones too."""
+        self.users = [0] * len(plan.units)
+        """Forwards and backwards that use each unit now."""
+        self._wanted: dict[int, None] = {}
+        """Units that compute waits for, the first one first."""
+        self._missing: list[tuple[float, int]] = []
+        """(time of the next use, unit) of units that may lack a lease: a heap. A time may have passed since."""
+        self._listed: set[int] = set()
+        """The units in `_missing`, each there once."""
+        self._idle: list[tuple[float, int]] = []
+        """(minus the time when its lease is useful next, unit) of units whose lease may make room: a heap."""
+        self._idle_as: dict[int, float] = {}
+        """The entry of `_idle` that counts, by unit: others of that unit are out of date."""
+        self._after_step: list[int] = []
+        """Units that are not prefetched before `step()`, because it will change their weights."""
+        self._reclaiming = 0
+        """Leases whose frames may be free in a moment."""
+        self._filling = 0
+        """Fetches under way."""
+        self.fetching = [0] * len(plan.units)
+        """The same by unit; more than one if the weights that the first brings have become old."""
+        for unit in range(len(plan.units)):
+            self.fetchable(unit)
+
+    # --- events ---
+
+    def access(self, unit: int) -> None:
+        """Compute begins to use a unit, whose time has come in `order` already."""
+        self.users[unit] += 1
+        if self._plan.units[unit].frames and not self.ready(unit):
+            self._wanted[unit] = None
+
+    def served(self, unit: int) -> None:
+        """Compute no longer waits for a unit."""
+        self._wanted.pop(unit, None)
+
+    def release(self, unit: int) -> None:
+        """Compute has ended one use of a unit."""
+        self.users[unit] -= 1
+        if not self.users[unit]:
+            self._wanted.pop(unit, None)
+            if unit in self._leases:
+                self._note_idle(unit)
+
+    def ended(self, lease: Lease, failed: bool = False) -> None:
+        """The fetch of a lease has ended. One that has `failed` is tried again for as long as compute waits for it."""
+        lease.filled = True
+        self._filling -= 1
+        self.fetching[lease.unit] -= 1
+        if lease.state is State.FILLING and not failed:
+            lease.state = State.READY
+            self._note_idle(lease.unit)
+        elif lease.state is State.FILLING:
+            self._end(lease)
+        else:
+            self._reclaim(lease)
+
+    def reclaimed(self, lease: Lease, freed: bool) -> None:
+        """The answer to RECLAIM: the frames of a lease are free, or something still refers to them."""
+        self._reclaiming -= 1
+        if freed:
+            self._free(lease)
+
+    def let_go(self, lease: Lease) -> None:
+        """Nothing refers any more to a lease that could not be reclaimed."""
+        self._free(lease)
+
+    def changed(self, unit: int) -> None:
+        """A unit's weights are about to be others: its lease ends."""
+        lease = self._leases.get(unit)
+        if lease is not None:
+            self._end(lease)
+
+    def fetchable(self, unit: int) -> None:
+        """An update of a unit is over, so that its weights can be fetched."""
+        if self._plan.units[unit].frames and unit not in self._leases and unit not in self._listed:
+            self._listed.add(unit)
+            heappush(self._missing, (self._order.next_use(unit), unit))
+
+    def end_step(self) -> None:
+        """`step()` has said what it updates: the others can be prefetched across it."""
+        for unit in self._after_step:
+            self.fetchable(unit)
+        self._after_step.clear()
+
+    # --- questions ---
+
+    def ready(self, unit: int) -> bool:
+        """Whether compute can read a unit's weights, as far as leases go."""
+        lease = self._leases.get(unit)
+        return not self._plan.units[unit].frames or (lease is not None and lease.state is State.READY)
+
+    def lease(self, unit: int) -> Lease | None:
+        return self._leases.get(unit)
+
+    @property
+    def frames_in_use(self) -> int:
+        return self._frames.in_use
+
+    # --- decisions ---
+
+    def pump(self) -> None:
+        """Start every fetch that can start now. What comes later must not overtake what compute waits for."""
+        for wanted in [*self._wanted]:
+            if wanted not in self._leases and not self._fetch(wanted, wanted=True):
+                return
+        while self._filling < MOST_PREFETCHES and (unit := self._next_missing()) is not None:
+            if not self._fetch(unit, wanted=False):
+                self.fetchable(unit)
+                return
+
+    def _next_missing(self) -> int | None:
+        """The unit to prefetch next: the one that is used first among those that can be fetched."""
+        while self._missing:
+            use, unit = heappop(self._missing)
+            self._listed.remove(unit)
+            if unit in self._leases or self._readable(unit) is None:
+                continue  # it comes back when its lease ends, or its update
+            if use != self._order.next_use(unit):
+                self.fetchable(unit)  # that use has passed
+            elif use == inf:
+                continue  # the trace never uses it
+            elif self._useful(unit) == inf:
+                self._after_step.append(unit)
+            else:
+                return unit
+        return None
+
+    def _useful(self, unit: int) -> float:
+        """When a lease of a unit made now would be useful: at its next use, if no update ends it before."""
+        use = self._order.next_use(unit)
+        return inf if self._plan.units[unit].trained and use > self._order.step else use
+
+    def _fetch(self, unit: int, wanted: bool) -> bool:
+        """Lease a unit; False while there is no room for it, or its update is not over."""
+        version = self._readable(unit)
+        if version is None:
+            return True  # nothing to wait for here: what comes later may go on
+        count = self._plan.units[unit].frames
+        run = self._frames.alloc(count)
+        if run is None:
+            if not self._reclaiming:
+                self._make_room(count, -inf if wanted else self._order.next_use(unit))
+            return False
+        lease = Lease(unit, run, version)
+        self._leases[unit] = lease
+        self._owner[run.start] = lease
+        self._filling += 1
+        self.fetching[unit] += 1
+        self._issue(Operation(Kind.FETCH, unit, run, version), lease)
+        return True
+
+    def _make_room(self, count: int, before: float) -> None:
+        """End the leases of the cheapest window: those that are useful last, and all after `before`."""
+
+        def price(run: Run) -> float | None:
+            lease = self._owner[run.start]
+            useful = self._useful(lease.unit)
+            if lease.state is not State.READY or self.users[lease.unit] or useful <= before:
+                return None
+            return -useful
+
+        tried: list[int] = []
+        victims: list[Run] | None = None
+        while self._idle and victims is None and (before == -inf or len(tried) < _CANDIDATES):
+            entry, unit = heappop(self._idle)
+            if self._idle_as.get(unit) != entry:
+                continue
+            del self._idle_as[unit]
+            lease = self._leases.get(unit)
+            if lease is None or lease.state is not State.READY or self.users[unit]:
+                continue  # it comes back when it is idle again
+            if -entry != self._useful(unit):
+                self._note_idle(unit)
+                continue
+            tried.append(unit)
+            if -entry <= before:
+                break
+            victims = self._frames.window(lease.run, count, price)
+        for unit in tried:
+            self._note_idle(unit)
+        for run in victims or ():
+            self._end(self._owner[run.start])
+
+    def _note_idle(self, unit: int) -> None:
+        if not self.users[unit]:
+            self._idle_as[unit] = -self._useful(unit)
+            heappush(self._idle, (self._idle_as[unit], unit))
+        if len(self._idle) > _MOST_STALE * len(self.users):
+            self._idle = [(entry, unit) for unit, entry in self._idle_as.items()]
+            heapify(self._idle)
+
+    def _end(self, lease: Lease) -> None:
+        """Nothing new may use a lease."""
+        del self._leases[lease.unit]
+        lease.state = State.ENDED
+        if self._readable(lease.unit) is not None:
+            self.fetchable(lease.unit)
+        if lease.filled:
+            self._reclaim(lease)
+
+    def _reclaim(self, lease: Lease) -> None:
+        self._reclaiming += 1
+        self._issue(Operation(Kind.RECLAIM, lease.unit, lease.run, lease.version), lease)
+
+    def _free(self, lease: Lease) -> None:
+        del self._owner[lease.run.start]
+        self._frames.free(lease.run)

@@ -1,0 +1,80 @@
+"""What the scheduler asks for, and what it knows of a plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pagoda.memory.page import Run
+from pagoda.plan.trace import Trace
+
+
+class Kind(StrEnum):
+    """The verbs of the scheduler."""
+
+    FETCH = "fetch"
+    """Copy a unit's weights from their home into the frames of a lease."""
+    RECLAIM = "reclaim"
+    """Ask whether anything still refers to a lease that has ended. The answer is `reclaimed(freed=...)`."""
+    OFFLOAD = "offload"
+    """Copy or add the gradient that autograd has just made to the unit's gradient buffer."""
+    SPILL = "spill"
+    """Write a gradient buffer to SSD, so that its pages can be taken."""
+    RELOAD = "reload"
+    """Read a gradient that was spilled back into a buffer."""
+    UPDATE = "update"
+    """Apply the optimizer to a unit. It reports `gradient_used`, `published` and `ended`, in this order."""
+    PUBLISH = "publish"
+    """Make the newest weights of a unit those that are read. Only asynchronous updates need it."""
+    UNDO = "undo"
+    """Bring back what a speculative update has changed."""
+    SAVE = "save"
+    """Read a unit's states for a checkpoint."""
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One piece of work on one unit. Each is reported once as ended or failed."""
+
+    kind: Kind
+    unit: int
+    run: Run | None = None
+    """The frames of a lease, or the pages of a gradient buffer."""
+    version: int = 0
+    """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
+    steps: tuple[int, ...] = ()
+    """The steps whose gradients an UPDATE applies, oldest first, or the step of an OFFLOAD, SPILL or RELOAD."""
+    keeps_old: bool = False
+    """An UPDATE copies what it changes to the reserve; a SAVE reads it there."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """What the scheduler knows of a unit. Sizes are in pages."""
+
+    frames: int = 0
+    """The size of a lease; 0 where compute reads the weights in their home."""
+    gradient_pages: int = 0
+    """The size of a buffer for its gradient; 0 where the gradient has a home in RAM."""
+    undo_pages: int = 0
+    """What an update needs in the reserve to keep the old states; 0 where it leaves them where they are."""
+    trained: bool = True
+    speculated: bool = False
+    """Whether it may be updated under backward before it is known whether gradients are clipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePlan:
+    """What the scheduler knows of a plan. Sizes are in pages."""
+
+    units: Sequence[UnitPlan]
+    trace: Trace
+    frames: int = 0
+    """For leases. At least two slabs, so that one unit can be fetched while another is in use."""
+    gradient_pages: int = 0
+    """For gradient buffers of units without a home for theirs. At least two slabs."""
+    reserve_pages: int = 0
+    """For old states, which a checkpoint or an undo may still need."""
+    under_backward: bool = False
+    """Units are updated as soon as backward is through with them, because nothing will be clipped."""
+    max_staleness: int | None = None
+    """How many steps the weights that a step reads may lack. None: updates are synchronous."""
