@@ -103,7 +103,7 @@ class Leases:
     def access(self, unit: int) -> None:
         """Compute begins to use a unit, whose time has come in `order` already."""
         self.users[unit] += 1
-        if self._plan.units[unit].frames and not self.ready(unit):
+        if self._plan.units[unit].frames:
             self._wanted[unit] = None
 
     def served(self, unit: int) -> None:

@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         "an update does not wait for its gradient to be read back",
         gradients,
-        "return not (self._lacks_buffer(record) or record.transfer)",
+        "return not (lacking or record.transfer)",
         "return True",
     ),
     Mutant(
