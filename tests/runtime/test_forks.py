@@ -172,12 +172,14 @@ def test_a_directory_is_free_when_its_process_ends_though_a_forked_one_lives_on(
             os.write(ready[1], b"x")
             os.read(go[0], 1)
         os._exit(0 if lock else 1)
-    assert _status(holder) == 0
-    os.read(ready[0], 1)
-    DirectoryLock([tmp_path]).close()
-    os.write(go[1], b"x")
-    for end in (*ready, *go):
-        os.close(end)
+    try:
+        assert _status(holder) == 0
+        os.read(ready[0], 1)
+        DirectoryLock([tmp_path]).close()
+    finally:
+        os.write(go[1], b"x")
+        for end in (*ready, *go):
+            os.close(end)
 
 
 def test_a_forked_process_unmaps_nothing_where_memory_of_its_own_may_lie() -> None:
