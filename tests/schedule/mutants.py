@@ -58,14 +58,6 @@ MUTANTS = (
         "if True",
     ),
     Mutant(
-        "an evicted unit is never fetched ahead again",
-        leases,
-        "        if self._readable(lease.unit) is not None:\n"
-        "            self.fetchable(lease.unit)\n"
-        "        if lease.filled",
-        "        if lease.filled",
-    ),
-    Mutant(
         "a gradient buffer is taken while it moves",
         gradients,
         "return self.arriving > 0 or self.transfer or self.in_use",

@@ -99,6 +99,8 @@ class Rules:
     accumulation: int
     holds: bool
     """Whether graphs refer to weights from forward to backward."""
+    unread: frozenset[int]
+    """Units of whose weights backward reads nothing, as of an embedding's: their gradients come without an access."""
     departures: float
     failures: float
 
@@ -133,7 +135,10 @@ class Rules:
             under_backward=mode == "under backward",
             max_staleness=rng.randint(0, 2) if mode == "asynchronous" else None,
         )
-        return Rules(plan, order, accumulation, holds, rng.choice([0.0, 0.1, 0.3]), rng.choice([0.0, 0.0, 0.02]))
+        unread = frozenset(u for u in order if rng.random() < 0.2)
+        return Rules(
+            plan, order, accumulation, holds, unread, rng.choice([0.0, 0.1, 0.3]), rng.choice([0.0, 0.0, 0.02])
+        )
 
 
 class World:
@@ -160,6 +165,8 @@ class World:
         self.lanes: dict[str, list[Operation]] = {}
         self.stages: dict[Operation, int] = {}
         """How far an UPDATE is."""
+        self.begun_with: dict[tuple[Operation, int], Counter[int]] = {}
+        """(UPDATE, step) -> the gradient that it found."""
         self.readings: dict[Operation, tuple[int, int]] = {}
         self.held: dict[Operation, None] = {}
         """Reclaims that were answered: still held."""
@@ -203,21 +210,24 @@ class World:
         elif op.kind is Kind.UNDO:
             require(home.undo is not None and not home.readers, "UNDO of weights that somebody reads")
             home.weights = home.newest = home.states = TORN
+        elif op.kind is Kind.SPILL:
+            require(self.needed(op.unit, op.steps[0]), f"SPILL of {op.steps} of unit {op.unit}, which nobody needs")
         elif op.kind in (Kind.OFFLOAD, Kind.RELOAD) and op.run is not None:
             key = op.unit, op.steps[0]
             self.pages = [None if stamp == key else stamp for stamp in self.pages]  # it may have had another buffer
             for page in self.span(op):
                 self.take_page(page, key)
 
+    def needed(self, unit: int, step: int) -> bool:
+        """Whether an update may still read a gradient."""
+        decided = step < self.steps or self.plan.under_backward
+        return step in self.truths[unit].passes and not (step in self.truths[unit].consumed and decided)
+
     def take_page(self, page: int, key: tuple[int, int]) -> None:
         """A gradient takes a page. The one that was there must be on SSD, or not needed any more."""
         before = self.pages[page]
         if before is not None and before != key:
-            unit, step = before
-            truth = self.truths[unit]
-            decided = step < self.steps or self.plan.under_backward
-            needed = step in truth.passes and not (step in truth.consumed and decided)
-            require(before in self.on_ssd or not needed, f"the gradient {before} is lost: {key} takes its page")
+            require(before in self.on_ssd or not self.needed(*before), f"{before} is lost: {key} takes its page")
             self.gradients.pop(before, None)
         self.pages[page] = key
 
@@ -236,6 +246,7 @@ class World:
         for step in op.steps:
             self.check_gradient(op.unit, step)
             truth.used_rules[step] = truth.rules.get(step, "as guessed")
+            self.begun_with[op, step] = Counter(self.gradients.get((op.unit, step)))
         early = self.plan.under_backward or self.plan.units[op.unit].speculated
         require(truth.asked >= op.version or early, "an update that nobody has asked for")
         home.newest = home.states = TORN
@@ -258,7 +269,12 @@ class World:
             self.stages[op] += 1
             if self.stages[op] == 1:
                 for step in op.steps:
-                    self.check_gradient(op.unit, step)
+                    found = self.gradients.get((op.unit, step))
+                    dropped = step not in self.truths[op.unit].passes
+                    require(
+                        dropped or found == self.begun_with[op, step],
+                        f"the gradient {step} of unit {op.unit} changed in use",
+                    )
                 self.truths[op.unit].consumed.update(op.steps)
                 self.scheduler.gradient_used(op)
             else:
@@ -486,36 +502,41 @@ class World:
         return let_go
 
     def a_pass(self, last: bool) -> bool:
-        """Forward and backward; False if an exception interrupts it."""
+        """Forward and backward, which may run twice; False if an exception interrupts it."""
         held: list[Callable[[], None]] = []
-        trained = [u for u in self.rules.order if self.plan.units[u].trained]
         used: set[int] = set()
-        self.made += 1
-        for phase, order in ((Phase.FORWARD, self.rules.order), (Phase.BACKWARD, self.rules.order[::-1])):
-            for unit in order:
-                roll = self.rng.random()
-                if roll < self.rules.departures / 2 and phase is Phase.FORWARD:
-                    continue
-                if phase is Phase.BACKWARD and unit not in used:
-                    continue
-                if roll > 1 - self.rules.departures / 2 and not (self.plan.under_backward and phase is Phase.BACKWARD):
-                    self.evaluate(self.rng.randrange(len(self.plan.units)))
-                found = self.use(Access(unit, phase))
-                if phase is Phase.FORWARD:
-                    used.add(unit)
-                    if self.rules.holds and self.rng.random() < 0.5:
-                        held.append(self.hold(unit, found))
-                if phase is Phase.BACKWARD and unit in trained:
-                    self.gradient(unit, last)
-                self.release(unit, found)
-                if roll < self.rules.departures / 20:
-                    for let_go in held:
-                        let_go()
-                    return False
-            if self.may_begin_checkpoint(0.1) and not self.plan.under_backward:
-                self.begin_checkpoint()
+        whole = self.walk(Phase.FORWARD, used, held, last) and self.walk(Phase.BACKWARD, used, held, last)
+        if whole and not self.plan.under_backward and self.rng.random() < 0.1:
+            whole = self.walk(Phase.BACKWARD, used, held, last)  # of a graph that was retained
         for let_go in held:
             let_go()
+        return whole
+
+    def walk(self, phase: Phase, used: set[int], held: list[Callable[[], None]], last: bool) -> bool:
+        """Forward or backward; False if an exception interrupts it."""
+        self.made += 1
+        departures = self.rules.departures
+        for unit in self.rules.order if phase is Phase.FORWARD else self.rules.order[::-1]:
+            roll = self.rng.random()
+            if (phase is Phase.FORWARD and roll < departures / 2) or (phase is Phase.BACKWARD and unit not in used):
+                continue
+            if roll > 1 - departures / 2 and not (self.plan.under_backward and phase is Phase.BACKWARD):
+                self.evaluate(self.rng.randrange(len(self.plan.units)))
+            trains = phase is Phase.BACKWARD and self.plan.units[unit].trained
+            if trains and unit in self.rules.unread:
+                self.gradient(unit, last)
+                continue
+            found = self.use(Access(unit, phase))
+            used.add(unit)
+            if phase is Phase.FORWARD and self.rules.holds and self.rng.random() < 0.5:
+                held.append(self.hold(unit, found))
+            if trains:
+                self.gradient(unit, last)
+            self.release(unit, found)
+            if roll < departures / 20:
+                return False
+        if self.may_begin_checkpoint(0.1) and not self.plan.under_backward:
+            self.begin_checkpoint()
         return True
 
     def evaluate(self, unit: int) -> None:
