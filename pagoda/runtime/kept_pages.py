@@ -9,7 +9,7 @@ from typing import Any
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedParameter, PagedUnit
 from pagoda.plan.ops import SSD
-from pagoda.plan.placement import SPARE
+from pagoda.plan.placement import SPARE, UNDO
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
 
@@ -84,13 +84,16 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
 
 
 def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
-    """Whether the pages of one more checkpoint can be kept, once those that it replaces are gone."""
+    """Whether the pages of one more checkpoint can be kept, once those that it replaces are gone.
+
+    Spare slots for undoing updates are not for that: a deleted run may have left pages that take the other ones.
+    """
     ssd, plan = engine.store.ssd, engine.plan
     assert ssd is not None
     state_pages = sum(plan.placement.pages(SSD, state.name) for state in plan.layout.states)
     wanted = plan.placement.pages(SSD, SPARE) >= state_pages > 0
     gone = {reference["commit"] for old in removables(replaces) for reference in old.references}
-    return wanted and ssd.room_beside(gone) >= state_pages
+    return wanted and ssd.room_beside(gone) - plan.placement.pages(SSD, UNDO) >= state_pages
 
 
 def _copied(engine: Engine, paged: Mapping[int, PagedUnit], room: bool) -> list[tuple[int, str]]:

@@ -227,6 +227,14 @@ def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(name: str, s
     assert endure(server, folder, MODES[name], 3, random.Random(name)).kills == 3
 
 
+def test_runs_go_on_beside_the_pages_of_runs_that_were_deleted(server: Server, folder: Path) -> None:
+    """Their pages stay until `pagoda gc`, and take slots that checkpoints could use, but none that updates need."""
+    config = MODES["all on three drives"].config(folder)
+    for _ in range(3):
+        assert server.train(config) == 0
+        shutil.rmtree(config.out)
+
+
 def test_a_lagging_run_that_is_killed_resumes_with_what_its_last_checkpoint_holds(server: Server, folder: Path) -> None:
     mode = ASYNC["async, moments on two drives"]
     assert endure_lagging(server, folder, mode, 3, random.Random(1)).found["a resumed state"]
