@@ -51,9 +51,14 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | No
     return descriptor
 
 
-def read_regular(path: str | Path, *, dir_fd: int | None = None, follow: bool = True) -> bytes:
-    """The content of a regular file. Raises OSError as `open_regular` does."""
+def read_regular(
+    path: str | Path, *, dir_fd: int | None = None, follow: bool = True, most_bytes: int | None = None
+) -> bytes:
+    """The content of a regular file of at most `most_bytes`. Raises OSError as `open_regular` does."""
     with os.fdopen(open_regular(path, dir_fd=dir_fd, follow=follow), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than any that Pagoda writes", str(path))
         return file.read()
 
 
@@ -77,6 +82,12 @@ def replace_file(directory: int, name: str, content: bytes) -> None:
     sync_descriptor(directory, name)
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """`replace_file` by path. Raises as it does."""
+    with inside(path.parent) as directory:
+        replace_file(directory, path.name, content)
+
+
 def sync_descriptor(directory: int, what: str | Path) -> None:
     """Make the names in an open directory durable. Raises SyncError, which names `what`."""
     try:
@@ -93,14 +104,23 @@ def sync_directory(directory: Path) -> None:
         sync_descriptor(descriptor, directory)
 
 
-def make_directories(directory: Path) -> None:
-    """Create a directory and those above it that are missing, durably. Raises OSError."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+def make_directories(directory: Path) -> list[Path]:
+    """Create a directory and those above it that are missing, durably; returns those created, the outermost first.
+
+    Raises OSError, and SyncError.
+    """
+    missing = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
+    made = []
     for path in reversed(missing):
-        path.mkdir(exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue  # another process made it meanwhile
         sync_directory(path.parent)
+        made.append(path)
     if not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    return made
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pagoda.errors import ConfigError
-from pagoda.train.files import make_directories
+from pagoda.memory.files import make_directories
 
 LOCK = ".pagoda-lock"
 _held: set[int] = set()

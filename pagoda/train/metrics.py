@@ -1,5 +1,6 @@
 """metrics.jsonl: one line of JSON per optimizer step, no step twice, also over interruptions."""
 
+import errno
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from pagoda.errors import StorageError
-from pagoda.train.files import read_ordinary, sync_directory, write_durably
+from pagoda.memory.files import read_regular, sync_directory, write_durably
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +111,9 @@ def _errors_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        mend = "Free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}. Free space there, and resume from the last checkpoint."
+            f"{path} cannot be written: {error.strerror}. {mend}, and resume from the last checkpoint."
         ) from error
 
 
@@ -122,7 +124,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Every line that is a step, as it is in the file, and what it says."""
-    for line in read_ordinary(path).split(b"\n"):
+    for line in read_regular(path).split(b"\n"):
         try:
             metrics = json.loads(line)
         except (ValueError, RecursionError):

@@ -10,8 +10,8 @@ from typing import Any
 import xxhash
 
 from pagoda.errors import CheckpointError, ConfigError
+from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
 from pagoda.train.config import TrainConfig
-from pagoda.train.files import make_directories, read_ordinary, sync_directory, write_durably
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _DAMAGED = ".damaged"
@@ -87,7 +87,7 @@ class RunDir:
             ConfigError: there is no run here, or its configuration cannot be read, or is not as it was written.
         """
         try:
-            content = read_ordinary(self.config, _MOST_CONFIG_BYTES)
+            content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
         except OSError as error:
             raise ConfigError(
                 f"no run to resume in {self.path}: {self.config.name} cannot be read"

@@ -114,5 +114,5 @@ def test_a_damaged_line_takes_no_other_with_it(tmp_path: Path, damage: bytes) ->
 
 def test_metrics_that_are_no_ordinary_file_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m")
-    with pytest.raises(StorageError, match="not an ordinary file"):
+    with pytest.raises(StorageError, match="not a regular file"):
         MetricsFile(tmp_path / "m")

@@ -80,9 +80,10 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
         done.append(("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)))
         real["fsync"](descriptor)
 
-    def replaced(source: Path, target: Path) -> None:
-        done.append(("replace", os.path.relpath(target, tmp_path)))
-        real["replace"](source, target)
+    def replaced(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        directory = os.path.relpath(os.readlink(f"/proc/self/fd/{dst_dir_fd}"), tmp_path)
+        done.append(("replace", os.path.join(directory, target)))
+        real["replace"](source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     def made(path: Path, mode: int = 0o777) -> None:
         real["mkdir"](path, mode)
