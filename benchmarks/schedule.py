@@ -24,7 +24,7 @@ class Clock:
 
     def __init__(self, units: int, speculative: bool) -> None:
         sizes = [1 + index % 3 for index in range(units)]
-        plans = [UnitPlan(frames=size, gradient_pages=size, speculated=speculative) for size in sizes]
+        plans = [UnitPlan(lease_frames=size, buffer_pages=size, speculated=speculative) for size in sizes]
         forward = [Access(unit, Phase.FORWARD) for unit in range(units)]
         backward = [Access(unit, Phase.BACKWARD) for unit in reversed(range(units))]
         self.accesses = forward + backward
@@ -54,7 +54,7 @@ class Clock:
             self.event("reclaimed", op, True)
         elif op.kind is Kind.UPDATE and stage < 2:
             self.under_way.appendleft((op, stage + 1))
-            self.event(("gradient_used", "published")[stage], op)
+            self.event(("gradient_used", "weights_written")[stage], op)
         else:
             self.event("ended", op)
 
@@ -67,7 +67,7 @@ class Clock:
                 while self.scheduler.gradients_held_back:
                     self.end_one()
             self.event("release", access.unit)
-        self.until("norm_known")
+        self.until("gradients_settled")
         self.scheduler.step_asked()
         self.event("scale_known")
 

@@ -24,7 +24,8 @@ _DECLINED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class GcConfig:
-    """List the pages that SSD directories keep for checkpoints that are not where they were saved, and delete them."""
+    """List the pages that SSD directories keep for checkpoints that are not where they were saved, and empty stores;
+    then delete them, if you agree."""
 
     directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Directories that --memory.ssd named; those of ranks below them are included. Name all the drives of a run."""
@@ -61,14 +62,18 @@ def run_gc(config: GcConfig, console: Console) -> int:
         if not (config.yes or _agrees(f"Delete these {len(orphans)}, {total} in all, for good? [y/N] ")):
             _say(console, "nothing was deleted")
             return _DECLINED
-        orphans = [o for o in orphans if o.commit is None or why_orphaned(o.commit, keep)]  # the user may have acted
-        for store in drop(orphans, directories):
+        # A checkpoint may have been moved back while the user was asked: its pages are kept.
+        orphans = [o for o in orphans if o.commit is None or why_orphaned(o.commit, keep)]
+        partly = list(drop(orphans, directories))
+        for store in partly:
             _say(
                 console,
                 f"{store.name} keeps no checkpoint any more, but not all of it could be deleted: name all of its "
                 f"directories (it was last used in {_listed(store.directories)}), and look what else is in them",
             )
-        _say(console, f"deleted: {format_bytes(sum(orphan.nbytes for orphan in orphans))}")
+        kept = {store.id for store in partly}
+        deleted = sum(o.nbytes for o in orphans if o.commit is not None or o.store.id not in kept)
+        _say(console, f"deleted: {format_bytes(deleted)}")
     return 0
 
 

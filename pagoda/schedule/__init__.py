@@ -9,18 +9,18 @@ A step, as the scheduler sees it:
     access(unit) ... release(unit)       forward and backward use units; compute waits until `ready`
     gradient(unit)                       autograd has made a gradient
     step_asked(), scale_known()          what becomes of the gradients
-    ended(operation), failed(operation)  lanes report, at any time
+    ended(operation), failed(operation)  lanes (the executor's queues) report, at any time
 
-Four books share the work, each in a file that states its invariants:
+Four parts share the work, each in a file that states its invariants:
 
     order.py      when each unit is used next, by the trace of earlier steps
     leases.py     which weights are in reach of compute: FETCH, RECLAIM
     gradients.py  where gradients wait for their update: OFFLOAD, SPILL, RELOAD
     updates.py    which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO, SAVE
 
-`scheduler.py` joins them: it passes each event to the books that it concerns, in a fixed order, and then lets each
-start what can start now ("pump"). Nothing is polled. What only the executor can know, whether a tensor still refers to
-a lease, is an operation (RECLAIM) with an answer.
+`scheduler.py` joins them: it passes each event to the parts that it concerns, in a fixed order, and then lets each
+start what can start now ("pump"). State changes in events alone. What only the executor can know, whether a tensor
+still refers to a lease, is an operation (RECLAIM) with an answer.
 
 What always holds, whatever the order of events; `tests/schedule/worlds.py` tries it in random worlds:
 

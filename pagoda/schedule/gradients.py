@@ -27,10 +27,10 @@ class Record:
     """Gradients that autograd has made and that wait for the buffer."""
     arriving: int = 0
     """OFFLOAD operations under way."""
-    transfer: bool = False
+    transferring: bool = False
     """Whether a SPILL or RELOAD is under way. Until it ends, nothing arrives in the buffer, and no update reads it."""
     clean: bool = False
-    """Whether SSD holds all of it, or will once a SPILL under way has ended."""
+    """True from the start of a SPILL until more arrives. SSD holds all of it once nothing is `transferring`."""
     complete: bool = False
     """Whether this backward is through with it."""
     last: bool = False
@@ -39,13 +39,15 @@ class Record:
     """Whether an update reads the buffer."""
     wanted: bool = False
     """Whether an update waits for it to be in RAM."""
+    lost: bool = False
+    """Whether a part of it did not arrive, or could not be read back. Then nothing can use it."""
     dropped: bool = False
     """Nobody needs it any more: its buffer is free once nothing moves it."""
 
     @property
     def busy(self) -> bool:
         """Whether its buffer must stay."""
-        return self.arriving > 0 or self.transfer or self.in_use
+        return self.arriving > 0 or self.transferring or self.in_use
 
     @property
     def settled(self) -> bool:
@@ -63,7 +65,7 @@ class Gradients:
     def __init__(self, plan: SchedulePlan, issue: Callable[[Operation, Record], None]) -> None:
         self._plan = plan
         self._issue = issue
-        self._frames = Frames(plan.gradient_pages, (unit.gradient_pages for unit in plan.units))
+        self._frames = Frames(plan.buffer_pool, (unit.buffer_pages for unit in plan.units))
         self._records: dict[int, Record] = {}
         """unit -> the record of this step."""
         self._idle: dict[Record, None] = {}
@@ -92,13 +94,13 @@ class Gradients:
         self.unsettled -= 1
         with self._changing(record):
             record.arriving -= 1
-        if record.settled and not self._plan.under_backward and not record.dropped:
+        if record.settled and not (self._plan.under_backward or record.dropped or record.lost):
             self._spill(record)
 
     def transferred(self, record: Record, failed: bool = False) -> None:
         """A SPILL or RELOAD has ended. A SPILL that failed loses nothing: the buffer still has the gradient."""
         with self._changing(record):
-            record.transfer = False
+            record.transferring = False
             record.clean = record.clean and not failed
 
     def use(self, record: Record) -> None:
@@ -107,7 +109,8 @@ class Gradients:
             record.in_use = True
 
     def used(self, record: Record, last: bool) -> None:
-        """An update has read a gradient. Unless it was the `last` to do so, another will need the gradient."""
+        """An update has read a gradient. If it was the `last` to do so, the gradient is dropped; else the update may be
+        undone, and another will need it."""
         with self._changing(record):
             record.in_use = False
         if last:
@@ -139,7 +142,7 @@ class Gradients:
         if lacking:
             record.wanted = True
             self._waiting[record] = None
-        return not (lacking or record.transfer)
+        return not (lacking or record.transferring)
 
     @property
     def held_back(self) -> bool:
@@ -157,7 +160,7 @@ class Gradients:
         if not self._waiting:
             return
         for record in sorted(self._waiting, key=lambda record: not record.wanted):
-            if record.transfer or (record.in_use and record.made):
+            if record.transferring or (record.in_use and record.made):
                 continue
             if not self._has_buffer(record):
                 if not record.wanted:
@@ -173,13 +176,13 @@ class Gradients:
             record.made = 0
 
     def _lacks_buffer(self, record: Record) -> bool:
-        return self._plan.units[record.unit].gradient_pages > 0 and record.run is None
+        return self._plan.units[record.unit].buffer_pages > 0 and record.run is None
 
     def _has_buffer(self, record: Record) -> bool:
         """Whether a record has a buffer that is up to date; if not, it is given one where there is room."""
         if not self._lacks_buffer(record):
             return True
-        count = self._plan.units[record.unit].gradient_pages
+        count = self._plan.units[record.unit].buffer_pages
         record.run = self._frames.alloc(count)
         while record.run is None and self._make_room():
             record.run = self._frames.alloc(count)
@@ -210,7 +213,7 @@ class Gradients:
 
     def _transfer(self, kind: Kind, record: Record) -> None:
         with self._changing(record):
-            record.transfer = True
+            record.transferring = True
         self._issue(Operation(kind, record.unit, record.run, steps=(record.step,)), record)
 
     @contextmanager

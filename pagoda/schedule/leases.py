@@ -70,7 +70,7 @@ class Leases:
         self._order = order
         self._readable = readable
         self._issue = issue
-        self._frames = Frames(plan.frames, (unit.frames for unit in plan.units))
+        self._frames = Frames(plan.frame_pool, (unit.lease_frames for unit in plan.units))
         self._leases: dict[int, Lease] = {}
         """unit -> its lease that has not ended."""
         self._owner: dict[int, Lease] = {}
@@ -90,7 +90,7 @@ class Leases:
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self._reclaiming = 0
-        """Leases whose frames may be free in a moment."""
+        """RECLAIM operations without an answer."""
         self._filling = 0
         """Fetches under way."""
         self.fetching = [0] * len(plan.units)
@@ -103,7 +103,7 @@ class Leases:
     def access(self, unit: int) -> None:
         """Compute begins to use a unit, whose time has come in `order` already."""
         self.users[unit] += 1
-        if self._plan.units[unit].frames:
+        if self._plan.units[unit].lease_frames:
             self._wanted[unit] = None
 
     def served(self, unit: int) -> None:
@@ -127,7 +127,7 @@ class Leases:
             lease.state = State.READY
             self._note_idle(lease.unit)
         elif lease.state is State.FILLING:
-            self._end(lease)
+            self._end(lease, again=False)
         else:
             self._reclaim(lease)
 
@@ -149,7 +149,7 @@ class Leases:
 
     def fetchable(self, unit: int) -> None:
         """An update of a unit is over, so that its weights can be fetched."""
-        if self._plan.units[unit].frames and unit not in self._leases and unit not in self._listed:
+        if self._plan.units[unit].lease_frames and unit not in self._leases and unit not in self._listed:
             self._listed.add(unit)
             heappush(self._missing, (self._order.next_use(unit), unit))
 
@@ -164,7 +164,7 @@ class Leases:
     def ready(self, unit: int) -> bool:
         """Whether compute can read a unit's weights, as far as leases go."""
         lease = self._leases.get(unit)
-        return not self._plan.units[unit].frames or (lease is not None and lease.state is State.READY)
+        return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is State.READY)
 
     def lease(self, unit: int) -> Lease | None:
         return self._leases.get(unit)
@@ -212,7 +212,7 @@ class Leases:
         version = self._readable(unit)
         if version is None:
             return True  # nothing to wait for here: what comes later may go on
-        count = self._plan.units[unit].frames
+        count = self._plan.units[unit].lease_frames
         run = self._frames.alloc(count)
         if run is None:
             if not self._reclaiming:
@@ -226,19 +226,19 @@ class Leases:
         self._issue(Operation(Kind.FETCH, unit, run, version), lease)
         return True
 
-    def _make_room(self, count: int, before: float) -> None:
-        """End the leases of the cheapest window: those that are useful last, and all after `before`."""
+    def _make_room(self, count: int, needed_at: float) -> None:
+        """End the leases of the cheapest window: those that are needed last, and all of them only after `needed_at`."""
 
         def price(run: Run) -> float | None:
             lease = self._owner[run.start]
             useful = self._useful(lease.unit)
-            if lease.state is not State.READY or self.users[lease.unit] or useful <= before:
+            if lease.state is not State.READY or self.users[lease.unit] or useful <= needed_at:
                 return None
             return -useful
 
         tried: list[int] = []
         victims: list[Run] | None = None
-        while self._idle and victims is None and (before == -inf or len(tried) < _CANDIDATES):
+        while self._idle and victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
             entry, unit = heappop(self._idle)
             if self._idle_as.get(unit) != entry:
                 continue
@@ -250,7 +250,7 @@ class Leases:
                 self._note_idle(unit)
                 continue
             tried.append(unit)
-            if -entry <= before:
+            if -entry <= needed_at:
                 break
             victims = self._frames.window(lease.run, count, price)
         for unit in tried:
@@ -266,11 +266,11 @@ class Leases:
             self._idle = [(entry, unit) for unit, entry in self._idle_as.items()]
             heapify(self._idle)
 
-    def _end(self, lease: Lease) -> None:
-        """Nothing new may use a lease."""
+    def _end(self, lease: Lease, again: bool = True) -> None:
+        """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
         lease.state = State.ENDED
-        if self._readable(lease.unit) is not None:
+        if again and self._readable(lease.unit) is not None:
             self.fetchable(lease.unit)
         if lease.filled:
             self._reclaim(lease)

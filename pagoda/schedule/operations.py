@@ -22,7 +22,7 @@ class Kind(StrEnum):
     RELOAD = "reload"
     """Read a gradient that was spilled back into a buffer."""
     UPDATE = "update"
-    """Apply the optimizer to a unit. It reports `gradient_used`, `published` and `ended`, in this order."""
+    """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order."""
     PUBLISH = "publish"
     """Make the newest weights of a unit those that are read. Only asynchronous updates need it."""
     UNDO = "undo"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One piece of work on one unit. Each is reported once as ended or failed."""
+    """One piece of work on one unit. Each is reported once, as ended or failed; a RECLAIM is answered instead."""
 
     kind: Kind
     unit: int
@@ -51,11 +51,11 @@ class Operation:
 class UnitPlan:
     """What the scheduler knows of a unit. Sizes are in pages."""
 
-    frames: int = 0
+    lease_frames: int = 0
     """The size of a lease; 0 where compute reads the weights in their home."""
-    gradient_pages: int = 0
+    buffer_pages: int = 0
     """The size of a buffer for its gradient; 0 where the gradient has a home in RAM."""
-    undo_pages: int = 0
+    old_state_pages: int = 0
     """What an update needs in the reserve to keep the old states; 0 where it leaves them where they are."""
     trained: bool = True
     speculated: bool = False
@@ -68,10 +68,10 @@ class SchedulePlan:
 
     units: Sequence[UnitPlan]
     trace: Trace
-    frames: int = 0
-    """For leases. At least two slabs, so that one unit can be fetched while another is in use."""
-    gradient_pages: int = 0
-    """For gradient buffers of units without a home for theirs. At least two slabs."""
+    frame_pool: int = 0
+    """For leases. At least twice the largest, so that one unit can be fetched while another is in use."""
+    buffer_pool: int = 0
+    """For gradient buffers of units without a home for theirs. At least twice the largest."""
     reserve_pages: int = 0
     """For old states, which a checkpoint or an undo may still need."""
     under_backward: bool = False

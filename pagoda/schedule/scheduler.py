@@ -53,7 +53,10 @@ class Scheduler:
     def release(self, unit: int) -> None:
         """One use of a unit by compute has ended."""
         self._leases.release(unit)
-        self._waiting.pop(unit, None)
+        if unit in self._waiting:
+            self._waiting[unit] = min(self._waiting[unit], self._leases.users[unit])
+            if not self._waiting[unit]:
+                del self._waiting[unit]
         self._updates.retry(unit)
         self._pump()
 
@@ -71,12 +74,14 @@ class Scheduler:
         self._pump()
 
     def step_asked(self) -> None:
-        """`step()` was called. Its gradients are known once `norm_known`; then `scale_known` must follow."""
+        """`step()` was called. Wait until `gradients_settled`; then call `scale_known`."""
         self._deciding = True
 
     def scale_known(self, clipped: bool = False, skipped: bool = False, changed: Collection[int] = ()) -> None:
-        """Whether gradients are clipped, or the step is skipped; `changed` are units whose update is another one than
-        that which was begun under backward."""
+        """The step is decided: whether gradients are clipped, or the step is skipped.
+
+        `changed`: units whose hyperparameters are others than those that a speculative update began with.
+        """
         updates, gradients = self._updates, self._gradients
         if clipped or skipped:
             updates.undo_all()
@@ -104,6 +109,7 @@ class Scheduler:
             assert record is not None
             self._gradients.drop(record)
         self.steps += 1
+        self._deciding = False
         self._pump()
 
     def drain(self, draining: bool) -> None:
@@ -154,23 +160,28 @@ class Scheduler:
         self._pump()
 
     def failed(self, operation: Operation) -> None:
-        """An operation has failed. The executor raises its error where it matters."""
+        """An operation has failed. The executor raises its error where it matters.
+
+        Nothing is lost by a failed FETCH, SPILL or SAVE; the first two are tried again while somebody waits for them.
+        After a failed OFFLOAD the step must be dropped. After any other, no state can be used any more.
+        """
         unit, about = operation.unit, self._owner.pop(operation)
+        assert operation.kind is not Kind.RECLAIM, "a RECLAIM is answered"
         if isinstance(about, Lease):
             self._leases.ended(about, failed=True)
             self._updates.publish(unit)
             self._updates.retry(unit)
-        elif operation.kind is Kind.OFFLOAD:
-            assert isinstance(about, Record)
-            self._gradients.offloaded(about)  # `step()` raises, and the step is dropped
-        elif operation.kind in (Kind.SPILL, Kind.RELOAD):
-            assert isinstance(about, Record)
-            self._gradients.transferred(about, failed=operation.kind is Kind.SPILL)
+        elif isinstance(about, Record):
+            about.lost = about.lost or operation.kind is not Kind.SPILL
+            if operation.kind is Kind.OFFLOAD:
+                self._gradients.offloaded(about)
+            else:
+                self._gradients.transferred(about, failed=operation.kind is Kind.SPILL)
             self._updates.gradient_there(unit)
         elif operation.kind is Kind.SAVE:
             self._updates.save_ended(unit)
-        if operation.kind in (Kind.RELOAD, Kind.UPDATE, Kind.PUBLISH, Kind.UNDO):
-            self._updates.has_failed(unit, operation.kind)
+        else:
+            self._updates.failed = True
         self._pump()
 
     def gradient_used(self, operation: Operation) -> None:
@@ -178,9 +189,9 @@ class Scheduler:
         self._updates.gradient_used(operation.unit)
         self._pump()
 
-    def published(self, operation: Operation) -> None:
+    def weights_written(self, operation: Operation) -> None:
         """An UPDATE under way has written the new weights; other states may follow."""
-        self._updates.published(operation.unit)
+        self._updates.weights_written(operation.unit)
         self._pump()
 
     def reclaimed(self, operation: Operation, freed: bool) -> None:
@@ -220,7 +231,7 @@ class Scheduler:
         return self._gradients.held_back
 
     @property
-    def norm_known(self) -> bool:
+    def gradients_settled(self) -> bool:
         """Whether every gradient of this step lies where it stays."""
         return self._gradients.unsettled == 0
 
@@ -269,7 +280,7 @@ class Scheduler:
         if self.plan.under_backward:
             self._gradients.take(unit)
             self._updates.queue(record)
-        elif not (self._deciding or self._leases.users[unit]) and self._updates.may_speculate(unit):
+        elif not (self._deciding or record.lost or self._leases.users[unit]) and self._updates.may_speculate(unit):
             self._updates.queue(record, speculative=True)
 
     def _in_use(self, unit: int) -> bool:

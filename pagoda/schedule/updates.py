@@ -2,13 +2,14 @@
 
 A version counts the steps whose gradients a unit's weights contain. `due` counts those that `step()` has asked for.
 
-    QUEUED --admitted--> RUNNING --ended--> over
-       \\ called off                \\--undone--> UNDONE --ended--> over
+    QUEUED [-> ASKING -> QUEUED] -> LOADING -> RUNNING [-> UNDOING] -> over
 
-An update in place destroys what it reads. So it waits for compute that reads the weights in their home, and for a
-checkpoint that has not read the unit yet; or it keeps the old states in the reserve, if there is room: for that
-checkpoint, or, if it was begun before it was known whether gradients are clipped, for an UNDO. A checkpoint never waits
-for an update that was asked for after it.
+A speculative update that is called off before it runs is over at once.
+
+An update in place destroys what it reads. So it waits while compute uses the unit or a FETCH reads it, and until a
+checkpoint has read the unit. Or it keeps the old states in the reserve, if there is room: for that checkpoint, or for
+an UNDO, if it was begun before it was known whether gradients are clipped. A checkpoint waits for a later update only
+while that update runs.
 
 An asynchronous update does not overwrite the weights that are read: it writes the newest ones beside them, and PUBLISH
 makes them those that are read once nothing of this step has read the old ones.
@@ -50,16 +51,18 @@ class Update:
     speculative: bool = False
     """Whether `step()` has not yet said that it stands."""
     state: State = State.QUEUED
-    asked: Operation | None = None
+    query: Operation | None = None
     """The RECLAIM under way."""
+    urgent: bool = False
+    """Whether compute waits for it."""
     unreferenced: bool = False
     """Whether the answer was that nothing refers to the weights that it overwrites."""
-    copies: bool = False
+    keeps_old: bool = False
     """Whether it keeps the old states in the reserve."""
+    for_undo: bool = False
+    """Whether they are kept for an UNDO; the room is free again when the update stands."""
     has_read: bool = False
     """Whether it has read its gradient for the last time."""
-    for_undo: bool = False
-    """Whether it does so for an UNDO, and gives the room back."""
     withdrawn: bool = False
     """It is to be undone as soon as it has ended."""
 
@@ -84,7 +87,7 @@ class Weights:
     to_save: int | None = None
     """The version that a checkpoint has yet to read."""
     saving: bool = False
-    copied: bool = False
+    kept_for_checkpoint: bool = False
     """Whether the reserve holds the states of `to_save`, because the home has others by now, or is about to."""
 
 
@@ -122,6 +125,8 @@ class Updates:
         self._reserve = plan.reserve_pages
         """Pages that are free."""
         self._speculative: dict[int, Update] = {}
+        self._early: dict[Record, None] = {}
+        """Gradients that were queued before `step()`: backward may not be through with the weights of their units."""
         self._calm = CALM_STEPS
         """Steps since one was clipped."""
         self._saves: list[tuple[float, int]] = []
@@ -134,7 +139,7 @@ class Updates:
         self.pending = 0
         """Updates that are queued or under way."""
         self.draining = False
-        """Nothing is to be left: newest weights are updated further before they were published."""
+        """Nothing is to be left. An update may then start before the weights of the last one are published."""
         self.failed = False
         """An update has failed: states are those of no step. Once all are replaced, a new scheduler begins."""
 
@@ -144,6 +149,8 @@ class Updates:
         """A unit is to be updated by a gradient that has arrived; unless it is `speculative`, `step()` has said so."""
         weights = self.weights[record.unit]
         weights.due += not speculative
+        if speculative or self._plan.under_backward:
+            self._early[record] = None
         if not self._asynchronous:
             self._weights_changed(record.unit)
         if weights.update is not None:
@@ -161,8 +168,9 @@ class Updates:
     def may_speculate(self, unit: int) -> bool:
         """Whether an update may begin before `step()`: there is room to undo it, and recent steps were not clipped."""
         of_unit = self._plan.units[unit]
-        free = self.weights[unit].update is None and not (self.left_to_save or self.preparing or self.failed)
-        return of_unit.speculated and free and self._calm >= CALM_STEPS and self._reserve >= of_unit.undo_pages
+        stopped = self.left_to_save or self.preparing or self.draining or self.failed
+        free = self.weights[unit].update is None and not stopped
+        return of_unit.speculated and free and self._calm >= CALM_STEPS and self._reserve >= of_unit.old_state_pages
 
     def stands(self, unit: int) -> bool:
         """`step()` asks for the update of a unit that a speculative one has begun; False if there is none."""
@@ -178,6 +186,8 @@ class Updates:
         if ended or update.state is not State.RUNNING:
             self._give_back(update)  # nothing is kept for an undo any more
         self.retry(unit)
+        if self.readable(unit) is not None:
+            self._weights_readable(unit)
         return True
 
     def undo(self, unit: int) -> None:
@@ -205,6 +215,9 @@ class Updates:
     def end_step(self, clipped: bool) -> None:
         """`step()` has said what it updates."""
         self._calm = 0 if clipped else self._calm + 1
+        early, self._early = self._early, {}
+        for record in early:
+            self.retry(record.unit)
         for unit, weights in enumerate(self.weights) if self._asynchronous else ():
             weights.read = False
             self.publish(unit)
@@ -216,7 +229,7 @@ class Updates:
         for record in update.records:
             self._gradients.used(record, last=not update.speculative)
 
-    def published(self, unit: int) -> None:
+    def weights_written(self, unit: int) -> None:
         """An UPDATE has written the new weights."""
         update, weights = self._running(unit), self.weights[unit]
         weights.newest += len(update.records)
@@ -237,11 +250,6 @@ class Updates:
         self._finish(weights)
         self.publish(unit)
         self._retry_save(unit)
-
-    def has_failed(self, unit: int, kind: Kind) -> None:
-        """An UPDATE, UNDO or PUBLISH of a unit has failed, or the RELOAD of a gradient for an update."""
-        self.failed = True
-        self._admitted -= kind in (Kind.RELOAD, Kind.UPDATE)
 
     def undone(self, unit: int) -> None:
         """An UNDO has ended: the states are as before the update."""
@@ -280,30 +288,31 @@ class Updates:
         weights = self.weights[unit]
         self._saving -= 1
         self.left_to_save -= 1
-        if weights.copied:
-            self._reserve += self._plan.units[unit].undo_pages
-        weights.to_save, weights.saving, weights.copied = None, False, False
+        if weights.kept_for_checkpoint:
+            self._reserve += self._plan.units[unit].old_state_pages
+        weights.to_save, weights.saving, weights.kept_for_checkpoint = None, False, False
         self.retry(unit)
 
     def answered(self, asked: Operation, free: bool) -> None:
         """The answer to a RECLAIM of weights in their home. Where something refers to them, `retry` comes later."""
         update = self.weights[asked.unit].update
-        if update is not None and update.asked is asked:
-            update.state, update.asked, update.unreferenced = State.QUEUED, None, free
-            if free:
+        if update is not None and update.query is asked:
+            update.state, update.query, update.unreferenced = State.QUEUED, None, free
+            if free or not self._is_early(update):
                 self.retry(asked.unit)
 
     def retry(self, unit: int) -> None:
         """Something that an update of a unit may have waited for has come about."""
         update = self.weights[unit].update
         if update is not None and update.state is State.QUEUED:
-            self._push(update, self._order.next_use(unit))
+            self._push(update)
 
     def wanted(self, unit: int) -> None:
         """Compute waits for a unit: its update comes first."""
         update = self.weights[unit].update
-        if update is not None and update.state is State.QUEUED:
-            self._push(update, -1.0)
+        if update is not None and not update.urgent:
+            update.urgent = True
+            self.retry(unit)
 
     def publish(self, unit: int) -> None:
         """Make the newest weights those that are read, if nothing of this step has read others."""
@@ -351,14 +360,14 @@ class Updates:
         else:
             if self._in_use(unit):
                 return
-            if not of_unit.frames and not update.unreferenced and (update.speculative or self._plan.under_backward):
-                update.state, update.asked = State.ASKING, Operation(Kind.RECLAIM, unit)
-                self._issue(update.asked)
+            if not of_unit.lease_frames and not update.unreferenced and self._is_early(update):
+                update.state, update.query = State.ASKING, Operation(Kind.RECLAIM, unit)
+                self._issue(update.query)
                 return
         keeps = self._keeps_old(update)
         if keeps is None:
             return
-        update.copies = keeps
+        update.keeps_old = keeps
         update.state = State.LOADING
         self._admitted += 1
         for record in update.records:
@@ -371,18 +380,21 @@ class Updates:
         update = weights.update
         if update is None or update.state is not State.LOADING or self.failed:
             return
+        if any(record.lost for record in update.records):
+            self.failed = True
+            return
         if False in [self._gradients.usable(record) for record in update.records]:
             return
         update.state = State.RUNNING
         steps = tuple(record.step for record in update.records)
         self._issue(
-            Operation(Kind.UPDATE, unit, version=weights.newest + len(steps), steps=steps, keeps_old=update.copies)
+            Operation(Kind.UPDATE, unit, version=weights.newest + len(steps), steps=steps, keeps_old=update.keeps_old)
         )
 
     def _keeps_old(self, update: Update) -> bool | None:
         """Whether an update is to keep the old states, and has room for them; None if it has to wait for that."""
-        weights, pages = self.weights[update.unit], self._plan.units[update.unit].undo_pages
-        for_checkpoint = weights.newest == weights.to_save and not weights.copied
+        weights, pages = self.weights[update.unit], self._plan.units[update.unit].old_state_pages
+        for_checkpoint = weights.newest == weights.to_save and not weights.kept_for_checkpoint
         if for_checkpoint:
             heappush(self._saves, (-1.0, update.unit))  # the sooner it is read, the sooner the update may begin
         if not (for_checkpoint or update.speculative):
@@ -390,7 +402,7 @@ class Updates:
         if (for_checkpoint and weights.saving) or self._reserve < pages:
             return None
         self._reserve -= pages
-        weights.copied = weights.copied or for_checkpoint
+        weights.kept_for_checkpoint = weights.kept_for_checkpoint or for_checkpoint
         update.for_undo = update.speculative
         return True
 
@@ -399,20 +411,24 @@ class Updates:
             unit = heappop(self._saves)[-1]
             weights = self.weights[unit]
             busy = weights.update is not None and weights.update.state in (State.LOADING, State.RUNNING, State.UNDOING)
-            there = weights.newest == weights.to_save or weights.copied
+            there = weights.newest == weights.to_save or weights.kept_for_checkpoint
             if weights.to_save is None or weights.saving or busy or not there:
                 continue  # it has been read, or comes back when an update has ended
             weights.saving = True
             self._saving += 1
-            self._issue(Operation(Kind.SAVE, unit, version=weights.to_save, keeps_old=weights.copied))
+            self._issue(Operation(Kind.SAVE, unit, version=weights.to_save, keeps_old=weights.kept_for_checkpoint))
 
     def _retry_save(self, unit: int) -> None:
         if self.weights[unit].to_save is not None:
             heappush(self._saves, (self._order.next_use(unit), unit))
 
-    def _push(self, update: Update, urgency: float) -> None:
+    def _push(self, update: Update) -> None:
         self._sequence += 1
+        urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
         heappush(self._queue, (urgency, self._sequence, update))
+
+    def _is_early(self, update: Update) -> bool:
+        return any(record in self._early for record in update.records)
 
     def _running(self, unit: int) -> Update:
         update = self.weights[unit].update
@@ -431,8 +447,8 @@ class Updates:
 
     def _give_back(self, update: Update) -> None:
         if update.for_undo:
-            self._reserve += self._plan.units[update.unit].undo_pages
-            update.for_undo = update.copies = False
+            self._reserve += self._plan.units[update.unit].old_state_pages
+            update.for_undo = update.keeps_old = False
 
     def _finish(self, weights: Weights) -> None:
         """The update of a unit is over: the next one can begin, or its weights can be read."""

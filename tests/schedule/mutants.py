@@ -60,13 +60,13 @@ MUTANTS = (
     Mutant(
         "a gradient buffer is taken while it moves",
         gradients,
-        "return self.arriving > 0 or self.transfer or self.in_use",
+        "return self.arriving > 0 or self.transferring or self.in_use",
         "return self.in_use",
     ),
     Mutant(
         "a gradient buffer is taken while an update reads it",
         gradients,
-        "return self.arriving > 0 or self.transfer or self.in_use",
+        "return self.arriving > 0 or self.transferring or self.in_use",
         "return self.arriving > 0 or self.transfer",
     ),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant(
         "an update does not wait for its gradient to be read back",
         gradients,
-        "return not (lacking or record.transfer)",
+        "return not (lacking or record.transferring)",
         "return True",
     ),
     Mutant(
@@ -132,13 +132,13 @@ MUTANTS = (
     Mutant(
         "an update does not ask who refers to the weights",
         updates,
-        "if not of_unit.frames and not update.unreferenced",
+        "if not of_unit.lease_frames and not update.unreferenced",
         "if False",
     ),
     Mutant(
         "an update does not wait for the checkpoint",
         updates,
-        "for_checkpoint = weights.newest == weights.to_save and not weights.copied",
+        "for_checkpoint = weights.newest == weights.to_save and not weights.kept_for_checkpoint",
         "for_checkpoint = False",
     ),
     Mutant(
@@ -158,8 +158,8 @@ MUTANTS = (
     Mutant(
         "what waits for the checkpoint is forgotten",
         updates,
-        "        weights.to_save, weights.saving, weights.copied = None, False, False\n        self.retry(unit)",
-        "        weights.to_save, weights.saving, weights.copied = None, False, False",
+        "weights.kept_for_checkpoint = None, False, False\n        self.retry(unit)",
+        "weights.kept_for_checkpoint = None, False, False",
     ),
     Mutant(
         "a speculative update stands though gradients are clipped",

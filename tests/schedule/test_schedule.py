@@ -1,5 +1,7 @@
 """The scheduler in random worlds: whatever the order of events, no wrong bit, no lost gradient, no endless wait."""
 
+from typing import Any
+
 import pytest
 
 from pagoda.plan.trace import STEP, Access, Phase, Trace
@@ -45,10 +47,10 @@ def test_the_same_events_give_the_same_operations() -> None:
     assert [told(seed) for seed in range(20)] == [told(seed) for seed in range(20)]
 
 
-def plan(frames: int, sizes: tuple[int, ...] = (1, 1, 1, 1)) -> SchedulePlan:
-    units = range(len(sizes))
+def plan(frames: int, **unit: Any) -> SchedulePlan:
+    units = range(4)
     uses = [Access(u, Phase.FORWARD) for u in units] + [Access(u, Phase.BACKWARD) for u in reversed(units)]
-    return SchedulePlan([UnitPlan(frames=size) for size in sizes], Trace((*uses, STEP)), frames=frames)
+    return SchedulePlan([UnitPlan(lease_frames=1, **unit) for _ in units], Trace((*uses, STEP)), frame_pool=frames)
 
 
 def fetched(operations: list[Operation]) -> list[int]:
@@ -80,3 +82,93 @@ def test_the_unit_that_is_used_last_makes_room() -> None:
                     scheduler.ended(op)
         scheduler.release(unit)
     assert evicted == [0]
+
+
+def run_all(scheduler: Scheduler) -> list[Operation]:
+    """Let every operation end, and those that follow; returns them."""
+    done: list[Operation] = []
+    while new := scheduler.take():
+        for op in new:
+            if op.kind is Kind.RECLAIM:
+                scheduler.reclaimed(op, freed=True)
+                continue
+            if op.kind is Kind.UPDATE:
+                scheduler.gradient_used(op)
+                scheduler.weights_written(op)
+            scheduler.ended(op)
+        done += new
+    return done
+
+
+def a_step(scheduler: Scheduler) -> list[Operation]:
+    for phase, units in ((Phase.FORWARD, range(4)), (Phase.BACKWARD, range(3, -1, -1))):
+        for unit in units:
+            scheduler.access(Access(unit, phase))
+            run_all(scheduler)
+            if phase is Phase.BACKWARD:
+                scheduler.gradient(unit, complete=True, last=True)
+            scheduler.release(unit)
+            run_all(scheduler)
+    scheduler.step_asked()
+    scheduler.scale_known()
+    return run_all(scheduler)
+
+
+def test_after_speculative_updates_that_stand_the_next_forward_is_fetched_ahead() -> None:
+    scheduler = Scheduler(plan(frames=4, speculated=True))
+    assert fetched(a_step(scheduler)) == [0, 1, 2, 3]
+
+
+def test_a_prefetch_that_fails_is_not_tried_until_compute_waits_for_it() -> None:
+    scheduler = Scheduler(plan(frames=4))
+    failing, second = scheduler.take() or run_first(scheduler)
+    scheduler.failed(second)
+    scheduler.ended(failing)
+    assert second.unit not in fetched(run_all(scheduler))
+    scheduler.release(0)
+    scheduler.access(Access(second.unit, Phase.FORWARD))
+    assert second.unit in fetched(run_all(scheduler))
+    assert scheduler.ready(second.unit)
+
+
+def run_first(scheduler: Scheduler) -> list[Operation]:
+    scheduler.access(Access(0, Phase.FORWARD))
+    return scheduler.take()
+
+
+def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
+    scheduler = Scheduler(plan(frames=4, speculated=True))
+    (first, _) = run_first(scheduler)
+    scheduler.ended(first)
+    scheduler.gradient(0, complete=True, last=True)
+    scheduler.release(0)
+    scheduler.drain(True)
+    assert Kind.UPDATE not in {op.kind for op in run_all(scheduler)}
+    assert scheduler.drained
+
+
+def test_an_update_whose_gradient_cannot_be_read_back_never_begins() -> None:
+    units = [UnitPlan(buffer_pages=1) for _ in range(3)]
+    uses = [Access(u, Phase.FORWARD) for u in range(3)] + [Access(u, Phase.BACKWARD) for u in (2, 1, 0)]
+    scheduler = Scheduler(SchedulePlan(units, Trace((*uses, STEP)), buffer_pool=2))
+    for unit in (2, 1, 0):
+        scheduler.access(Access(unit, Phase.BACKWARD))
+        scheduler.gradient(unit, complete=True, last=True)
+        scheduler.release(unit)
+        run_all(scheduler)
+    scheduler.step_asked()
+    scheduler.scale_known()
+    reloads = 0
+    while new := scheduler.take():
+        for op in new:
+            if op.kind is Kind.RELOAD:
+                reloads += 1
+                scheduler.failed(op)
+                continue
+            if op.kind is Kind.UPDATE:
+                assert op.unit != 2, "the gradient of unit 2 was spilled, and could not be read"
+                scheduler.gradient_used(op)
+                scheduler.weights_written(op)
+            scheduler.ended(op)
+    assert reloads == 1
+    assert not scheduler.drained

@@ -33,7 +33,7 @@ LANES = {
     Kind.SAVE: "saver",
 }
 _LONG = 2000
-"""Operations after which compute should have had what it waits for."""
+"""Operations after which compute must have what it waits for."""
 TORN = -1
 """The stamp of what is being written."""
 
@@ -58,9 +58,9 @@ class Home:
     states: int = 0
     """Version of the other states."""
     kept: int | None = None
-    """Version that the reserve holds of them for a checkpoint."""
+    """Version of the states that the reserve keeps for a checkpoint."""
     undo: int | None = None
-    """Version that the reserve holds of them for an undo."""
+    """Version of the states that the reserve keeps for an undo."""
     undo_step: int = -1
     """The step of the update that may have to be undone."""
     readers: int = 0
@@ -112,9 +112,9 @@ class Rules:
         speculates = mode == "clipped" and rng.random() < 0.5
         units = [
             UnitPlan(
-                frames=rng.randint(1, 3) if framed and (framed := rng.random() < 0.95 or framed) else 0,
-                gradient_pages=rng.randint(1, 3) if staged and mode != "asynchronous" else 0,
-                undo_pages=rng.choice([0, 1, 2]),
+                lease_frames=rng.randint(1, 3) if framed else 0,
+                buffer_pages=rng.randint(1, 3) if staged and mode != "asynchronous" else 0,
+                old_state_pages=rng.choice([0, 1, 2]),
                 trained=rng.random() < 0.85,
                 speculated=speculates and rng.random() < 0.8,
             )
@@ -124,13 +124,13 @@ class Rules:
         accumulation = rng.choice([1, 1, 2])
         uses = [Access(u, Phase.FORWARD) for u in order] + [Access(u, Phase.BACKWARD) for u in reversed(order)]
         holds = rng.random() < 0.4
-        widest = max(unit.frames for unit in units)
-        most = sum(unit.frames for unit in units)
+        widest = max(unit.lease_frames for unit in units)
+        most = sum(unit.lease_frames for unit in units)
         plan = SchedulePlan(
             units,
             Trace((*uses * accumulation, STEP)),
-            frames=3 * most + 3 * widest if holds else rng.randint(3 * widest, 3 * widest + most),
-            gradient_pages=2 * max(unit.gradient_pages for unit in units) + rng.randint(0, 4),
+            frame_pool=4 * most + 3 * widest if holds else rng.randint(3 * widest, 3 * widest + most),
+            buffer_pool=2 * max(unit.buffer_pages for unit in units) + rng.randint(0, 4),
             reserve_pages=rng.randint(0, 6),
             under_backward=mode == "under backward",
             max_staleness=rng.randint(0, 2) if mode == "asynchronous" else None,
@@ -153,9 +153,9 @@ class World:
         units = range(len(self.plan.units))
         self.homes = [Home() for _ in units]
         self.truths = [Truth() for _ in units]
-        self.frames: list[Any] = [None] * self.plan.frames
+        self.frames: list[Any] = [None] * self.plan.frame_pool
         """(unit, version) of what each frame holds; TORN while it is being filled."""
-        self.pages: list[Any] = [None] * self.plan.gradient_pages
+        self.pages: list[Any] = [None] * self.plan.buffer_pool
         """(unit, step) of the gradient that each page holds."""
         self.gradients: dict[tuple[int, int], Counter[int]] = {}
         """(unit, step) -> the passes that its buffer holds."""
@@ -178,7 +178,10 @@ class World:
         self.checkpoint: dict[int, int] | None = None
         """unit -> version that the checkpoint must have."""
         self.saved: dict[int, int] = {}
-        self.failed = False
+        self.lost = False
+        """Whether a gradient of this step did not arrive."""
+        self.held_over: list[Callable[[], None]] = []
+        """References of graphs that outlive their step."""
 
     # --- executing operations ---
 
@@ -211,7 +214,10 @@ class World:
             require(home.undo is not None and not home.readers, "UNDO of weights that somebody reads")
             home.weights = home.newest = home.states = TORN
         elif op.kind is Kind.SPILL:
-            require(self.needed(op.unit, op.steps[0]), f"SPILL of {op.steps} of unit {op.unit}, which nobody needs")
+            require(
+                self.lost or self.needed(op.unit, op.steps[0]),
+                f"SPILL of {op.steps} of unit {op.unit}, which nobody needs",
+            )
         elif op.kind in (Kind.OFFLOAD, Kind.RELOAD) and op.run is not None:
             key = op.unit, op.steps[0]
             self.pages = [None if stamp == key else stamp for stamp in self.pages]  # it may have had another buffer
@@ -220,6 +226,8 @@ class World:
 
     def needed(self, unit: int, step: int) -> bool:
         """Whether an update may still read a gradient."""
+        if self.lost and step == self.steps:
+            return False  # the step will be dropped
         decided = step < self.steps or self.plan.under_backward
         return step in self.truths[unit].passes and not (step in self.truths[unit].consumed and decided)
 
@@ -279,11 +287,12 @@ class World:
                 self.scheduler.gradient_used(op)
             else:
                 self.publish(op)
-                self.scheduler.published(op)
+                self.scheduler.weights_written(op)
             self.collect()
             return True
         lane.remove(op)
-        if op.kind in (Kind.SPILL, Kind.FETCH, Kind.SAVE) and self.rng.random() < self.rules.failures:
+        may_fail = (Kind.SPILL, Kind.FETCH, Kind.SAVE, *([] if self.plan.under_backward else [Kind.OFFLOAD]))
+        if op.kind in may_fail and self.rng.random() < self.rules.failures:
             self.fail(op)
         else:
             self.end(op)
@@ -324,7 +333,7 @@ class World:
         elif op.kind is Kind.RELOAD:
             key = op.unit, op.steps[0]
             require({self.pages[page] for page in self.span(op)} == {key}, f"RELOAD of {key} to another's pages")
-            if key[1] in self.truths[op.unit].passes:  # else it was dropped
+            if self.needed(*key):  # else it was dropped, or will be
                 require(key in self.on_ssd, f"RELOAD of {key}, of which SSD has no or old values")
                 self.gradients[key] = Counter(self.on_ssd[key])
         elif op.kind is Kind.UPDATE:
@@ -356,6 +365,9 @@ class World:
             assert op.run is not None
             self.leases[op.run.start] = op
             self.references[op] = 0
+        elif op.kind is Kind.OFFLOAD:
+            self.queued[op.unit, op.steps[0]].popleft()
+            self.lost = self.lost or op.steps[0] == self.steps
         elif op.kind is Kind.SAVE:
             del self.readings[op]
             home.state_readers -= not op.keeps_old
@@ -402,7 +414,7 @@ class World:
     def check_ledger(self) -> None:
         """The reserve, and what each page holds, by the world's own account."""
         taken = sum(
-            self.plan.units[unit].undo_pages * ((home.kept is not None) + (home.undo_step == self.steps))
+            self.plan.units[unit].old_state_pages * ((home.kept is not None) + (home.undo_step == self.steps))
             for unit, home in enumerate(self.homes)
         )
         require(taken <= self.plan.reserve_pages, f"{taken} pages of the reserve are taken")
@@ -440,11 +452,11 @@ class World:
         self.scheduler.access(access)
         self.until(lambda: self.scheduler.ready(unit), f"unit {unit}")
         home, truth = self.homes[unit], self.truths[unit]
-        if not self.plan.units[unit].frames:
+        if not self.plan.units[unit].lease_frames:
             home.readers += 1
             truth.holds += 1
         version, fetch = home.weights, None
-        if self.plan.units[unit].frames:
+        if self.plan.units[unit].lease_frames:
             fetch = next((op for op in self.leases.values() if op.unit == unit and self.is_current(op)), None)
             require(fetch is not None, f"unit {unit} has no lease")
             assert fetch is not None
@@ -492,8 +504,11 @@ class World:
         else:
             self.references[found[1]] += 1
 
+        step = self.steps
+
         def let_go() -> None:
-            self.check_intact(unit, found)
+            if found[1] is not None or step == self.steps:  # weights in their home change with the step
+                self.check_intact(unit, found)
             if found[1] is None:
                 self.truths[unit].holds -= 1
             else:
@@ -509,7 +524,10 @@ class World:
         if whole and not self.plan.under_backward and self.rng.random() < 0.1:
             whole = self.walk(Phase.BACKWARD, used, held, last)  # of a graph that was retained
         for let_go in held:
-            let_go()
+            if self.rng.random() < 0.2:
+                self.held_over.append(let_go)
+            else:
+                let_go()
         return whole
 
     def walk(self, phase: Phase, used: set[int], held: list[Callable[[], None]], last: bool) -> bool:
@@ -584,15 +602,20 @@ class World:
         whole = True
         for last in passes:
             whole = self.a_pass(last) and whole
-        if not whole and not self.plan.under_backward:
+        if not self.plan.under_backward and not self.lost and whole:
+            self.scheduler.step_asked()
+            self.until(lambda: self.scheduler.gradients_settled, "the norm")
+        if (not whole or self.lost) and not self.plan.under_backward:
             self.note("drop gradients")
             self.scheduler.drop_gradients()
-            self.until(lambda: self.scheduler.norm_known, "gradients to arrive")
+            self.until(lambda: self.scheduler.gradients_settled, "gradients to arrive")
             self.forget_step()
             self.steps += 1
+            self.lost = False
             return
-        self.scheduler.step_asked()
-        self.until(lambda: self.scheduler.norm_known, "the norm")
+        if self.plan.under_backward:
+            self.scheduler.step_asked()
+            self.until(lambda: self.scheduler.gradients_settled, "the norm")
         decided_late = not self.plan.under_backward
         skipped, clipped = decided_late and rng.random() < 0.1, decided_late and rng.random() < 0.3
         with_gradient = [u for u, truth in enumerate(self.truths) if self.steps in truth.passes]
@@ -619,7 +642,10 @@ class World:
 
     def run(self) -> None:
         for _ in range(self.rng.randint(1, 5)):
+            old, self.held_over = self.held_over, []
             self.a_step()
+            for let_go in old:
+                let_go()
             if self.may_begin_checkpoint(0.2):
                 self.begin_checkpoint()
             if self.rng.random() < 0.2:
@@ -627,6 +653,8 @@ class World:
             if self.checkpoint is not None and self.scheduler.saved:
                 self.end_checkpoint()
         self.drain()
+        for let_go in self.held_over:
+            let_go()
         self.until(lambda: self.scheduler.saved, "the checkpoint")
         self.end_checkpoint()
         while self.advance():
