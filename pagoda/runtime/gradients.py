@@ -390,6 +390,7 @@ class Gradients:
                 if victim is None:
                     raise BudgetError(self._exhausted(record))
                 self._spill(victim, awaited=True)
+                continue  # it may have ended already, and then nobody would end this wait
             self._lock.wait()
         return True
 

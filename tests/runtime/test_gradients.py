@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from pagoda.errors import BudgetError, StorageError
 from pagoda.optim import Precision
 from pagoda.runtime.gradients import UnitGradient
+from pagoda.runtime.lanes import Handle
 
 from .parts import ALL_ON_SSD, RESIDENT, Parts, parts
 
@@ -324,3 +326,23 @@ def test_gradients_that_could_not_be_read_back_can_be_dropped(tmp_path: Path, mo
         part.gradients.load(part.gradients.records()[0], block=True)
         part.gradients.clear()
         assert part.staging.pool.in_use == 0
+
+
+def test_a_write_to_ssd_that_ends_at_once_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drive may be done before anybody is told that there is something to wait for."""
+    with parts(tmp_path, EQUAL, staged_units=2, write_behind=False) as part:
+        lane = part.lanes["ssd_write"]
+        submit = lane.submit
+
+        def submit_and_end(*args: Any) -> Handle:
+            handle = submit(*args)
+            handle.wait()
+            return handle
+
+        monkeypatch.setattr(lane, "submit", submit_and_end)
+        thread = threading.Thread(target=lambda: [part.arrive(unit) for unit in part.units], daemon=True)
+        thread.start()
+        thread.join(SOON_S)
+        assert not thread.is_alive()
