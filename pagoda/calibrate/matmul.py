@@ -1,6 +1,8 @@
 """Matrix products: the fastest there is, and what a transformer reaches with them."""
 
+import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch.nn import functional
@@ -9,6 +11,12 @@ from pagoda.calibrate.meter import Meter
 from pagoda.plan.hardware import Figure, MatmulRate
 
 _HEAD_WIDTH = 64
+_LAYER_TOKENS, _LAYER_WIDTH = 64, 256
+_LAYER_S = 0.1
+_LEAST_REPEATS = 3
+
+FAR_SLOWER = 2.0
+"""A slowdown from which it is worth a user's while to train in fp32."""
 
 
 def matmul_rate(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: int, width: int) -> MatmulRate:
@@ -20,6 +28,29 @@ def matmul_rate(meter: Meter, dtype: torch.dtype, device: torch.device, tokens: 
         peak_flop_per_s=max(products, key=lambda figure: figure.value),
         reached_flop_per_s=_block(meter, dtype, device, tokens, width),
     )
+
+
+@cache
+def cpu_slowdown(dtype: torch.dtype) -> float:
+    """How many times longer than in fp32 the matrix products of a linear layer take in `dtype` on this CPU.
+
+    Far above 1 where the CPU has no instructions for `dtype`. Takes a few tenths of a second there, else less.
+    """
+    return _layer_seconds(dtype) / _layer_seconds(torch.float32)
+
+
+def _layer_seconds(dtype: torch.dtype) -> float:
+    """Least seconds of a linear layer's three products: those of forward, of the input's gradient, of the weight's."""
+    x = torch.ones(_LAYER_TOKENS, _LAYER_WIDTH, dtype=dtype)
+    weight = torch.ones(4 * _LAYER_WIDTH, _LAYER_WIDTH, dtype=dtype)
+    grad = torch.ones(_LAYER_TOKENS, 4 * _LAYER_WIDTH, dtype=dtype)
+    seconds: list[float] = []
+    end = time.perf_counter() + _LAYER_S
+    while len(seconds) < _LEAST_REPEATS or time.perf_counter() < end:
+        start = time.perf_counter()
+        _ = x @ weight.T, grad @ weight, grad.T @ x
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def ended(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:

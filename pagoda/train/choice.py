@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
@@ -50,6 +51,19 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
     itemsize = 2 if config.precision == "bf16" else 4
     return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, recomputes(config.activations))
+
+
+def precision_hint(config: TrainConfig, memory: Memory) -> str | None:
+    """A line for whoever trains in 16 bits on a CPU that has no fast instructions for them."""
+    if config.precision == "fp32" or memory.torch_device.type != "cpu":
+        return None
+    slowdown = cpu_slowdown(torch.bfloat16 if config.precision == "bf16" else torch.float16)
+    if slowdown < FAR_SLOWER:
+        return None
+    return (
+        f"Precision: this CPU multiplies {config.precision} matrices {slowdown:.0f} times slower than fp32 ones. "
+        "--precision fp32 is faster; its weights and gradients take twice the bytes in transfers."
+    )
 
 
 @dataclass(frozen=True)

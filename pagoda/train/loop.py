@@ -33,7 +33,7 @@ from pagoda.parallel.world import was_restarted
 from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.train.choice import choose_plan, chunks_loss
+from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import VOCABULARY, Batches, ByteText
 from pagoda.train.metrics import StepMetrics
@@ -131,6 +131,8 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         ranks=mesh.size,
     )
     _show_text(console, batches)
+    if checkpoint is None and (hint := precision_hint(config, memory)):  # a run that is resumed keeps its precision
+        console.print(hint, soft_wrap=True, highlight=False)
     chosen = choose_plan(config, memory, console, mesh)
     _seed(config.seed)
     built = _built_model(config, mesh)

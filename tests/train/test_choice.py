@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -93,6 +94,31 @@ def test_what_no_plan_can_hold_is_refused_before_anything_is_written(config: Tra
     with pytest.raises(BudgetError, match="host needs"):
         trained(replace(config, memory=replace(config.memory, host="100KiB")))
     assert not config.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("precision", "slowdown", "hinted"), [("bf16", 7.4, True), ("bf16", 1.1, False), ("fp32", 7.4, False)]
+)
+def test_a_cpu_that_is_slow_in_16_bits_is_told_of_fp32(
+    precision: Literal["bf16", "fp32"],
+    slowdown: float,
+    hinted: bool,
+    config: TrainConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagoda.train.choice.cpu_slowdown", lambda dtype: slowdown)
+    _, shown = trained(replace(config, precision=precision))
+    assert ("multiplies bf16 matrices 7 times slower" in shown) == hinted
+    assert ("--precision fp32" in shown) == hinted
+
+
+def test_a_run_that_is_resumed_is_told_of_no_other_precision(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.train.choice.cpu_slowdown", lambda dtype: 7.4)
+    trained(config)
+    _, shown = trained(replace(config, steps=4, resume=True))
+    assert "--precision" not in shown
 
 
 def test_a_run_takes_the_activations_and_the_tiles_that_are_forecast(config: TrainConfig) -> None:
