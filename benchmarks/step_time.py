@@ -9,15 +9,24 @@ O_DIRECT reads and writes reach together in the same run.
 With --speculate, every step clips, and the run with state on SSD updates under backward as if nothing would be clipped,
 with the RAM for copies of weights that this takes. A --clip that no norm reaches shows it at its best, a small one at
 its worst.
+
+    python benchmarks/step_time.py --ssd DIR --against CHECKOUT [--model llama-15m] [--rounds 15] [--out FILE]
+
+With --against, it compares this checkout with another one, such as a git worktree of an earlier commit: each trains in
+a process of its own, and they take turns, step by step. The result is the median over rounds of new / old. It computes
+in bf16, or in fp32 where the CPU is far slower in bf16.
 """
 
 import json
 import platform
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -25,28 +34,32 @@ from rich.console import Console
 from rich.table import Table
 
 import pagoda
-from pagoda.memory.arena import Arena
-from pagoda.memory.ssd import PageFile
-from pagoda.process import keep_freed_memory, restart_spinning_briefly
-from training import Paged, Plain, Workload
+from training import LR, Paged, Plain, Workload
+from turns import ROOT, Checkout, ratio_of, serve, settings_of_process, shown, take_turns
 
+# With --against, this file runs with the pagoda of another commit, too. So what is not public is imported where it is
+# used, and never there.
 PAGE = 4 << 20
+TOKENS = (128, 512)
 
 
 def name_of(workload: Workload) -> str:
     return f"{workload.tokens} tokens, clipping {'off' if workload.clip is None else 'on'}"
 
 
-def state_on_ssd(directory: str, workload: Workload, speculate: bool) -> pagoda.Memory:
+def state_on_ssd(directory: str, workload: Workload, speculate: bool, itemsize: int = 2) -> pagoda.Memory:
     """Weights and gradients in RAM, every moment on SSD: a budget of exactly what that takes."""
     with pagoda.init():
         numel = sum(p.numel() for p in workload.build().parameters())
-    # Weights and gradients, 2 bytes each, and room for pages and the ring; too little for any unit's moments.
-    return pagoda.Memory(host=int(numel * (6 if speculate else 4) * 1.02) + (72 << 20), ssd=directory)
+    # Weights and gradients, `itemsize` bytes each, and room for pages and the ring; too little for any unit's moments.
+    return pagoda.Memory(host=int(numel * itemsize * (3 if speculate else 2) * 1.02) + (72 << 20), ssd=directory)
 
 
 def raw_bandwidth(directory: str, gib: float = 1.5) -> tuple[float, float]:
     """(read, write) bytes per second of O_DIRECT on 4 MiB pages, both at once, two threads each."""
+    from pagoda.memory.arena import Arena
+    from pagoda.memory.ssd import PageFile
+
     pages = int(gib * (1 << 30)) // PAGE
     rates: dict[str, float] = {}
     with PageFile(directory, 2 * pages, PAGE) as file:
@@ -133,17 +146,95 @@ def measure(workload: Workload, directory: str, rounds: int, speculate: bool, co
     }
 
 
+def serve_steps(
+    model: str,
+    tokens: int,
+    clip: float | None,
+    precision: Literal["bf16", "fp32"],
+    host: str | int,
+    ssd: str | None,
+    speculate: bool | None,
+) -> None:
+    """A process that trains when it is its turn: one step, until all of it has ended."""
+    workload = Workload(model, 1, tokens, clip=clip)
+    torch.manual_seed(0)
+    with pagoda.init():
+        net = workload.build()
+    net, optimizer = pagoda.wrap(
+        net.train(),
+        pagoda.AdamW(lr=LR),
+        memory=pagoda.Memory(host=host, ssd=ssd),
+        precision=precision,
+        clip_grad_norm=clip,
+        accumulation_steps=1,
+        speculate=speculate,
+        activations="recompute",
+    )
+    batches = workload.batches()
+
+    def step() -> None:
+        ids = next(batches)
+        net(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.drain()
+
+    serve({"step": step})
+    optimizer.close()
+
+
+def seconds_in_turns(
+    settings: dict[str, object], against: Path, ssd: str | None, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of every step of this checkout, and of the other one, each with a directory of its own on the SSD."""
+    with ExitStack() as held:
+        checkouts = []
+        for root in (ROOT, against):
+            directory = None if ssd is None else held.enter_context(tempfile.TemporaryDirectory(dir=ssd))
+            checkouts.append(Checkout(root, __file__, {**settings, "ssd": directory}))
+        new, old = take_turns(checkouts, ["step"], rounds)
+    return new["step"], old["step"]
+
+
+def compare(ssd: str, against: Path, model: str, rounds: int, speculate: bool, clip: float) -> dict[str, object]:
+    """Steps of this checkout against those of another one, for each number of tokens and each home of the state."""
+    from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
+
+    precision, itemsize = ("fp32", 4) if cpu_slowdown(torch.bfloat16) >= FAR_SLOWER else ("bf16", 2)
+    console, table = Console(), Table("tokens", "state", "old s", "new s", "new / old (quartiles)")
+    cases = []
+    for tokens in TOKENS:
+        tight = state_on_ssd(ssd, Workload(model, 1, tokens), speculate, itemsize).host
+        for state, host in (("RAM", "16GiB"), ("SSD", tight)):
+            settings = {"model": model, "tokens": tokens, "clip": clip, "precision": precision, "host": host}
+            new_s, old_s = seconds_in_turns(
+                {**settings, "speculate": speculate or None}, against, ssd if state == "SSD" else None, rounds
+            )
+            ratio = ratio_of(new_s, old_s)
+            cases.append({"tokens": tokens, "state": state, "new_s": new_s, "old_s": old_s, "ratio": ratio})
+            medians = (f"{statistics.median(seconds):.3f}" for seconds in (old_s, new_s))
+            table.add_row(str(tokens), state, *medians, shown(ratio))
+    console.print(f"{model} in {precision}, {rounds} rounds", table, sep="\n")
+    return {"precision": precision, "rounds": rounds, "cases": cases}
+
+
 def main(
     ssd: str,
+    against: Path | None = None,
     model: str = "llama-215m",
     rounds: int = 5,
     speculate: bool = False,
     clip: float = 1.0,
     out: Path | None = None,
 ) -> None:
-    """Run both workloads and print the ratios (targets: RAM 1.05, SSD 1.10)."""
+    """Run both workloads and print the ratios (targets: RAM 1.05, SSD 1.10); or compare with another checkout."""
+    from pagoda.process import keep_freed_memory, restart_spinning_briefly
+
     restart_spinning_briefly()
     keep_freed_memory()
+    if against is not None:
+        write(out, model, compare(ssd, against, model, rounds, speculate, clip))
+        return
     console = Console()
     workloads = (Workload(model, 4, 512, clip=clip), Workload(model, 1, 512, clip=clip if speculate else None))
     results = [measure(workload, ssd, rounds, speculate, console) for workload in workloads]
@@ -160,10 +251,18 @@ def main(
             f"{r['ratio_ssd']:.3f}",
         )
     console.print(table)
+    write(out, model, results)
+
+
+def write(out: Path | None, model: str, results: object) -> None:
+    """Writes what was measured, and where, if it is wanted in a file."""
     if out is not None:
         machine = {"processor": platform.processor(), "cores": torch.get_num_threads(), "torch": torch.__version__}
         out.write_text(json.dumps({"model": model, "machine": machine, "results": results}, indent=1))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    if (settings := settings_of_process()) is not None:
+        serve_steps(**settings)
+    else:
+        tyro.cli(main)
