@@ -72,14 +72,14 @@ def settings_of_process() -> dict[str, Any] | None:
     return dict(json.loads(settings))
 
 
-def serve(turns: Mapping[str, Callable[[], object]]) -> None:
-    """Takes turns until the parent wants no more. What they print goes to stderr."""
+def serve(turns: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter) -> None:
+    """Takes turns until the parent wants no more, in seconds of `clock`. What they print goes to stderr."""
     answers = sys.stdout
     with redirect_stdout(sys.stderr):
         for line in sys.stdin:
-            start = time.perf_counter()
+            start = clock()
             turns[line.strip()]()
-            print(time.perf_counter() - start, file=answers, flush=True)
+            print(clock() - start, file=answers, flush=True)
 
 
 def take_turns(checkouts: Sequence[Checkout], names: Sequence[str], rounds: int) -> list[dict[str, list[float]]]:
