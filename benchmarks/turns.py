@@ -87,6 +87,7 @@ def take_turns(checkouts: Sequence[Checkout], names: Sequence[str], rounds: int)
     seconds: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in checkouts]
     try:
         for number in range(WARM_UP + rounds):
+            print(f"round {number + 1} of {WARM_UP + rounds}", file=sys.stderr)
             for name in names:
                 for index in range(len(checkouts)):
                     chosen = (number + index) % len(checkouts)
