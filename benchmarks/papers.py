@@ -18,7 +18,7 @@ INTRODUCTION = """\
 
 Written by `python benchmarks/papers.py`; a test compares this file with what that writes. Nothing here was run: the
 papers' figures are theirs, and Pagoda's come from the planner that the runtime executes and from the simulator of its
-ops, on machines as `pagoda/plan/machines.py` describes them, each figure there with its source.
+ops, on machines as `pagoda/simulate/machines.py` describes them, each figure there with its source.
 """
 
 MEMORY = """

@@ -26,17 +26,17 @@ from rich.table import Table
 import pagoda
 from pagoda.calibrate import ComputeProfiler, Effort, calibrate
 from pagoda.errors import BudgetError
+from pagoda.forecast.compute import Compute
 from pagoda.models import build_model
-from pagoda.plan.compute import Compute
-from pagoda.plan.hardware import Hardware
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
-from pagoda.plan.simulate import simulate
-from pagoda.plan.timeline import Timeline
 from pagoda.plan.units import ModuleSpec
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.runtime.construct import describe
+from pagoda.simulate.hardware import Hardware
+from pagoda.simulate.simulation import simulate
+from pagoda.simulate.timeline import Timeline
 from pagoda.train.data import Batches, ByteText
 
 RAM, SSD_STATE, ALL_ON_SSD, ARENA = "RAM", "SSD state", "all on SSD", "arena"

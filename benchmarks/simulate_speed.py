@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from pagoda.forecast.compute import Compute
+from pagoda.forecast.describe import forward_flops, module_spec
 from pagoda.models.papers import find_paper_shape
 from pagoda.optim import AdamW
-from pagoda.plan.compute import Compute
-from pagoda.plan.describe import forward_flops, module_spec
-from pagoda.plan.machines import find_machine
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
-from pagoda.plan.simulate import simulate
+from pagoda.simulate.machines import find_machine
+from pagoda.simulate.simulation import simulate
 
 GIB = 1 << 30
 LAYERS, TOKENS, SEQ_LEN = 100, 8192, 1024

@@ -25,6 +25,7 @@ HOUSE = (
     "runtime",
     "parallel",
     "checkpoint",
+    "simulate",
     "schedule",
     "plan",
     "optim",

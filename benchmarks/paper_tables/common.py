@@ -2,9 +2,9 @@
 
 from functools import cache
 
+from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PaperShape
 from pagoda.optim import AdamW
-from pagoda.plan.describe import module_spec
 from pagoda.plan.units import ModuleSpec
 
 GB = 1e9

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from pagoda.errors import BudgetError
+from pagoda.forecast.compute import Compute
+from pagoda.forecast.describe import exchanged_elements, forward_flops
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
-from pagoda.plan.compute import Compute
-from pagoda.plan.describe import exchanged_elements, forward_flops
-from pagoda.plan.hardware import Hardware
-from pagoda.plan.machines import find_machine
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.rates import with_faster_gather
-from pagoda.plan.simulate import simulate
-from pagoda.plan.timeline import Timeline
+from pagoda.simulate.hardware import Hardware
+from pagoda.simulate.machines import find_machine
+from pagoda.simulate.rates import with_faster_gather
+from pagoda.simulate.simulation import simulate
+from pagoda.simulate.timeline import Timeline
 from paper_tables.common import STATES, UNIT_BYTES, tree
 
 CONTEXT_BYTES = 1 << 30

@@ -12,8 +12,8 @@ from pagoda.calibrate.meter import Meter
 from pagoda.optim import AdamW
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.world import World
-from pagoda.plan.hardware import Figure
 from pagoda.plan.ranks import Ranks
+from pagoda.simulate.hardware import Figure
 from pagoda.tiers import Memory
 
 _LAYERS, _LINEARS = 4, 8

@@ -13,11 +13,11 @@ from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
 from pagoda.memory.ram import ram_bytes
 from pagoda.optim import AdamW
 from pagoda.optim.formats import gradient_kernels, update_kernel, warm_up
-from pagoda.plan.hardware import Cpu, Figure
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Device
 from pagoda.runtime.lanes import Lane
+from pagoda.simulate.hardware import Cpu, Figure
 
 SCALARS = AdamW().scalars(100, 0.9)
 """Of some step of AdamW; timing does not depend on them."""

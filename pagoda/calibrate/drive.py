@@ -18,9 +18,10 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd import PageFile
 from pagoda.memory.xxh3 import hashes_of
-from pagoda.plan.hardware import LARGE_TRANSFER_BYTES, Drive, Figure, SmallTransfers
-from pagoda.plan.machines import rated_endurance
+from pagoda.plan.ops import LARGE_TRANSFER_BYTES
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
+from pagoda.simulate.hardware import Drive, Figure, SmallTransfers
+from pagoda.simulate.machines import rated_endurance
 
 _SMALL_BYTES = 128 << 10
 """A small transfer: a block of moments where RAM or the model is small."""

@@ -6,8 +6,8 @@ from pagoda.calibrate.matmul import ended, matmul_rate
 from pagoda.calibrate.meter import Meter
 from pagoda.memory.cuda import CudaArena, PinnedArena
 from pagoda.optim import AdamW
-from pagoda.plan.hardware import Device, Figure, Link
 from pagoda.runtime.device import PAST, CudaDevice
+from pagoda.simulate.hardware import Device, Figure, Link
 
 _TOKENS = 8192
 _WIDTH = 4096

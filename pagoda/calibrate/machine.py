@@ -13,7 +13,7 @@ from pagoda.calibrate.gpu import measure_gpu, measure_link
 from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name
 from pagoda.calibrate.ranks import measure_collectives, shared
 from pagoda.parallel.world import World, joined, launched
-from pagoda.plan.hardware import Hardware
+from pagoda.simulate.hardware import Hardware
 
 
 def calibrate(

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from pagoda.calibrate.meter import Meter
-from pagoda.plan.hardware import Figure, MatmulRate
+from pagoda.simulate.hardware import Figure, MatmulRate
 
 _HEAD_WIDTH = 64
 _LAYER_TOKENS, _LAYER_WIDTH = 64, 256

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.plan.hardware import Figure
+from pagoda.simulate.hardware import Figure
 
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 15

@@ -12,7 +12,7 @@ from torch import nn
 from pagoda.api import init
 from pagoda.models import build_model, layer_count
 from pagoda.optim import Precision, check_precision, gradient_dtype
-from pagoda.plan.profile import ComputeProfile
+from pagoda.simulate.profile import ComputeProfile
 
 _FEW, _LEAST_MORE = 1, 3
 _CACHED_BYTES = 64 << 20

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from pagoda.calibrate.meter import Meter
 from pagoda.parallel.world import World
-from pagoda.plan.hardware import Figure, Hardware
+from pagoda.simulate.hardware import Figure, Hardware
 
 _REPEATS = 5
 _GPU_FACTOR = 16

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.hardware import Figure, Hardware
+from pagoda.simulate.hardware import Figure, Hardware
 
 _LABELS = {
     "cpu": "CPU",

@@ -14,7 +14,7 @@ from pagoda.plan.activations import (
     Storages,
     recomputes,
 )
-from pagoda.plan.repeat import layers_of
+from pagoda.plan.units import layers_of
 
 _LOGIT_BYTES = 12
 """Of a logit at the worst moment of the loss: itself in 16 bits and in fp32, its gradient in both. docs/plan.md has

@@ -6,16 +6,16 @@ from math import inf
 from typing import Any, TypeVar
 
 from pagoda.errors import BudgetError
+from pagoda.forecast.compute import Compute
 from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.machine import budgets_for
+from pagoda.forecast.problem import Problem
+from pagoda.forecast.search import Candidate
 from pagoda.forecast.setting import Setting, activations_of
 from pagoda.memory.sizes import format_at_least, format_bytes
-from pagoda.plan.compute import Compute
-from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
 from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
-from pagoda.plan.problem import Problem
-from pagoda.plan.search import Candidate
+from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, Link, SmallTransfers
 
 _Part = TypeVar("_Part", Hardware, Cpu, Link, Drive, SmallTransfers)
 _MOST_LINES = 3

@@ -7,13 +7,13 @@ from dataclasses import asdict, replace
 from rich.console import Console
 
 from pagoda.forecast.advice import advise
+from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.draw import check_plotting, draw
 from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.report import as_json, show
-from pagoda.plan.chrome_trace import write_trace
 from pagoda.settings import flag
 
 _TRAINED_ALIKE = (

@@ -7,7 +7,7 @@ from typing import Any
 from pagoda.errors import ConfigError
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.plan.timeline import COMPUTE, Timeline
+from pagoda.simulate.timeline import COMPUTE, Timeline
 
 KINDS = {
     "forward": "#4c78a8",

@@ -6,17 +6,17 @@ from math import inf
 
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import Activations
+from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.mixed import spared
+from pagoda.forecast.search import Choice
 from pagoda.forecast.setting import Setting, activations_of, subject_of
 from pagoda.forecast.settle import resolved, settled
 from pagoda.forecast.subject import Subject
 from pagoda.plan.activations import recomputes
-from pagoda.plan.compute import Compute
 from pagoda.plan.planner import Plan
-from pagoda.plan.search import Choice
-from pagoda.plan.timeline import Timeline
+from pagoda.simulate.timeline import Timeline
 
 _TRAINING_FACTOR = 3.0
 """FLOPs of forward and backward together, per FLOP of forward."""

@@ -8,13 +8,13 @@ from pagoda.forecast.activations import Activations
 from pagoda.forecast.config import PlanConfig
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
-from pagoda.plan.hardware import Hardware, hardware_file, read_hardware
-from pagoda.plan.machines import MACHINES, find_machine
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.rates import with_faster_gather
 from pagoda.settings import MemoryConfig
+from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware
+from pagoda.simulate.machines import MACHINES, find_machine
+from pagoda.simulate.rates import with_faster_gather
 from pagoda.tiers import HOST_SHARE, Memory
 
 AUTO = "auto"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pagoda.forecast.activations import estimate_sizes
+from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, compute_memory
 from pagoda.forecast.setting import Setting
@@ -17,13 +18,11 @@ from pagoda.plan.activations import (
     StepSizes,
     choose,
 )
-from pagoda.plan.compute import Compute
 from pagoda.plan.offloading import offload_room
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.planner import Plan
-from pagoda.plan.rates import Rates
-from pagoda.plan.repeat import layers_of
-from pagoda.plan.units import ModuleSpec, is_within
+from pagoda.plan.units import ModuleSpec, is_within, layers_of
+from pagoda.simulate.rates import Rates
 
 
 def mixed(config: PlanConfig, machine: Machine, setting: Setting) -> Setting:

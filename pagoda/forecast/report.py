@@ -13,7 +13,7 @@ from pagoda.forecast.forecast import Forecast
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.plan.timeline import COMPUTE
+from pagoda.simulate.timeline import COMPUTE
 
 
 def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:

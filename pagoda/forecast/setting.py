@@ -5,20 +5,20 @@ from dataclasses import dataclass, replace
 
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import Activations, estimate_activations, estimate_sizes
+from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
+from pagoda.forecast.problem import Problem
+from pagoda.forecast.search import Choice, search
 from pagoda.forecast.subject import Subject, find_subject
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.rule import StateSpec, kept_dtype
 from pagoda.plan.activations import Policy, SavedBlocks, recomputes
-from pagoda.plan.compute import Compute
-from pagoda.plan.hardware import Hardware
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan
-from pagoda.plan.problem import Problem
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.search import Choice, search
 from pagoda.settings import PlanMode
+from pagoda.simulate.hardware import Hardware
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec
+from pagoda.forecast.repeat import repeated
+from pagoda.forecast.tiles import tiled
 from pagoda.models.mixture_shapes import MIXTURE_SHAPES
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
-from pagoda.plan.describe import exchanged_elements, forward_flops, module_spec
-from pagoda.plan.repeat import repeated
-from pagoda.plan.tiles import tiled
 from pagoda.plan.units import ModuleSpec
 
 _DESCRIBED = 2

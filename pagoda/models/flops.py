@@ -25,7 +25,7 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
     """FLOPs of one forward pass by module, for the modules that do any; call it inside `weightless`, as the builder.
 
     A product of matrices costs 2 FLOPs per multiplication; norms, activations and look-ups cost none. Attention is
-    the full square, causal or not, as in `plan.describe.forward_flops`; it is done by a module that has parts and
+    the full square, causal or not, as in `forecast.describe.forward_flops`; it is done by a module that has parts and
     booked on the last of them that holds parameters, which takes its result. So every module here is without children.
     """
     import torch

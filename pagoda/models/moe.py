@@ -1,6 +1,6 @@
 """GPT-MoE and T5-MoE: the mixtures of experts that are built, by the shapes that are planned.
 
-A model's modules and parameters have the names that `plan.describe` gives those of its shape.
+A model's modules and parameters have the names that `forecast.describe` gives those of its shape.
 """
 
 from collections.abc import Iterable

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pagoda.errors import ConfigError
 from pagoda.parallel.world import World, computes_on, from_rank_0, join, launched
-from pagoda.plan.hardware import hardware_file, read_hardware
 from pagoda.plan.ranks import Ranks, Stage
-from pagoda.plan.rates import with_faster_gather
+from pagoda.simulate.hardware import hardware_file, read_hardware
+from pagoda.simulate.rates import with_faster_gather
 
 REPLICATE, SHARD = "replicate", "shard"
 """Dimensions of the mesh of dense weights: whole copies of the state, and the slices of one copy."""

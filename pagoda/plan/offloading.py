@@ -8,9 +8,8 @@ from pagoda.plan.activations import ActivationPlan, BlockMoves, SavedBlocks, pea
 from pagoda.plan.layout import Layout
 from pagoda.plan.ops import HOST, SSD, Kind, Op
 from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
-from pagoda.plan.repeat import layers_of
 from pagoda.plan.trace import STEP, Phase, Trace
-from pagoda.plan.units import ModuleSpec, Use, is_within
+from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 
 def offload_room(layout: Layout, placement: Placement, budgets: Budgets) -> dict[str, int]:

@@ -11,6 +11,8 @@ COLLECTIVE = "collective"
 GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
 """Gradients on their way to an extent at once, unless a plan says more: bounds what autograd's own copies add to peak
 memory."""
+LARGE_TRANSFER_BYTES = 4 << 20
+"""What a drive's own figures are for: a block of moments, or a piece of weights on its way to a device."""
 
 
 class Kind(StrEnum):

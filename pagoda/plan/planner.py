@@ -13,11 +13,10 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import ActivationMode, ActivationPlan, SavedBlocks
 from pagoda.plan.device_updates import why_no_device_updates
-from pagoda.plan.hardware import LARGE_TRANSFER_BYTES
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.offloading import offload_room, plan_activations
-from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, SSD, Kind, Op
+from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD, Kind, Op
 from pagoda.plan.placement import LEASES, Budgets, Placement, place
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.split import USUAL_SPLIT, Split

@@ -134,6 +134,18 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
     return tuple(units)
 
 
+def layers_of(root: ModuleSpec) -> tuple[ModuleSpec, ...]:
+    """The outermost modules of a tree that are named by numbers and hold parameters, experts and tiles apart: what a
+    model repeats, in the order of its forward."""
+    layers: list[ModuleSpec] = []
+    for child in root.children:
+        if _is_layer(root, child):
+            layers.append(child)
+        else:
+            layers += layers_of(child)
+    return tuple(layers)
+
+
 def is_within(module: str, modules: Collection[str]) -> bool:
     """Whether a module is one of `modules` or inside one of them."""
     return module in modules or any(around in modules for around in _around(module))
@@ -180,6 +192,11 @@ def enclosing(units: tuple[UnitSpec, ...]) -> dict[int, frozenset[int]]:
     return {
         unit.index: frozenset(by_module[name] for name in _around(unit.module) if name in by_module) for unit in units
     }
+
+
+def _is_layer(parent: ModuleSpec, child: ModuleSpec) -> bool:
+    numbered = child.name.rpartition(".")[2].isdigit()
+    return numbered and not child.apart and not parent.routed and next(child.walk(), None) is not None
 
 
 def _around(module: str) -> Iterator[str]:

@@ -23,7 +23,6 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
-from pagoda.plan.timeline import Timeline
 from pagoda.plan.trace import Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.async_updates import AsyncUpdater
@@ -50,6 +49,7 @@ from pagoda.runtime.tape import Tape
 from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updaters import Updaters, open_updater
+from pagoda.simulate.timeline import Timeline
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 

@@ -14,7 +14,6 @@ from pagoda.checkpoint.torch_file import torch_file
 from pagoda.errors import UsageError
 from pagoda.models.hidden import as_plain
 from pagoda.optim.rule import Rule
-from pagoda.plan.timeline import Timeline
 from pagoda.runtime.adapters import guard_merging
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gathered import home_of
@@ -27,6 +26,7 @@ from pagoda.runtime.snapshot import Snapshot
 from pagoda.runtime.state_dicts import WeightStateDicts
 from pagoda.runtime.stats import StepStats
 from pagoda.runtime.unit import LiveUnit
+from pagoda.simulate.timeline import Timeline
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -75,7 +75,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def timeline(self) -> Timeline | None:
-        """The step that `trace_next_step` recorded, once it has ended; `plan.chrome_trace` writes it to a file."""
+        """The step that `trace_next_step` recorded, once it has ended; `forecast.chrome_trace` writes it to a file."""
         return self._engine.timeline
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from pagoda.plan.timeline import COMPUTE, Span, Timeline
+from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 
 
 class Tape:

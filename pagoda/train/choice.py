@@ -18,8 +18,8 @@ from pagoda.models.build import is_mixture
 from pagoda.parallel.mesh import Mesh
 from pagoda.plan.activations import ActivationMode, recomputes
 from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
-from pagoda.plan.hardware import hardware_file, read_hardware
 from pagoda.settings import StatesConfig
+from pagoda.simulate.hardware import hardware_file, read_hardware
 from pagoda.tiers import Memory
 from pagoda.train.config import TrainConfig
 from pagoda.train.ranks import from_first

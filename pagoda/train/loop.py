@@ -21,6 +21,7 @@ from pagoda.checkpoint.directory import read_manifest
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.errors import CheckpointError, ConfigError, PagodaError
+from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
@@ -30,7 +31,6 @@ from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.world import was_restarted
-from pagoda.plan.chrome_trace import write_trace
 from pagoda.plan.planner import Plan
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint

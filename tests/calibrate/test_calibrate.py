@@ -16,9 +16,9 @@ from pagoda.calibrate.table import figure_table
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
 from pagoda.memory.ssd import PageFile
-from pagoda.plan.hardware import Hardware, hardware_file, read_hardware, write_hardware
-from pagoda.plan.machines import MACHINES
-from tests.plan.figures import walk
+from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware, write_hardware
+from pagoda.simulate.machines import MACHINES
+from tests.simulate.figures import walk
 
 CPU = torch.device("cpu")
 LEAST = Effort(
@@ -180,7 +180,7 @@ def test_under_torchrun_ranks_measure_what_they_gather_and_the_first_writes(tmp_
         "from pathlib import Path\n"
         "from pagoda.calibrate import calibrate\n"
         "from pagoda.parallel.world import launched\n"
-        "from pagoda.plan.hardware import write_hardware\n"
+        "from pagoda.simulate.hardware import write_hardware\n"
         "from tests.calibrate.test_calibrate import LEAST\n"
         "hardware = calibrate(None, torch.device('cpu'), effort=LEAST)\n"
         "write_hardware(hardware, Path(sys.argv[1]) / f'{launched().rank}.json')\n"

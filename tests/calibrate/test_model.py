@@ -12,7 +12,7 @@ from pagoda.calibrate import ComputeProfiler
 from pagoda.calibrate import model as calibrated
 from pagoda.errors import ConfigError
 from pagoda.models import build_model, layer_count
-from pagoda.plan.profile import ComputeProfile
+from pagoda.simulate.profile import ComputeProfile
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A small machine to plan for, whose figures are round."""
 
-from pagoda.plan.hardware import Cpu, Drive, Figure, Hardware, MatmulRate
+from pagoda.simulate.hardware import Cpu, Drive, Figure, Hardware, MatmulRate
 
 MIB, GIB = float(1 << 20), float(1 << 30)
 

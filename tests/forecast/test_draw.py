@@ -5,7 +5,7 @@ import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.forecast.draw import KINDS, draw
-from pagoda.plan.timeline import Span, Timeline
+from pagoda.simulate.timeline import Span, Timeline
 
 STEP = Timeline(
     1.0,

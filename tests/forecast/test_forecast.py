@@ -10,6 +10,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.describe import module_spec
 from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, compute_memory, find_machine_for
@@ -18,13 +19,12 @@ from pagoda.forecast.setting import options_of
 from pagoda.forecast.subject import find_subject
 from pagoda.models.papers import find_paper_shape, gpt_of_step
 from pagoda.optim import AdamW
-from pagoda.plan.describe import module_spec
-from pagoda.plan.hardware import MatmulRate
-from pagoda.plan.machines import find_machine
 from pagoda.plan.ops import Kind
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.settings import MemoryConfig
+from pagoda.simulate.hardware import MatmulRate
+from pagoda.simulate.machines import find_machine
 
 from .machines import GIB, MIB, SMALL, figure
 
@@ -154,7 +154,7 @@ def test_advice_is_what_planning_with_it_gives() -> None:
 def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the change leaves so little of the device that a part of the layers could be compared, and without it
     none could: the two say nothing of each other."""
-    monkeypatch.setattr("pagoda.plan.problem.MOST_UNITS", 20)
+    monkeypatch.setattr("pagoda.forecast.problem.MOST_UNITS", 20)
     gpu = find_machine("a100-40g").with_gpus(1)
     assert gpu.device is not None
     small = replace(gpu, device=replace(gpu.device, memory_bytes=figure(1.65 * GIB)))

@@ -8,19 +8,19 @@ import pytest
 
 import pagoda.models
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast import problem as problems
 from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.setting import setting_of, subject_of
-from pagoda.plan import problem as problems
 from pagoda.plan.activations import ActivationMode
-from pagoda.plan.hardware import Device, Figure, Hardware, Link, MatmulRate
-from pagoda.plan.machines import find_machine
 from pagoda.plan.ops import Kind
 from pagoda.plan.placement import ACTIVATIONS
 from pagoda.settings import MemoryConfig, StatesConfig
+from pagoda.simulate.hardware import Device, Figure, Hardware, Link, MatmulRate
+from pagoda.simulate.machines import find_machine
 
 from .machines import GIB, MIB, SMALL, figure
 

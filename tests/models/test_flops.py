@@ -3,10 +3,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pagoda.forecast import describe
 from pagoda.models import build_model
 from pagoda.models.flops import forward_flops, weightless
 from pagoda.models.papers import gpt_of_step
-from pagoda.plan import describe
 
 BATCH, LENGTH = 2, 64
 TOKENS = BATCH * LENGTH

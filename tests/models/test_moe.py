@@ -8,12 +8,12 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from pagoda.errors import ConfigError
+from pagoda.forecast.describe import module_spec
 from pagoda.models import MIXTURE_SHAPES, build_model, parameter_count
 from pagoda.models.mixture import Experts, Mixture
 from pagoda.models.mixture_shapes import RoutingConfig, mixture_shape
 from pagoda.models.moe import build_mixture
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
-from pagoda.plan.describe import module_spec
 from pagoda.runtime.construct import describe
 
 GPT = replace(MIXTURE_SHAPES["gpt-moe-15m"], layers=2, hidden=32, heads=4, ffn=64, vocab=96, seq_len=32)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pagoda.checkpoint.reader import Checkpoint
+from pagoda.forecast.describe import exchanged_elements, module_spec
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim import AdamW
-from pagoda.plan.describe import exchanged_elements, module_spec
 from pagoda.plan.ops import Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan

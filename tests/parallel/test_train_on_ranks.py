@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda.plan.hardware import write_hardware
+from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
 from pagoda.train.data import Batches, ByteText
 from pagoda.train.lock import LOCK, locked

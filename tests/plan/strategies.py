@@ -5,10 +5,10 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from pagoda.optim import AdamW
-from pagoda.plan.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers
 from pagoda.plan.layout import Layout
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, align
+from pagoda.simulate.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate, SmallTransfers
 
 Draw = Callable[[st.SearchStrategy], object]
 

@@ -9,23 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.compute import Compute
+from pagoda.forecast.problem import Problem
+from pagoda.forecast.search import Choice, search
 from pagoda.memory.page import pages_for
 from pagoda.optim import Adafactor, AdamW
-from pagoda.plan.compute import Compute
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_offsets, slot_pages
-from pagoda.plan.hardware import Device, Hardware, Link
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import DEVICE, Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.problem import Problem
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.search import Choice, search
 from pagoda.plan.split import Split
+from pagoda.simulate.hardware import Device, Hardware, Link
+from tests.simulate.test_simulation import FAST
 
 from .strategies import STATES, figure, unit
 from .test_planner import tower
-from .test_simulate import FAST
 
 LARGE = 1 << 40
 

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.plan.activations import ActivationMode, BlockSizes, Policy, SavedBlocks, StepSizes, Storages
-from pagoda.plan.hardware import Device, Hardware, Link
 from pagoda.plan.ops import HOST, SSD, Kind
 from pagoda.plan.placement import ACTIVATIONS, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.simulate import simulate
-from pagoda.plan.timeline import COMPUTE
 from pagoda.plan.trace import Phase
+from pagoda.simulate.hardware import Device, Hardware, Link
+from pagoda.simulate.simulation import simulate
+from pagoda.simulate.timeline import COMPUTE
+from tests.simulate.test_simulation import FAST
 
 from .strategies import STATES, figure
 from .test_planner import tower
-from .test_simulate import FAST
 
 LARGE = 1 << 40
 MIB = 1 << 20

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
-from pagoda.plan.describe import module_spec
-from pagoda.plan.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
 from pagoda.plan.layout import GRAD, MESSAGE_BYTES, MOST_REDUCING_BYTES, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD, Kind
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks, ring_bytes
-from pagoda.plan.rates import Rates, with_faster_gather
-from pagoda.plan.simulate import Simulation, simulate
 from pagoda.plan.units import ModuleSpec, align
+from pagoda.simulate.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
+from pagoda.simulate.rates import Rates, with_faster_gather
+from pagoda.simulate.simulation import Simulation, simulate
 
 from .strategies import STATES, Draw, figure, large_trees
 from .test_planner import tower

@@ -11,9 +11,9 @@ from pagoda.optim.adamw import AdamW
 from pagoda.plan.activations import ActivationMode, Policy, SavedBlocks
 from pagoda.plan.ops import HOST, SSD, Kind
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.simulate import simulate
 from pagoda.runtime.construct import describe
 from pagoda.runtime.tape import Tape
+from pagoda.simulate.simulation import simulate
 from tests.forecast.machines import SMALL
 from tests.runtime.test_tape import count, llama_loss, settle, steps
 from tests.zoo import llama

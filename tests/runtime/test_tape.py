@@ -15,14 +15,14 @@ from torch import nn
 import pagoda
 from pagoda.optim.adamw import AdamW
 from pagoda.plan.ops import Kind
-from pagoda.plan.simulate import simulate
-from pagoda.plan.timeline import COMPUTE, Span
 from pagoda.runtime.lanes import wait_all
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.tape import Tape
 from pagoda.runtime.updates import Updater
+from pagoda.simulate.simulation import simulate
+from pagoda.simulate.timeline import COMPUTE, Span
 from tests.forecast.machines import SMALL
 from tests.zoo import BATCH, LENGTH, VOCABULARY, llama
 

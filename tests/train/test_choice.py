@@ -13,8 +13,8 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import find_machine_for
-from pagoda.plan.hardware import hardware_file, write_hardware
 from pagoda.settings import MemoryConfig
+from pagoda.simulate.hardware import hardware_file, write_hardware
 from pagoda.train import TrainConfig, TrainResult, run
 from pagoda.train.choice import plan_config
 from pagoda.train.metrics import read_metrics

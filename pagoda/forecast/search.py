@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pagoda.errors import BudgetError
+from pagoda.forecast.problem import Problem
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.device_updates import state_bytes, why_no_device_updates
 from pagoda.plan.layout import GRAD
 from pagoda.plan.planner import Options, Plan
-from pagoda.plan.problem import Problem
-from pagoda.plan.rates import Rates
 from pagoda.plan.split import USUAL_SPLIT, Split
-from pagoda.plan.timeline import Timeline
+from pagoda.simulate.rates import Rates
+from pagoda.simulate.timeline import Timeline
 
 USUAL = "the usual plan"
 _SPLITS = {

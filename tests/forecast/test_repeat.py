@@ -2,13 +2,13 @@
 
 import pytest
 
+from pagoda.forecast.describe import module_spec
 from pagoda.forecast.subject import find_subject
 from pagoda.models import build_model
 from pagoda.models.flops import forward_flops, weightless
 from pagoda.models.mixture_shapes import MIXTURE_SHAPES
 from pagoda.models.papers import PAPER_SHAPES
-from pagoda.plan.describe import module_spec
-from pagoda.plan.repeat import layers_of
+from pagoda.plan.units import layers_of
 from pagoda.runtime.construct import describe
 from pagoda.runtime.operator_tiles import Tiling
 

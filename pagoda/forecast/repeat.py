@@ -3,19 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.plan.units import ModuleSpec, ParamSpec
-
-
-def layers_of(root: ModuleSpec) -> tuple[ModuleSpec, ...]:
-    """The outermost modules of a tree that are named by numbers and hold parameters, experts and tiles apart: what a
-    model repeats, in the order of its forward."""
-    layers: list[ModuleSpec] = []
-    for child in root.children:
-        if _is_layer(root, child):
-            layers.append(child)
-        else:
-            layers += layers_of(child)
-    return tuple(layers)
+from pagoda.plan.units import ModuleSpec, ParamSpec, layers_of
 
 
 def repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:
@@ -39,11 +27,6 @@ def repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[
         else:
             counted[name] = number
     return visit(root), counted
-
-
-def _is_layer(parent: ModuleSpec, child: ModuleSpec) -> bool:
-    numbered = child.name.rpartition(".")[2].isdigit()
-    return numbered and not child.apart and not parent.routed and next(child.walk(), None) is not None
 
 
 def _renamed(module: ModuleSpec, before: str, after: str) -> ModuleSpec:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from pagoda.errors import ConfigError
-from pagoda.plan.hardware import LARGE_TRANSFER_BYTES, Figure, Hardware
-from pagoda.plan.ops import COLLECTIVE
+from pagoda.plan.ops import COLLECTIVE, LARGE_TRANSFER_BYTES
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.timeline import COMPUTE
+from pagoda.simulate.hardware import Figure, Hardware
+from pagoda.simulate.timeline import COMPUTE
 
 READ, WRITE, H2D, D2H, UPDATE, DEVICE_UPDATE = "ssd_read", "ssd_write", "h2d", "d2h", "update", "device_update"
 _PAIRS = ((READ, WRITE), (H2D, D2H))

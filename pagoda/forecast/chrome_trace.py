@@ -11,7 +11,7 @@ from typing import Any
 
 from pagoda.errors import ConfigError
 from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.plan.timeline import COMPUTE, Span, Timeline
+from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 
 _US = 1e6
 _PID = 1

@@ -8,21 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.plan.compute import Compute
-from pagoda.plan.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
+from pagoda.forecast.compute import Compute
+from pagoda.forecast.problem import Problem
+from pagoda.forecast.search import search
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.ops import DEVICE, HOST, SSD, Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.problem import Problem
-from pagoda.plan.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
-from pagoda.plan.search import search
-from pagoda.plan.simulate import simulate
 from pagoda.plan.split import Split
-from pagoda.plan.timeline import COMPUTE, Timeline
-
-from .strategies import STATES, Draw, figure, hardware, large_trees
-from .test_planner import tower
+from pagoda.simulate.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
+from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
+from pagoda.simulate.simulation import simulate
+from pagoda.simulate.timeline import COMPUTE, Timeline
+from tests.plan.strategies import STATES, Draw, figure, hardware, large_trees
+from tests.plan.test_planner import tower
 
 LARGE = 1 << 40
 Case = tuple[Plan, Hardware, list[float], Timeline]

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from pagoda.plan.planner import Plan
-from pagoda.plan.rates import Rates
-from pagoda.plan.simulated_lanes import SimulatedLanes, Task
-from pagoda.plan.simulated_updates import SimulatedUpdater
+from pagoda.simulate.lanes import SimulatedLanes, Task
+from pagoda.simulate.rates import Rates
+from pagoda.simulate.updates import SimulatedUpdater
 
 
 @dataclass(slots=True)

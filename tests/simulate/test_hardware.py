@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
-from pagoda.plan.hardware import (
-    LARGE_TRANSFER_BYTES,
+from pagoda.plan.ops import LARGE_TRANSFER_BYTES
+from pagoda.simulate.hardware import (
     Cpu,
     Drive,
     Figure,
@@ -20,7 +20,7 @@ from pagoda.plan.hardware import (
     SmallTransfers,
     read_hardware,
 )
-from pagoda.plan.machines import MACHINES, UPDATE_BYTES, find_machine
+from pagoda.simulate.machines import MACHINES, UPDATE_BYTES, find_machine
 
 from .figures import walk
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from pagoda.errors import ConfigError
 from pagoda.plan.planner import Plan
-from pagoda.plan.profile import ComputeProfile
 from pagoda.plan.trace import Phase
 from pagoda.plan.units import ModuleSpec, Use, forward_uses
+from pagoda.simulate.profile import ComputeProfile
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from pagoda.plan.hardware import Figure
+from pagoda.simulate.hardware import Figure
 
 
 def walk(part: Any) -> Iterator[tuple[str, Figure]]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pagoda.errors import unknown_name
-from pagoda.plan.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate
+from pagoda.simulate.hardware import Cpu, Device, Drive, Figure, Hardware, Link, MatmulRate
 
 _GIB = float(1 << 30)
 _GB = 1e9

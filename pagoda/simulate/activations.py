@@ -6,8 +6,8 @@ from itertools import pairwise
 from pagoda.plan.activations import BUFFERED
 from pagoda.plan.ops import Kind, Op
 from pagoda.plan.planner import Plan
-from pagoda.plan.rates import Rates
-from pagoda.plan.simulated_lanes import SimulatedLanes, Task
+from pagoda.simulate.lanes import SimulatedLanes, Task
+from pagoda.simulate.rates import Rates
 
 
 class SimulatedActivations:

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from pagoda.plan.hardware import Hardware
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD, Kind, Op
 from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
-from pagoda.plan.rates import Rates
-from pagoda.plan.simulated_activations import SimulatedActivations
-from pagoda.plan.simulated_async import SimulatedAsyncUpdater
-from pagoda.plan.simulated_lanes import SimulatedLanes, Task
-from pagoda.plan.simulated_updates import SimulatedGradients, SimulatedUpdater
-from pagoda.plan.timeline import COMPUTE, Span, Timeline
 from pagoda.plan.trace import STEP, Access, Phase
 from pagoda.plan.units import UnitSpec
+from pagoda.simulate.activations import SimulatedActivations
+from pagoda.simulate.asynchronous import SimulatedAsyncUpdater
+from pagoda.simulate.hardware import Hardware
+from pagoda.simulate.lanes import SimulatedLanes, Task
+from pagoda.simulate.rates import Rates
+from pagoda.simulate.timeline import COMPUTE, Span, Timeline
+from pagoda.simulate.updates import SimulatedGradients, SimulatedUpdater
 
 _LEAST_STEPS, _MOST_STEPS = 4, 8
 """Steps simulated: until one takes as long as the one before. The last is the result; it finds the others' updates

@@ -1,7 +1,7 @@
 """Hardware: what one machine holds and how fast it moves it, as a planner and a simulator need it.
 
 Every number is a `Figure`: a value in the base unit that its field names, and where the value comes from. Named
-machines are in `pagoda.plan.machines`; `pagoda calibrate` measures the machine it runs on and writes the same thing
+machines are in `pagoda.simulate.machines`; `pagoda calibrate` measures the machine it runs on and writes the same thing
 as JSON.
 """
 
@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from pagoda.errors import ConfigError
+from pagoda.plan.ops import LARGE_TRANSFER_BYTES
 
 FORMAT = "pagoda-hardware"
 VERSION = 5
@@ -110,10 +111,6 @@ class Link:
     both_bytes_per_s: Figure
     """Both directions added, while both are busy."""
     gpus: int = 1
-
-
-LARGE_TRANSFER_BYTES = 4 << 20
-"""What a drive's own figures are for: a block of moments, or a piece of weights on its way to a device."""
 
 
 @dataclass(frozen=True, slots=True)

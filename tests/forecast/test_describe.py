@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from pagoda.forecast.describe import EMBEDDING, HEAD, exchanged_elements, forward_flops, module_spec, unit_flops
 from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_shape
-from pagoda.plan.describe import EMBEDDING, HEAD, exchanged_elements, forward_flops, module_spec, unit_flops
 from pagoda.plan.units import ModuleSpec, discover
 
 GPT = PAPER_SHAPES["gpt-1b"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 COMPUTE = "compute"
-"""The thread, or the stream, that runs the model; the lanes beside it are in `ops.LANES`."""
+"""The thread, or the stream, that runs the model; the lanes beside it are in `plan.ops.LANES`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from pagoda.plan.ops import COLLECTIVE, LANES
-from pagoda.plan.rates import Rates
-from pagoda.plan.timeline import COMPUTE, Span
+from pagoda.simulate.rates import Rates
+from pagoda.simulate.timeline import COMPUTE, Span
 
 
 class Task:

@@ -4,19 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
+from pagoda.forecast.compute import Compute
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import SavedBlocks
-from pagoda.plan.compute import Compute
-from pagoda.plan.hardware import Hardware
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.repeat import layers_of
-from pagoda.plan.simulate import simulate
-from pagoda.plan.timeline import Timeline
-from pagoda.plan.units import ModuleSpec, is_within
+from pagoda.plan.units import ModuleSpec, is_within, layers_of
+from pagoda.simulate.hardware import Hardware
+from pagoda.simulate.simulation import simulate
+from pagoda.simulate.timeline import Timeline
 
 MOST_UNITS = 100
 """Of a plan that is compared with others whole; of larger ones, a part of the layers is."""

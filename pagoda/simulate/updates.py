@@ -11,10 +11,10 @@ from pagoda.plan.ops import COLLECTIVE, HOST, SSD
 from pagoda.plan.placement import STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
-from pagoda.plan.rates import Rates
 from pagoda.plan.schedule import NextUse
-from pagoda.plan.simulated_lanes import SimulatedLanes, Task
 from pagoda.plan.units import UnitSpec
+from pagoda.simulate.lanes import SimulatedLanes, Task
+from pagoda.simulate.rates import Rates
 
 _MOST_CHUNKS = 400
 """Pieces that the updates of a step are cut into beside one a unit at most, so that a large model takes no longer."""

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from pagoda.forecast.describe import forward_flops, module_spec
+from pagoda.forecast.tiles import tiled
 from pagoda.models.papers import find_paper_shape
-from pagoda.plan.describe import forward_flops, module_spec
-from pagoda.plan.tiles import tiled
 from pagoda.plan.units import ModuleSpec, discover, forward_uses
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.plan.chrome_trace import chrome_trace, write_trace
-from pagoda.plan.timeline import Span, Timeline
+from pagoda.forecast.chrome_trace import chrome_trace, write_trace
+from pagoda.simulate.timeline import Span, Timeline
 
 TIMELINE = Timeline(
     2.0,

@@ -1,0 +1,1 @@
+"""The simulated world: hardware model, clock, timeline."""
