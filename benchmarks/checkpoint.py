@@ -30,9 +30,9 @@ import pagoda
 from pagoda.calibrate.meter import cpu_name
 from pagoda.memory import Arena, PageFile
 from pagoda.models import build_model
+from pagoda.optimizer import PagedOptimizer
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.runtime.lanes import SSD_THREADS, Lane, wait_all
-from pagoda.runtime.optimizer import PagedOptimizer
 
 PAGE = 4 << 20
 RAW_BYTES = 4 << 30

@@ -17,8 +17,8 @@ INTRODUCTION = """\
 # The papers' tables, from Pagoda's planner
 
 Written by `python benchmarks/papers.py`; a test compares this file with what that writes. Nothing here was run: the
-papers' figures are theirs, and Pagoda's come from the planner that the runtime executes and from the simulator of its
-ops, on machines as `pagoda/simulate/machines.py` describes them, each figure there with its source.
+papers' figures are theirs, and Pagoda's come from the planner that the runtime executes and from the simulator, which
+the scheduler drives, on machines as `pagoda/simulate/machines.py` describes them, each figure there with its source.
 """
 
 MEMORY = """

@@ -25,6 +25,7 @@ from rich.table import Table
 
 import pagoda
 from pagoda.calibrate import ComputeProfiler, Effort, calibrate
+from pagoda.construction.construct import describe
 from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
 from pagoda.models import build_model
@@ -33,7 +34,6 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.plan.units import ModuleSpec
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
-from pagoda.runtime.construct import describe
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline

@@ -29,17 +29,23 @@ class Clock:
         backward = [Access(unit, Phase.BACKWARD) for unit in reversed(range(units))]
         self.accesses = forward + backward
         self.scheduler = Scheduler(
-            SchedulePlan(plans, Trace((*forward, *backward, STEP)), sum(sizes) // 2, max(6, sum(sizes) // 10), units)
+            SchedulePlan(
+                plans,
+                Trace((*forward, *backward, STEP)),
+                frame_pool=sum(sizes) // 2,
+                buffer_pool=max(6, sum(sizes) // 10),
+                reserve_pages=units,
+            )
         )
         self.seconds: list[float] = []
         self.under_way: deque[tuple[Operation, int]] = deque()
 
     def event(self, name: str, *arguments: object, **settings: object) -> None:
-        start = time.perf_counter()
+        start = time.thread_time()
         getattr(self.scheduler, name)(*arguments, **settings)
         new = self.scheduler.take()
-        self.seconds.append(time.perf_counter() - start)
-        self.under_way.extend((op, 0) for op in new)
+        self.seconds.append(time.thread_time() - start)
+        self.under_way.extend((op, 0) for op in new if op.kind is not Kind.READ_AHEAD)  # it is not reported
 
     def until(self, ready: str, *arguments: object) -> None:
         while True:

@@ -49,8 +49,8 @@ def main() -> None:
             ticks = compute.of_step(root, plan)
             simulate_s, timeline = best_of_five(partial(simulate, plan, machine, ticks))
             print(
-                f"{host_gib:4d} GiB of RAM, clipping {'on ' if clipping else 'off'}: {len(plan.units)} units, "
-                f"{len(plan.ops)} ops; planned in {plan_s * 1e3:.0f} ms, simulated in {simulate_s * 1e3:.0f} ms "
+                f"{host_gib:4d} GiB of RAM, clipping {'on ' if clipping else 'off'}: {len(plan.units)} units; "
+                f"planned in {plan_s * 1e3:.0f} ms, simulated in {simulate_s * 1e3:.0f} ms "
                 f"(a step of {timeline.step_s:.1f} s, {timeline.binding_lane} binds)"
             )
 

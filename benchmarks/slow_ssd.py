@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from pagoda.memory.page import Run
-from pagoda.memory.ssd_tier import SSDTier
+from pagoda.memory.ssd.tier import SSDTier
 
 
 @contextmanager

@@ -27,8 +27,9 @@ from torch import nn
 
 import pagoda
 from pagoda.calibrate.meter import cpu_name
-from pagoda.memory import Arena, PageFile, parse_bytes, ssd_tier, verify
-from pagoda.memory.slots import Hashes
+from pagoda.memory import Arena, PageFile, parse_bytes
+from pagoda.memory.ssd import striped, tier
+from pagoda.memory.ssd.slots import Hashes
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 
 PAGE = 4 << 20
@@ -163,7 +164,7 @@ def without_hashes() -> Iterator[None]:
     def zeros(data: memoryview, page_bytes: int) -> Hashes:
         return np.zeros(data.nbytes // page_bytes, np.uint64)
 
-    with patch.object(ssd_tier, "hashes_of", zeros), patch.object(verify, "hashes_of", zeros):
+    with patch.object(tier, "hashes_of", zeros), patch.object(striped, "hashes_of", zeros):
         yield
 
 

@@ -58,7 +58,7 @@ def state_on_ssd(directory: str, workload: Workload, speculate: bool, itemsize: 
 def raw_bandwidth(directory: str, gib: float = 1.5) -> tuple[float, float]:
     """(read, write) bytes per second of O_DIRECT on 4 MiB pages, both at once, two threads each."""
     from pagoda.memory.arena import Arena
-    from pagoda.memory.ssd import PageFile
+    from pagoda.memory.ssd.file import PageFile
 
     pages = int(gib * (1 << 30)) // PAGE
     rates: dict[str, float] = {}

@@ -13,8 +13,8 @@ from torch import nn
 
 import pagoda
 from pagoda.models import build_model
+from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import ActivationMode
-from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.train.data import Batches
 
 LR = 1e-4

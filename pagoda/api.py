@@ -12,7 +12,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pagoda.checkpoint.full_state import full_state_dict
+from pagoda.checkpoint.gathered import gathered, mark_homes
+from pagoda.checkpoint.groups import (
+    ParamGroups,
+    Reserve,
+    check_placed,
+    named_groups,
+    no_decay_groups,
+    reserved_names,
+)
 from pagoda.checkpoint.pretrained import attach_weights
+from pagoda.checkpoint.stateful import ModelState, OptimizerState, trainable_state_dict
+from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
+from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype
+from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.errors import ConfigError, UsageError
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.memory.ram import free_ram
@@ -21,6 +35,7 @@ from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optim
 from pagoda.optim.rule import Gradients, Precision, Rule, check_precision, kept_dtype
+from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.mesh import Mesh, as_mesh, open_mesh
 from pagoda.parallel.start import (
     FromFirst,
@@ -37,28 +52,13 @@ from pagoda.plan.activations import SHARE_OF_MEMORY, ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
-from pagoda.runtime.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.runtime.blocks import refuse_own_checkpointing
-from pagoda.runtime.construct import Builder, describe, init, live_units, move_buffers
 from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine
-from pagoda.runtime.full_state import full_state_dict
-from pagoda.runtime.gathered import gathered, mark_homes
-from pagoda.runtime.groups import (
-    ParamGroups,
-    Reserve,
-    check_placed,
-    named_groups,
-    no_decay_groups,
-    reserved_names,
-)
 from pagoda.runtime.loss_scale import LossScale, LossScaler
-from pagoda.runtime.model_checks import check_batch_norms, check_model, check_one_dtype
-from pagoda.runtime.operator_tiles import Tiling
-from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.runtime.rule_checks import check_extents, check_rule
-from pagoda.runtime.stateful import ModelState, OptimizerState, trainable_state_dict
 from pagoda.tiers import Memory
+from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
+from pagoda.transforms.operator_tiles import Tiling
 
 __all__ = [
     "SGD",

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from pagoda.errors import ConfigError, StorageError
-from pagoda.memory.commits import bytes_of_stores
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import directory_and_size, parse_bytes
+from pagoda.memory.ssd.record import bytes_of_stores
 from pagoda.parallel.world import World
 from pagoda.plan.placement import Budgets
 from pagoda.plan.split import Split

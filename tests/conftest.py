@@ -32,6 +32,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @pytest.fixture(autouse=True)
+def _lanes_have_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models in tests are so small that all work on them would be done by the thread that has it; races would not show.
+    Tests marked `inline`, and processes that tests start, work as users' do."""
+    from pagoda.runtime import lanes
+
+    if request.node.get_closest_marker("inline") is None:
+        monkeypatch.setattr(lanes, "INLINE_BYTES", 0)
+
+
+@pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Small models train many times faster on one thread, most of all where tests share cores."""
     before = torch.get_num_threads()

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import pagoda
+from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import AdamW, Moments, Precision, Rule, StateSpec
 from pagoda.plan.activations import ActivationMode
@@ -28,7 +29,6 @@ from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.units import ModuleSpec
-from pagoda.runtime.construct import describe
 
 VOCABULARY, BATCH, LENGTH = 96, 2, 16
 Batch = dict[str, torch.Tensor]

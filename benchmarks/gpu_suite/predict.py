@@ -6,9 +6,9 @@ from dataclasses import replace
 import pagoda
 from gpu_suite.common import Figures, Machine, drawn_quickly, meta, release, timed
 from pagoda.calibrate import ComputeProfiler, calibrate
+from pagoda.construction.construct import describe
 from pagoda.forecast.compute import Compute
 from pagoda.plan.planner import Options, make_plan
-from pagoda.runtime.construct import describe
 from pagoda.simulate.simulation import simulate
 from training import Paged
 

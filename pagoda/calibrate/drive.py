@@ -16,8 +16,8 @@ from pagoda.calibrate.meter import Meter, cpu_cores
 from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.sizes import format_bytes
-from pagoda.memory.ssd import PageFile
-from pagoda.memory.xxh3 import hashes_of
+from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.xxh3 import hashes_of
 from pagoda.plan.ops import LARGE_TRANSFER_BYTES
 from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
 from pagoda.simulate.hardware import Drive, Figure, SmallTransfers

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: what is in one, and how it gets there whole or not at all."""
+"""The door to state besides the live parameters: state dicts, `gathered`, checkpoints that are whole or absent."""

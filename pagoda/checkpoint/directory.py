@@ -16,7 +16,6 @@ from typing import Any
 import xxhash
 
 from pagoda.errors import CheckpointError, StorageError
-from pagoda.memory.commits import Reference
 from pagoda.memory.files import (
     TEMPORARY,
     inside,
@@ -34,7 +33,8 @@ from pagoda.memory.identity import (
     partial_mark,
     removed,
 )
-from pagoda.memory.ssd_tier import forget_commit
+from pagoda.memory.ssd.commits import Reference
+from pagoda.memory.ssd.forget import forget_commit
 
 _log = logging.getLogger("pagoda")
 

@@ -14,8 +14,8 @@ import torch
 from pagoda.checkpoint.tensors import TensorSpec, dtype_name, dtype_named
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import Arena
-from pagoda.memory.committed import CommittedPages, open_commit
 from pagoda.memory.page import Run, pages_for
+from pagoda.memory.ssd.committed import CommittedPages, open_commit
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.shards import Span
 

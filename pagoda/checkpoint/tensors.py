@@ -23,6 +23,7 @@ import xxhash
 
 from pagoda.checkpoint.direct import DirectFile
 from pagoda.errors import CheckpointError
+from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import open_regular
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.plan.layout import PIECE_ELEMENTS
@@ -189,12 +190,6 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], data: Iterable[torch.
             raise ValueError(f"{path} got {written} bytes of data; its header says {end}")
         file.flush()
         os.fsync(file.fileno())
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, in its own layout's order of elements."""
-    flat: memoryview = tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return flat
 
 
 def _header(specs: Sequence[TensorSpec], align: int = 8) -> tuple[bytes, int]:

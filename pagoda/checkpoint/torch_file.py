@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from pagoda.checkpoint.tensors import tensor_bytes
 from pagoda.errors import StorageError
+from pagoda.memory.arena import tensor_bytes
 
 WriteTensor = Callable[[Any, torch.Tensor], None]
 """Writes a tensor on the CPU, of the dtype and shape of an entry of the file's content, in its place."""

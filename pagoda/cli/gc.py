@@ -13,11 +13,11 @@ from rich.console import Console
 
 from pagoda.checkpoint.paged import with_ranks
 from pagoda.errors import ConfigError
-from pagoda.memory.commits import unknown_in
 from pagoda.memory.identity import MANIFEST, checkpoint_id_of
-from pagoda.memory.lock import DirectoryLock
-from pagoda.memory.orphans import Orphan, drop, orphans_in, why_orphaned
 from pagoda.memory.sizes import format_bytes
+from pagoda.memory.ssd.lock import DirectoryLock
+from pagoda.memory.ssd.orphans import Orphan, drop, orphans_in, why_orphaned
+from pagoda.memory.ssd.record import unknown_in
 
 _DECLINED = 1
 

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
-from pagoda.memory.commits import Commit, StoreRecord, stores_in, unknown_in
-from pagoda.memory.committed import CommittedPages
 from pagoda.memory.identity import MANIFEST
-from pagoda.memory.orphans import why_orphaned
 from pagoda.memory.sizes import format_bytes
+from pagoda.memory.ssd.commits import Commit
+from pagoda.memory.ssd.committed import CommittedPages
+from pagoda.memory.ssd.orphans import why_orphaned
+from pagoda.memory.ssd.record import StoreRecord, stores_in, unknown_in
 from pagoda.train.config import TrainConfig
 from pagoda.train.resume import CONFIG
 from pagoda.train.run_dir import Checkpoint as RunCheckpoint

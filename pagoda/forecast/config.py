@@ -125,8 +125,8 @@ class PlanConfig:
         Raises ConfigError where there is no optimizer of that name, it has not one of the settings, or it takes
         parameters whole and they are to be in tiles.
         """
+        from pagoda.construction.rule_checks import check_rule
         from pagoda.optim.named import parsed_options, rule_named
-        from pagoda.runtime.rule_checks import check_rule
 
         moments = {"moments": self.optim.moments} if self.optimizer == "adamw" else {}
         require(bool(moments) or self.optim.moments == "fp32", "optim.moments", self.optim.moments, "is for adamw")

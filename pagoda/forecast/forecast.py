@@ -16,6 +16,7 @@ from pagoda.forecast.settle import resolved, settled
 from pagoda.forecast.subject import Subject
 from pagoda.plan.activations import recomputes
 from pagoda.plan.planner import Plan
+from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.simulate.timeline import Timeline
 
 _TRAINING_FACTOR = 3.0
@@ -78,7 +79,7 @@ class Forecast:
     @property
     def ssd_bytes_written_per_step(self) -> int:
         """To the drives of a node."""
-        return self.machine.hardware.gpus_per_node * sum(op.nbytes for op in self.plan.ops if op.lane == "ssd_write")
+        return self.machine.hardware.gpus_per_node * bytes_written_to_ssd(self.plan)
 
     @property
     def steps_until_worn(self) -> float:

@@ -1,6 +1,6 @@
 """Operator tiling of a model that is not built: a tree in which what is too large to be fetched at once is in tiles.
 
-Models that are built are tiled by `runtime.operator_tiles`, and described then.
+Models that are built are tiled by `transforms.operator_tiles`, and described then.
 """
 
 from collections.abc import Mapping

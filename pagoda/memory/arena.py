@@ -5,6 +5,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ class Arena:
         self.nbytes = nbytes
         self.address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
         """Where the first byte is, for cudaHostRegister and alignment checks."""
-        self._mapping: mmap.mmap | None = mapping
+        self._memory: Any = mapping
+        """What tensors and views are made of; None once the arena is closed."""
         _mappings.add(mapping)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -64,24 +66,22 @@ class Arena:
         who holds that one. Raises ValueError when `offset` is not a multiple of the element size, or the
         elements do not lie inside the arena, or the arena is closed.
         """
-        mapping = self._bytes(offset, numel * dtype.itemsize)
-        if offset % dtype.itemsize:
-            raise ValueError(f"offset {offset} is not aligned to {dtype}, which has {dtype.itemsize} bytes")
-        return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset)
+        memory = self._memory_with(offset, numel * dtype.itemsize, dtype)
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """The bytes [offset, offset + nbytes), writable, for `preadv` and `pwritev`.
 
         Raises ValueError when they do not lie inside the arena, or the arena is closed.
         """
-        return memoryview(self._bytes(offset, nbytes))[offset : offset + nbytes]
+        return memoryview(self._memory_with(offset, nbytes))[offset : offset + nbytes]
 
     def poison(self, offset: int, nbytes: int) -> None:
         """Fill [offset, offset + nbytes) with 0xFF: NaN in fp16, bf16, fp32 and fp64, -1 in signed ints.
 
         Releases the GIL. Raises ValueError as `view` does.
         """
-        self._bytes(offset, nbytes)
+        self._memory_with(offset, nbytes)
         ctypes.memset(self.address + offset, 0xFF, nbytes)
 
     def close(self) -> None:
@@ -90,14 +90,17 @@ class Arena:
         Not before: torch does not pin the mapping it reads, so unmapping under a live tensor would crash the
         process. Each tensor and view holds a reference to the mapping instead, and the last one unmaps it.
         """
-        self._mapping = None
+        self._memory = None
 
-    def _bytes(self, offset: int, nbytes: int) -> mmap.mmap:
-        if self._mapping is None:
+    def _memory_with(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> Any:
+        """All the memory. Raises ValueError unless these bytes lie in it, aligned to the dtype."""
+        if self._memory is None:
             raise ValueError("the arena is closed")
         if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
             raise ValueError(f"asked for {nbytes} bytes at offset {offset} of an arena of {self.nbytes} bytes")
-        return self._mapping
+        if offset % dtype.itemsize:
+            raise ValueError(f"offset {offset} is not aligned to {dtype}, which has {dtype.itemsize} bytes")
+        return self._memory
 
 
 _mappings: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
@@ -110,6 +113,12 @@ def _keep_mappings() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_mappings)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in its own layout's order of elements."""
+    flat: memoryview = tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return flat
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:

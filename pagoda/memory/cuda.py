@@ -10,7 +10,7 @@ from pagoda.memory.sizes import format_bytes
 class CudaArena(Arena):
     """`nbytes` of a GPU's memory, taken at once, with the contract of `Arena` except that no view can be had.
 
-    A tensor does not keep the arena alive: it must not outlive it.
+    `close` gives the memory back to torch at once: a tensor does not keep the arena alive, and must not outlive it.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -18,7 +18,7 @@ class CudaArena(Arena):
         if nbytes < 1:
             raise ConfigError(f"an arena needs at least 1 byte, not {nbytes}")
         try:
-            self._gpu_bytes: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise BudgetError(
@@ -28,7 +28,7 @@ class CudaArena(Arena):
                 needed_bytes=nbytes,
             ) from error
         self.nbytes = nbytes
-        self.address = self._gpu_bytes.data_ptr()
+        self.address = self._memory.data_ptr()
         if storage_use_count(self.tensor(0, 1, torch.uint8)) != FRESH_USE_COUNT:
             raise ConfigError(
                 f"torch {torch.__version__} counts the holders of storages on {device} in another way than on the CPU: "
@@ -37,9 +37,7 @@ class CudaArena(Arena):
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
-        device = self._part(offset, nbytes).device
-        if offset % dtype.itemsize:
-            raise ValueError(f"offset {offset} is not aligned to {dtype}, which has {dtype.itemsize} bytes")
+        device = self._memory_with(offset, nbytes, dtype).device
         storage = torch._C._construct_storage_from_data_pointer(self.address + offset, device, nbytes)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
@@ -48,18 +46,7 @@ class CudaArena(Arena):
 
     def poison(self, offset: int, nbytes: int) -> None:
         """Fill with 0xFF, behind all work that the current stream has been given."""
-        self._part(offset, nbytes).fill_(0xFF)
-
-    def close(self) -> None:
-        """Give the memory back to torch."""
-        self._gpu_bytes = None
-
-    def _part(self, offset: int, nbytes: int) -> torch.Tensor:
-        if self._gpu_bytes is None:
-            raise ValueError("the arena is closed")
-        if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
-            raise ValueError(f"asked for {nbytes} bytes at offset {offset} of an arena of {self.nbytes} bytes")
-        return self._gpu_bytes[offset : offset + nbytes]
+        self._memory_with(offset, nbytes)[offset : offset + nbytes].fill_(0xFF)
 
 
 class PinnedArena(Arena):

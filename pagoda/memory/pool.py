@@ -28,24 +28,16 @@ class PagePool:
             raise ValueError(f"a pool needs at least one frame and a start of 0 or more, not {frames} at {first}")
         self.frames = frames
         self.first = first
-        self._in_use = 0
-        self._peak = 0
+        self.in_use = 0
+        """Frames allocated now."""
+        self.peak = 0
+        """Most frames allocated at once since creation."""
         self._allocated: dict[int, int] = {}  # start -> count
         # Three views of the same free runs, changed together by _add_free and _drop_free.
         self._free_by_start: dict[int, int] = {}  # start -> count
         self._free_by_stop: dict[int, int] = {}  # stop -> count
         self._free_by_fit: list[tuple[int, int]] = []  # (count, start), sorted
         self._add_free(first, frames)
-
-    @property
-    def in_use(self) -> int:
-        """Frames allocated now."""
-        return self._in_use
-
-    @property
-    def peak(self) -> int:
-        """Most frames allocated at once since creation."""
-        return self._peak
 
     @property
     def largest_free(self) -> int:
@@ -66,15 +58,15 @@ class PagePool:
         if size > count:
             self._add_free(start + count, size - count)
         self._allocated[start] = count
-        self._in_use += count
-        self._peak = max(self._peak, self._in_use)
+        self.in_use += count
+        self.peak = max(self.peak, self.in_use)
         return Run(start, count)
 
     def free(self, run: Run) -> None:
         """Give back exactly a run that `alloc` returned. Otherwise ValueError, and nothing changes."""
         self.check(run)
         del self._allocated[run.start]
-        self._in_use -= run.count
+        self.in_use -= run.count
         start, count = run.start, run.count
         before = self._free_by_stop.get(start)
         if before is not None:

@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pagoda.errors import StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.pool import PagePool
-from pagoda.memory.slots import Hashes, PageTable
-from pagoda.memory.ssd import PageFile, StripedFile, portion_of
-from pagoda.memory.verify import read_pages
-from pagoda.memory.xxh3 import hashes_of
+from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.slots import Hashes, PageTable
+from pagoda.memory.ssd.striped import StripedFile, portion_of
+from pagoda.memory.ssd.xxh3 import hashes_of
 
 _GROWTH_BYTES = 64 << 20
 """Room is taken in banks of at least so much, so that there are few of them."""
@@ -38,56 +37,45 @@ class Scratch(ABC):
 
     def __init__(self, room_bytes: int, page_bytes: int) -> None:
         self.page_bytes = page_bytes
-        self._room = max(0, room_bytes) // page_bytes
-        self._pools: list[PagePool] = []
-        self._in_use = 0
-        self._peak = 0
-
-    @property
-    def room_bytes(self) -> int:
+        self.room_bytes = max(0, room_bytes) // page_bytes * page_bytes
         """Most bytes it may ever hold."""
-        return self._room * self.page_bytes
+        self.in_use_bytes = 0
+        self.peak_bytes = 0
+        """Most bytes in use at once since creation, or `restart_peak`."""
+        self._pools: list[PagePool] = []
+        """The pages of each bank."""
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes taken from the system so far."""
         return sum(pool.frames for pool in self._pools) * self.page_bytes
 
-    @property
-    def in_use_bytes(self) -> int:
-        return self._in_use * self.page_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes in use at once since creation."""
-        return self._peak * self.page_bytes
-
     def restart_peak(self) -> None:
         """Count the peak anew, from what is in use now."""
-        self._peak = self._in_use
+        self.peak_bytes = self.in_use_bytes
 
     def alloc(self, nbytes: int) -> tuple[Piece, ...] | None:
         """Pages for `nbytes`; None where the room does not have them. Raises as the system does that gives no more."""
-        wanted = pages_for(nbytes, self.page_bytes)
-        if wanted > self._room - self._in_use or not self._grow_for(wanted):
+        left = pages_for(nbytes, self.page_bytes)
+        after = self.in_use_bytes + left * self.page_bytes
+        if after > self.room_bytes or not self._grow_to(after):
             return None
         pieces = []
-        left = wanted
         for bank, pool in enumerate(self._pools):
             while left and pool.largest_free:
                 run = pool.alloc(min(left, pool.largest_free))
                 assert run is not None, "the longest free run is free"
                 pieces.append(Piece(bank, run))
                 left -= run.count
-        self._in_use += wanted
-        self._peak = max(self._peak, self._in_use)
+        self.in_use_bytes = after
+        self.peak_bytes = max(self.peak_bytes, after)
         return tuple(pieces)
 
     def free(self, pieces: tuple[Piece, ...]) -> None:
         """Give back what `alloc` returned."""
         for piece in pieces:
             self._pools[piece.bank].free(piece.run)
-            self._in_use -= piece.run.count
+            self.in_use_bytes -= piece.run.count * self.page_bytes
 
     @abstractmethod
     def close(self) -> None:
@@ -97,16 +85,17 @@ class Scratch(ABC):
     def _open(self, pages: int) -> bool:
         """Take one more bank; False where a limit that is not the room's forbids it."""
 
-    def _grow_for(self, wanted: int) -> bool:
-        have = sum(pool.frames for pool in self._pools)
-        lacking = wanted - (have - self._in_use)
-        if lacking > 0:
-            usual = min(self._room - have, max(lacking, have // 2, _GROWTH_BYTES // self.page_bytes))
-            pages = next((pages for pages in (usual, lacking) if self._open(pages)), 0)
-            if not pages:
-                return False
-            self._pools.append(PagePool(pages))
-        return True
+    def _grow_to(self, nbytes: int) -> bool:
+        """Have a capacity of `nbytes` or more, by one bank; False where a limit forbids it."""
+        have = self.capacity_bytes
+        if nbytes <= have:
+            return True
+        usual = min(self.room_bytes - have, max(nbytes - have, have // 2, _GROWTH_BYTES))
+        for pages in (usual // self.page_bytes, (nbytes - have) // self.page_bytes):
+            if self._open(pages):
+                self._pools.append(PagePool(pages))
+                return True
+        return False
 
 
 class MemoryScratch(Scratch):
@@ -163,7 +152,7 @@ class SSDScratch(Scratch):
     def read(self, piece: Piece, first_page: int, hashes: Hashes, into: memoryview) -> None:
         """Read whole pages of a piece, from its page `first_page` on. Raises CorruptPageError, StorageError."""
         start = piece.run.start + first_page
-        read_pages(self._files[piece.bank], PageTable(np.arange(start, start + len(hashes)), hashes), into)
+        self._files[piece.bank].read(PageTable(np.arange(start, start + len(hashes)), hashes), into)
 
     def close(self) -> None:
         for file in self._files:
@@ -174,14 +163,7 @@ class SSDScratch(Scratch):
         if portion is None:
             return False
         used = [(directory, count) for directory, count in zip(self._directories, portion, strict=True) if count]
-        files: list[PageFile] = []
-        try:
-            for directory, count in used:
-                files.append(PageFile(directory, count, self.page_bytes))
-        except StorageError:
-            for file in files:
-                file.close()
-            raise
+        files = (PageFile(directory, count, self.page_bytes) for directory, count in used)
         self._files.append(StripedFile(files, [[count for _, count in used]]))
         self._left = [None if left is None else left - count for left, count in zip(self._left, portion, strict=True)]
         return True

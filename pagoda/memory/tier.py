@@ -1,9 +1,7 @@
-"""A tier: a pool of pages over the bytes that hold them. RAM and SSD (`ssd_tier`) keep one contract."""
+"""A tier: a pool of pages over the bytes that hold them, in RAM here and on SSD in `ssd/tier.py`."""
 
 import threading
-from abc import ABC, abstractmethod
 
-import numpy as np
 import torch
 
 from pagoda.errors import BudgetError, ConfigError
@@ -13,8 +11,8 @@ from pagoda.memory.pool import PagePool
 from pagoda.memory.sizes import format_bytes
 
 
-class Tier(ABC):
-    """Pages that can be allocated, stored to, loaded from and freed, by any thread.
+class Tier:
+    """Pages that can be allocated, used and freed, by any thread.
 
     Invariants: `in_use_bytes <= peak_bytes <= capacity_bytes`, always; a run is touched only between `alloc`
     and `free` (every call checks that exactly this run is allocated).
@@ -53,14 +51,6 @@ class Tier(ABC):
         """Give back a run. Raises ValueError when exactly this run is not allocated."""
         with self._lock:
             self._pool.free(run)
-
-    @abstractmethod
-    def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
-        """Fill `into` from byte `offset_bytes` of `run` on. Raises ValueError when that leaves the run."""
-
-    @abstractmethod
-    def store(self, run: Run, offset_bytes: int, data: memoryview) -> None:
-        """Write `data` at byte `offset_bytes` of `run` on. Raises ValueError when that leaves the run."""
 
     def _check_allocated(self, run: Run) -> None:
         with self._lock:
@@ -126,16 +116,3 @@ class MemoryTier(Tier):
             self._check_allocated(run)
             self.arena.poison(run.start * self.page_bytes, run.count * self.page_bytes)
         super().free(run)
-
-    def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
-        """A copy out of the run, on this thread, without the GIL. Raises ValueError as the contract says."""
-        _copy(into, self.view(run, offset_bytes, into.nbytes))
-
-    def store(self, run: Run, offset_bytes: int, data: memoryview) -> None:
-        """A copy into the run, on this thread, without the GIL. Raises ValueError as the contract says."""
-        _copy(self.view(run, offset_bytes, data.nbytes), data)
-
-
-def _copy(into: memoryview, data: memoryview) -> None:
-    # One plain memcpy: torch's copy_ would take the intra-op threads from under the computation.
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))

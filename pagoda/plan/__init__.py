@@ -1,1 +1,1 @@
-"""Pure data in, pure data out: units, placement, the traced step, and the ops each lane runs. No tensors."""
+"""Pure data in, pure data out: units, placement, the traced step, and what its operations move. No tensors."""

@@ -6,7 +6,7 @@ from pagoda.errors import BudgetError
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import ActivationPlan, BlockMoves, SavedBlocks, peak_of
 from pagoda.plan.layout import Layout
-from pagoda.plan.ops import HOST, SSD, Kind, Op
+from pagoda.plan.ops import HOST, SSD, Op, OpKind
 from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
 from pagoda.plan.trace import STEP, Phase, Trace
 from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
@@ -68,8 +68,8 @@ def move_ops(activations: ActivationPlan, trace: Trace) -> Iterator[Op]:
                 for nbytes, out, back in ((host, "d2h", "h2d"), (ssd, "ssd_write", "ssd_read")):
                     if nbytes:
                         unit = trace.accesses[forward[use]].unit
-                        yield Op(Kind.SAVE, unit, out, nbytes, forward[use])
-                        yield Op(Kind.RETURN, unit, back, nbytes, backward[len(backward) - 1 - use])
+                        yield Op(OpKind.SAVE, unit, out, nbytes, forward[use])
+                        yield Op(OpKind.RETURN, unit, back, nbytes, backward[len(backward) - 1 - use])
 
 
 def _parts(moves: BlockMoves) -> Iterator[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Ops: what each lane is asked to do, and when."""
+"""Tiers, lanes, and what accesses move besides weights and gradients."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,43 +15,22 @@ LARGE_TRANSFER_BYTES = 4 << 20
 """What a drive's own figures are for: a block of moments, or a piece of weights on its way to a device."""
 
 
-class Kind(StrEnum):
-    """The verbs of a plan."""
+class OpKind(StrEnum):
+    """What an access moves."""
 
-    FETCH = "fetch"
-    """Weights, or a rank's slice of them, from their home to a lease; from SSD to a device of its own through RAM."""
-    EVICT = "evict"
-    """Free a lease's frames; moves nothing."""
-    OFFLOAD = "offload"
-    """Gradients from where autograd left them to their extent."""
-    SPILL = "spill"
-    """A gradient extent from host frames to SSD."""
-    READ = "read"
-    """Optimizer state from SSD to the ring; or, with the gradient, from RAM to that of the device."""
-    UPDATE = "update"
-    """The optimizer's math."""
-    WRITE = "write"
-    """Optimizer state from the ring back to SSD, or to RAM."""
     SAVE = "save"
     """Activations to where they are offloaded."""
     RETURN = "return"
     """Offloaded activations back to where compute is."""
-    ALL_GATHER = "all_gather"
-    """Every rank's slice of a unit's weights to every rank: into a lease, or (stages 1 and 2) after the update."""
-    REDUCE_SCATTER = "reduce_scatter"
-    """Every rank's gradient of a unit to slices of their sum, one a rank."""
-    ALL_REDUCE = "all_reduce"
-    """Every rank's gradient of a unit to their sum, on every rank (stage 1)."""
     ALL_TO_ALL = "all_to_all"
     """Tokens to the ranks that have their experts, or back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One piece of work of one unit, legal from tick `tick` of the trace on; moves `nbytes` on `lane`: of a collective,
-    what this rank sends."""
+    """What the access at `tick` moves on `lane`: of a collective, `nbytes` are what this rank sends."""
 
-    kind: Kind
+    kind: OpKind
     unit: int
     lane: str
     nbytes: int

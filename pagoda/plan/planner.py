@@ -1,6 +1,6 @@
 """The planner: from a module tree, an optimizer's states and budgets to an immutable plan."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -13,14 +13,14 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import ActivationMode, ActivationPlan, SavedBlocks
 from pagoda.plan.device_updates import why_no_device_updates
+from pagoda.plan.exchanges import exchange_ops
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ledger import bytes_by_state
-from pagoda.plan.offloading import offload_room, plan_activations
-from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD, Kind, Op
+from pagoda.plan.offloading import move_ops, offload_room, plan_activations
+from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD, Op
 from pagoda.plan.placement import LEASES, Budgets, Placement, place
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.split import USUAL_SPLIT, Split
-from pagoda.plan.step_ops import StepOps
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within
 
@@ -94,7 +94,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each extent lives, and the ops of each lane for one step. Nothing in it changes; see `retraced`."""
+    """Where each extent lives, and what a step uses in which order. Nothing in it changes; see `retraced`."""
 
     layout: Layout
     budgets: Budgets
@@ -131,34 +131,15 @@ class Plan:
         return {tier: sum(lines.values()) for tier, lines in self.bytes.items()}
 
     @cached_property
-    def ops(self) -> tuple[Op, ...]:
-        """The ops of a step of `trace`. Written down when first asked for: whether a plan fits does not need them."""
-        slab = self.lease_slab if self.needs_leases else 0
-        under_backward = self.options.update_under_backward
-        step = StepOps(self.layout, self.placement, under_backward, self.exchanges, self.activations)
-        return step.of(self.trace, self.leased_pages(), self.lease_tier, slab)
-
-    @cached_property
-    def ops_at(self) -> Mapping[int, tuple[Op, ...]]:
-        """tick -> FETCH and EVICT ops that become legal there."""
-        return self._at(Kind.FETCH, Kind.EVICT)
-
-    @cached_property
     def exchanges_at(self) -> Mapping[int, tuple[Op, ...]]:
         """tick -> ALL_TO_ALL ops of that access."""
-        return self._at(Kind.ALL_TO_ALL)
+        return _by_tick(exchange_ops(self.units, self.exchanges, self.trace))
 
     @cached_property
     def activations_at(self) -> Mapping[int, tuple[Op, ...]]:
         """tick -> SAVE or RETURN ops of that access."""
-        return self._at(Kind.SAVE, Kind.RETURN)
-
-    def _at(self, *kinds: Kind) -> Mapping[int, tuple[Op, ...]]:
-        ticks: dict[int, list[Op]] = {}
-        for op in self.ops:
-            if op.kind in kinds:
-                ticks.setdefault(op.tick, []).append(op)
-        return {tick: tuple(ops) for tick, ops in ticks.items()}
+        activations = self.activations
+        return {} if activations is None or not activations.moves else _by_tick(move_ops(activations, self.trace))
 
     @property
     def needs_leases(self) -> bool:
@@ -221,7 +202,7 @@ class Plan:
         return frames if sum(pages) <= frames else max(pages)
 
     def retraced(self, trace: Trace) -> "Plan":
-        """The same placement, with ops for another trace."""
+        """The same placement, with another trace."""
         return replace(self, trace=trace)
 
 
@@ -235,9 +216,9 @@ def make_plan(
     rank: int | None = None,
     saved: SavedBlocks | None = None,
 ) -> Plan:
-    """Choose units, page size and placement, and the ops of an assumed step.
+    """Choose units, page size and placement, and assume a step.
 
-    With `saved`, an estimate, what policies offload is in the account, and its moves are among the ops.
+    With `saved`, an estimate, what policies offload is in the account, and so are its moves.
 
     With `ranks`, the plan and its budgets are those of one of them. If they divide experts, `root` has only the experts
     of one rank, and `exchanges` the bytes of tokens that it sends to other ranks' experts in one forward, by the
@@ -299,6 +280,13 @@ def make_plan(
     if saved is not None:
         activations = plan_activations(root, uses, saved, offload_room(layout, placement, budgets))
     return Plan(layout, budgets, placement, options, trace, reasons, activations, dict(exchanges or {}))
+
+
+def _by_tick(ops: Iterable[Op]) -> Mapping[int, tuple[Op, ...]]:
+    ticks: dict[int, list[Op]] = {}
+    for op in ops:
+        ticks.setdefault(op.tick, []).append(op)
+    return {tick: tuple(of_tick) for tick, of_tick in ticks.items()}
 
 
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:

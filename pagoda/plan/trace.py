@@ -1,8 +1,11 @@
 """The trace: in which order one step uses its units."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
+from math import inf
 
 
 class Phase(IntEnum):
@@ -42,6 +45,38 @@ def assumed_trace(uses: Sequence[int], accumulation_steps: int = 1) -> Trace:
     forward = [Access(u, Phase.FORWARD) for u in uses]
     backward = [Access(u, Phase.BACKWARD) for u in reversed(uses)]
     return Trace((*(forward + backward) * accumulation_steps, STEP), assumed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of a unit in one pass, which autograd has made when the access at `tick` ends."""
+
+    tick: int
+    unit: int
+    last: bool
+    """Whether the step makes no other of the unit."""
+
+
+def gradients_of(trace: Trace, trained: frozenset[int]) -> list[Gradient]:
+    """The gradients of a step: one a pass for each unit in `trained` that it uses. Autograd adds up what all uses of a
+    parameter give, so that is at the last backward access of the unit; or at the end of the pass, if its backward reads
+    none of the unit's weights, as an embedding's does not."""
+    found: list[tuple[int, int]] = []
+    made: dict[int, int] = {}
+    """unit -> its last tick in this pass, in the order of these; -1 if backward has not read it."""
+    for tick, (access, following) in enumerate(pairwise(trace.accesses)):
+        if access.unit in trained and access.phase is Phase.FORWARD:
+            made.setdefault(access.unit, -1)
+        elif access.unit in trained:
+            made.pop(access.unit, None)
+            made[access.unit] = tick
+        if access.phase is Phase.BACKWARD and following.phase is not Phase.BACKWARD:
+            read = {unit: at for unit, at in made.items() if at >= 0}
+            found += [(at, unit) for unit, at in read.items()]
+            found += [(tick, unit) for unit in made if unit not in read]
+            made = {}
+    last = {unit: tick for tick, unit in found}
+    return [Gradient(tick, unit, last[unit] == tick) for tick, unit in found]
 
 
 class Recorder:
@@ -84,3 +119,22 @@ class Cursor:
             following = next((t for t in ticks if t > self.position), ticks[0])
         self.position = following
         return following
+
+
+class NextUse:
+    """For each unit, the ticks at which a cyclic trace uses it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.period = len(trace.accesses)
+        self._ticks: dict[int, list[int]] = {}
+        for tick, access in enumerate(trace.accesses):
+            if access != STEP:
+                self._ticks.setdefault(access.unit, []).append(tick)
+
+    def after(self, unit: int, tick: int) -> float:
+        """Ticks from `tick` to the next use of `unit`, at least 1; infinite if the trace never uses it."""
+        ticks = self._ticks.get(unit)
+        if not ticks:
+            return inf
+        later = bisect_right(ticks, tick)
+        return (ticks[later] if later < len(ticks) else ticks[0] + self.period) - tick

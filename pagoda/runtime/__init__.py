@@ -1,1 +1,1 @@
-"""Runs a plan on a live model."""
+"""Runs the steps of a plan on a live model."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from pagoda.errors import UsageError
 from pagoda.plan.trace import Phase
-from pagoda.runtime.leases import Lease
+from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.packing import Packing
 from pagoda.runtime.unit import LiveUnit, written_in_forward
 
@@ -40,16 +40,10 @@ class Brackets:
     def __init__(
         self,
         packing: Packing,
-        acquire: Callable[[LiveUnit, Phase], Lease],
-        drop: Callable[[LiveUnit], None],
-        evaluating: Callable[[], None],
+        accesses: Accesses,
     ) -> None:
         self._packing = packing
-        self._acquire = acquire
-        self._drop = drop
-        """Ends the lease of a unit."""
-        self._evaluating = evaluating
-        """Told that a forward without gradients starts which no other forward called."""
+        self._accesses = accesses
         self._open: list[_Bracket] = []
         self._written: str | None = None
         """A parameter that a forward has written to, until that is raised."""
@@ -102,7 +96,7 @@ class Brackets:
                 "functions, or transform only what holds no parameters."
             )
         if not self._open and not torch.is_grad_enabled():
-            self._evaluating()
+            self._accesses.before_evaluation()
         bracket = _Bracket(module, self._packing.enter(), is_method)
         self._open.append(bracket)
         for unit in units:
@@ -111,7 +105,7 @@ class Brackets:
     def _enter(self, bracket: _Bracket, unit: LiveUnit) -> None:
         if unit.gathered:
             raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
-        lease = self._acquire(unit, Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD)
+        lease = self._accesses.begin(unit, Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD)
         unit.active += 1
         bracket.entered.append(unit)
         if unit.active == 1:
@@ -151,10 +145,11 @@ class Brackets:
         bracket = self._open.pop()
         for unit in bracket.entered:
             unit.active -= 1
-            if unit.active == 0 and (name := unit.hide()) is not None:
+            name = unit.hide() if unit.active == 0 else None
+            self._accesses.end(unit)
+            if name is not None:
                 self._written = name
-                unit.version += 1
-                self._drop(unit)
+                self._accesses.overwritten(unit)
         if bracket.packing:
             self._packing.leave()
         return bracket.module

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from pagoda.checkpoint.tensors import tensor_bytes
+from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.page import Run
 from pagoda.memory.pool import PagePool
 from pagoda.runtime.lanes import Handle

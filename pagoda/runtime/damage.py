@@ -1,5 +1,7 @@
 """Damage: an error that has left some states changed and others not, so that together they are those of no step."""
 
+from typing import NoReturn
+
 from pagoda.errors import NonFiniteGradientError, StorageError
 
 
@@ -11,7 +13,10 @@ class Damage:
     """
 
     def __init__(self) -> None:
-        self._cause: BaseException | None = None
+        self.cause: BaseException | None = None
+        """The error, where states are those of no step."""
+        self.seen = False
+        """Whether it has been raised."""
         self._weights: set[tuple[int, int]] = set()
         """(unit, slot) of parameters whose weights have been replaced since."""
         self._optimizer = False
@@ -22,20 +27,29 @@ class Damage:
         if error is None or isinstance(error, NonFiniteGradientError):
             return
         self._forget_replaced()
-        if self._cause is None:
-            self._cause = error
+        if self.cause is None:
+            self.cause, self.seen = error, False
 
     @property
     def found(self) -> bool:
-        return self._cause is not None
+        return self.cause is not None
 
     def check(self) -> None:
         """Raises StorageError where states are those of no step."""
-        if self._cause is not None:
+        if self.cause is not None:
+            self.seen = True
             raise StorageError(
-                f"The training state is that of no step, since this failed: {self._cause} -- It can be neither used "
+                f"The training state is that of no step, since this failed: {self.cause} -- It can be neither used "
                 "nor saved until a checkpoint is loaded, or the state dicts of both model and optimizer are, complete."
-            ) from self._cause
+            ) from self.cause
+
+    def raise_cause(self) -> NoReturn:
+        """Raises the error itself, for whoever waits for what has failed; later the StorageError of `check`."""
+        if self.seen:
+            self.check()
+        assert self.cause is not None
+        self.seen = True
+        raise self.cause
 
     def weights_replaced(self, unit: int, slot: int) -> None:
         """The weights of a parameter have been replaced."""
@@ -52,7 +66,7 @@ class Damage:
     def mend(self) -> None:
         """Every state has been replaced."""
         self._forget_replaced()
-        self._cause = None
+        self.cause = None
 
     def _forget_replaced(self) -> None:
         self._weights.clear()

@@ -94,8 +94,11 @@ class Device:
     def warm_up(self, rule: ElementwiseRule, precision: Precision) -> None:
         """Compile the device's own kernels, so that no step waits for it."""
 
+    def computing(self) -> None:
+        """Called by the compute thread, now and then: what it tells the device from now on may be on another stream."""
+
     def fence(self) -> Event:
-        """The point that compute has been told to reach so far. Called by the compute thread."""
+        """The point that compute has been told to reach so far, where it was `computing` last."""
         return PAST
 
     def wait_for(self, event: Event) -> None:
@@ -180,6 +183,8 @@ class CudaDevice(Device):
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for _ in range(4 + PIPES)
         )
+        self._compute = torch.cuda.current_stream(device)
+        """The stream that compute was last known to use."""
         self._arriving = [Arrival((), tuple)] * _ARRIVING
         """Gradients on their way, by the rows of `_sums` and `_landed_sums` that theirs are in."""
         self._turn = 0
@@ -197,9 +202,12 @@ class CudaDevice(Device):
 
         triton_kernels.warm_up(rule, precision, self.torch_device, BOUNCE_ELEMENTS)
 
+    def computing(self) -> None:
+        self._compute = torch.cuda.current_stream(self.torch_device)
+
     def fence(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event.record(self._compute)
         return event
 
     def wait_for(self, event: Event) -> None:

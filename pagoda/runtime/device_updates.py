@@ -1,8 +1,5 @@
 """Updates on the device: blocks of states pass it through a ring, while the CPU updates other units."""
 
-import threading
-from collections.abc import Callable
-
 import torch
 
 from pagoda.optim.rule import StateSpec
@@ -12,11 +9,12 @@ from pagoda.plan.ops import DEVICE
 from pagoda.runtime.device import Device, UpdateKernel
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.ring import Ring
 from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, BlockStream, WeightPath
+from pagoda.runtime.updates import IN_PLACE, BlockStream, Update, WeightPath
 
 
 class DeviceRing:
@@ -37,21 +35,7 @@ class DeviceRing:
         ]
         """slot -> its tensor of each state, flat, in StateSpec order."""
         self.gradients = [tier.tensor(run, store.dtype(GRAD), block, gradient) for run in runs]
-        self._free = list(range(slots))
-        self._lock = threading.Condition()
-
-    def take(self) -> int:
-        """A free slot, once there is one."""
-        with self._lock:
-            while not self._free:
-                self._lock.wait()
-            return self._free.pop()
-
-    def release(self, slot: int) -> None:
-        """Nothing reads or writes a slot any more."""
-        with self._lock:
-            self._free.append(slot)
-            self._lock.notify_all()
+        self.slots = Ring(range(slots))
 
 
 class DeviceBlockStream(BlockStream):
@@ -68,13 +52,16 @@ class DeviceBlockStream(BlockStream):
         store: Store,
         kernel: UpdateKernel,
         lanes: dict[str, Lane],
-        finished: Callable[[UnitGradient], None],
         device: Device,
         ring: DeviceRing,
     ) -> None:
-        super().__init__(store, kernel, lanes, finished)
+        super().__init__(store, kernel, lanes)
         self._device = device
-        self._ring = ring
+        self._device_ring = ring
+
+    def is_small(self, update: Update) -> bool:
+        """None is: a block may have to wait for a slot."""
+        return False
 
     def _feed_block(
         self,
@@ -94,11 +81,12 @@ class DeviceBlockStream(BlockStream):
         if unit.index in self._store.plan.placement.resident:
             computed.append(self._update_at_home(unit, start, stop, pieces))
             return
-        device, count, slot = self._device, stop - start, self._ring.take()
-        there = [tensor[: s.elements(count)] for s, tensor in zip(self._states, self._ring.states[slot], strict=True)]
+        device, count, ring = self._device, stop - start, self._device_ring
+        slot = ring.slots.take()
+        there = [tensor[: s.elements(count)] for s, tensor in zip(self._states, ring.states[slot], strict=True)]
         home = [self._home(unit.index, state, start, count) for state in self._states]
         (record,) = {id(record): record for record, _ in pieces}.values()
-        buffer, gradient = record.buffer, self._ring.gradients[slot]
+        buffer, gradient = record.buffer, ring.gradients[slot]
         assert buffer is not None
 
         def work() -> None:
@@ -115,7 +103,7 @@ class DeviceBlockStream(BlockStream):
         handle = self._lanes["device_update"].submit(
             lambda: device.pipe(slot, work), (), 2 * states + grad_bytes, f"update {unit.spec.name}"
         )
-        handle.then(lambda _: self._ring.release(slot))
+        handle.then(lambda _: ring.slots.give_back(slot))
         computed.append(handle)
 
     def _update_at_home(

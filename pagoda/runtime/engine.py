@@ -3,9 +3,10 @@
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,36 +20,31 @@ from pagoda.optim.rule import ElementwiseRule, Precision, Rule
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.shards import Shards
 from pagoda.parallel.wire import Wire
-from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
-from pagoda.plan.trace import Phase
-from pagoda.process import check_not_forked, forks
-from pagoda.runtime.async_updates import AsyncUpdater
+from pagoda.process import forks
+from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.capture import Capture, Piece
-from pagoda.runtime.device import Device, Event
+from pagoda.runtime.device import Device
+from pagoda.runtime.executor import Executor, open_streams, update_lane
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
-from pagoda.runtime.lanes import Handle, labelled, open_lanes
-from pagoda.runtime.leases import Lease
+from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.partition import Partitioner
-from pagoda.runtime.pilot import Pilot
-from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.regions import open_buffers, open_leases, open_staging
 from pagoda.runtime.saver import Saver
-from pagoda.runtime.shutdown import Threads, end_dropped
-from pagoda.runtime.speculation import Speculation
+from pagoda.runtime.shutdown import Threads, end_dropped, give_back
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
 from pagoda.runtime.tape import Tape
 from pagoda.runtime.together import Together
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updaters import Updaters, open_updater
+from pagoda.schedule.event_log import open_scheduler
 from pagoda.simulate.timeline import Timeline
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
@@ -90,12 +86,16 @@ class Engine:
         """The last step that was recorded."""
         self._meter = Meter(LANES if ranks is None else (*LANES, COLLECTIVE))
         self._step = 0
+        self._speculations = 0, 0
+        """Updates before `step()` that stood and that were undone, until the last step."""
         self.device = device
         self.ssd_directories = tuple(directories)
         shards = Shards(plan.layout, ranks[0] if ranks is not None else None)
         self.store = Store(plan, directories, poison, device, shards)
-        update_threads = torch.get_num_threads() if isinstance(rule, ElementwiseRule) else 1
-        self._lanes = open_lanes(len(directories), update_threads)
+        elementwise = isinstance(rule, ElementwiseRule)
+        on_cpu = device.torch_device.type == "cpu"
+        update_threads = torch.get_num_threads() if elementwise else 1
+        self._lanes = open_lanes(len(directories), update_threads, on_cpu, on_cpu and elementwise)
         self.rule = rule
         kept = plan.layout.gradient_dtype
         warm_up(rule, precision, kept)
@@ -108,101 +108,79 @@ class Engine:
             gradient_kernels(kept, arriving_dtype(kept, plan.layout.weight.dtype)),
             self._lanes,
             device,
-            write_behind=not plan.options.update_under_backward,
-            stalled=self._meter.stalled,
+            partial(update_lane, self.store),
+            self._meter.stalled,
         )
-        self._fetcher = Fetcher(self.store, self._lanes, device)
-        self.leases = open_leases(self.store, device, units, self._fill)
+        self.leases = open_leases(self.store, device, units, Fetcher(self.store, self._lanes, device))
+        self._streams = open_streams(self.store, self._lanes, rule, precision, device)
+        self.scheduler = open_scheduler(plan)
+        self.plan = plan
+        """The plan followed now."""
+        self._follow_trace()
+        self._executor = Executor(
+            self.scheduler, self.store, units, self.leases, self.gradients, self._streams, self._lanes, device
+        )
+        self.damage = self._executor.damage
+        self._driver = self._executor.driver
         self.together: Together | None = None
         """The dealings with other ranks, where there are any."""
         if ranks is not None:
             reduces = plan.layout.collective_pages > 0
-            buffers = open_buffers(self.store, self.gradients.arriving) if reduces else None
             self.together = Together(
-                *ranks, self.store, units, self.gradients, buffers, device, self._lanes["d2h"], self._meter.stalled
+                *ranks,
+                self.store,
+                units,
+                self.gradients,
+                open_buffers(self.store, self.gradients.arriving) if reduces else None,
+                device,
+                self._lanes["d2h"],
+                self._driver,
+                self._executor.updated,
+                self._meter.stalled,
             )
             self._lanes[COLLECTIVE] = self.together.collectives.lane
+            self.leases.gather = self.together.gather
         partitioner = None
         if ranks is not None and plan.options.partition_activations:
             partitioner = Partitioner(ranks[0].tensor.get_group())
+        self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
+        self.accesses.owner = self
         self.graphs = GraphMemory(
-            self, self.store, directories, self._lanes, device, self._meter.stalled, poison, partitioner
+            self.leases,
+            self.accesses,
+            self.store,
+            directories,
+            self._lanes,
+            device,
+            self._meter.stalled,
+            poison,
+            partitioner,
         )
         self.graphs.packing.register(units)
-        self.brackets = Brackets(self.graphs.packing, self.acquire, self.leases.drop, self._before_evaluation)
-        self._updater, self._streams = open_updater(
-            self.store, self.gradients, self._lanes, rule, precision, device, units
-        )
-        self._publisher: Publisher | None = None
-        if isinstance(self._updater, AsyncUpdater):
-            assert plan.options.max_staleness is not None
-            self._publisher = Publisher(
-                self._updater, units, plan.options.max_staleness, self._show_published, self._meter.stalled
-            )
-        self.damage = self._streams[0].damage
+        self.brackets = Brackets(self.graphs.packing, self.accesses)
         self.saver = Saver()
-        speculated_on = self._updater.cpu if isinstance(self._updater, Updaters) else None
-        self._speculation = Speculation(
-            plan.placement.speculated, self.gradients, speculated_on, self.saver, self.leases.drop
-        )
-        self._pilot = Pilot(plan, units, self.leases, self._meter, self._wait, self._may_fetch)
         self.stepper = Stepper(
             units,
             plan.options,
             clip_grad_norm,
             rule,
             self.gradients,
-            self._updater,
-            self._speculation,
-            self.leases,
-            self._pilot.urgency,
-            self._wait,
+            self._executor,
+            self.accesses,
             self._meter.stalled,
             scaler,
             self.together,
         )
-        self._closed = False
         self._forks = forks()
-        self._threads = Threads(self._lanes, self._updater, self._streams, self.saver, self.together)
-        self._dropped = weakref.finalize(self, end_dropped, self._threads, self.store, self._forks)
+        self._threads = Threads(self._lanes, self._executor.feeders, self._streams, self.saver, self.together)
+        self._dropped = weakref.finalize(self, end_dropped, self._threads, self._executor, self.store, self._forks)
         self._dropped.atexit = False  # `_close_all` is for that
         _OPEN.add(self)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan followed now."""
-        return self._pilot.plan
 
     @property
     def whole_plan(self) -> Plan:
         """The plan followed now, with what steps have shown of activations."""
         return replace(self.plan, activations=self.graphs.plan)
-
-    # --- accesses -------------------------------------------------------------------------------------------
-
-    def acquire(self, unit: LiveUnit, phase: Phase) -> Lease:
-        """The unit's weights, where compute can read them, after every update that is due."""
-        if phase is Phase.BACKWARD and unit.updated:
-            raise UsageError(
-                f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
-                "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
-            )
-        self.check_usable()
-        self._speculation.undo(unit)
-        unit.used = True
-        if self._publisher is not None:
-            self._publisher.before_use(unit, phase)
-        lease = self._pilot.lease(unit, phase, recorded=phase is Phase.BACKWARD or torch.is_grad_enabled())
-        unit.wait_for_update(self._wait)
-        if lease.ready is not None:
-            self._receive(lease.ready)
-        if self._meter.tape is not None:
-            self._note_access(self._meter.tape, unit, phase)
-        return lease
-
-    def expect(self, units: Sequence[LiveUnit]) -> None:
-        """Units of experts that a router has just chosen, in the order in which they will run."""
-        self._pilot.expect(units)
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -215,9 +193,8 @@ class Engine:
         scale = self.stepper.scaler.scale
         with as_plain():  # it asks each parameter for its gradient
             norms = self.stepper.step()
-        if self._publisher is not None:
-            self._publisher.end_of_step()
-        replanned = self._pilot.end_of_step()
+        replanned = self._follow_trace()
+        self.accesses.end_of_step()
         self._step += 1
         self._take_stats(norms, scale, replanned)
 
@@ -277,14 +254,16 @@ class Engine:
 
         Asynchronous updates are drained: only then is it known which of them belong to that state, and where it lies.
         """
-        self._speculation.undo_all()
-        if isinstance(self._updater, AsyncUpdater):
+        self._driver.tell(self.scheduler.prepare_checkpoint)
+        self.accesses.wait(lambda: self.scheduler.prepared, "update")
+        if self.plan.options.max_staleness is not None:
             self.drain()
 
     def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, list[Run]]) -> Capture:
         """Start capturing every state as the last `step()` leaves it: `pieces` gives what of a unit is written."""
-        pending = self._updater.pending() if isinstance(self._updater, Updaters) else {}
-        expected = sorted(self.units, key=self._pilot.urgency, reverse=self.plan.options.update_under_backward)
+        pending = self._executor.pending() if self.plan.options.max_staleness is None else {}
+        late = self.plan.options.update_under_backward
+        expected = sorted(self.units, key=lambda unit: self.scheduler.next_use(unit.index), reverse=late)
         of_all = (piece for unit in expected for piece in pieces(unit.index))
         capture = Capture(self.store, of_all, pending, extents)
         for stream in self._streams:
@@ -296,6 +275,7 @@ class Engine:
         for stream in self._streams:
             stream.capture = None
         capture.end()
+        self._driver.tell(self.scheduler.let_checkpoint_be)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -306,17 +286,11 @@ class Engine:
 
     def check_open(self) -> None:
         """Raises UsageError once closed, and in a forked process."""
-        check_not_forked(self._forks)
-        if self._closed:
-            raise UsageError(
-                "The optimizer is closed, and the states of its model are gone with it. Evaluate the model, and take "
-                "state_dict() or save_checkpoint(), before optimizer.close()."
-            )
+        self.accesses.check_open()
 
     def check_usable(self) -> None:
         """Raises UsageError once closed, StorageError where states are those of no step."""
-        self.check_open()
-        self.damage.check()
+        self.accesses.check_usable()
 
     def close(self) -> None:
         """Drain, finish a checkpoint, join every thread, give memory and SSD space back. The model keeps placeholders.
@@ -324,22 +298,17 @@ class Engine:
         Raises the first error of an update or a checkpoint that nobody has seen, with everything closed. In a forked
         process it does nothing: everything is still the other's.
         """
-        if self._closed or self._forks != forks():
+        if self.accesses.closed or self._forks != forks():
             return
-        self._closed = True
+        self.accesses.closed = True
         _OPEN.discard(self)
         self._dropped.detach()
         with ExitStack() as stack:
-            stack.callback(self._give_back)
+            stack.callback(give_back, self._executor, self.store)
             stack.callback(self.graphs.close)
             self._threads.end(stack)
-            self._end_updates()
-
-    def _give_back(self) -> None:
-        """Memory and SSD space. Weights that someone still holds keep the device's memory: tensors there do not."""
-        self.gradients.close()
-        held = self.leases.close()
-        self.store.close(device=not held)
+            with suppress(Exception) if self.damage.seen else nullcontext():
+                self._end_updates()
 
     # --- a recording ----------------------------------------------------------------------------------------
 
@@ -352,28 +321,25 @@ class Engine:
         for lane in self._lanes.values():
             lane.tape = tape
 
-    def _note_access(self, tape: Tape, unit: LiveUnit, phase: Phase) -> None:
-        tape.access(f"{phase.name.lower()} {unit.spec.name}")
-        if self.leases.region is not None:
-            tape.leased(self.leases.region.pool.in_use * self.leases.region.page_bytes)
-
     def _end_recording(self, tape: Tape) -> None:
         self._record_to(None)
         plan, tier = self.plan, self.plan.lease_tier
         leases = plan.bytes[tier].get(LEASES, 0) if tier is not None else 0
         self.timeline = tape.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
 
+    def _follow_trace(self) -> bool:
+        """Have the plan of the steps that the scheduler expects; returns whether that is another one."""
+        changed = self.scheduler.trace is not self.plan.trace
+        if changed:
+            self.plan = self.plan.retraced(self.scheduler.trace)
+        return changed
+
     # --- parts ----------------------------------------------------------------------------------------------
 
     def _end_updates(self) -> None:
         """Wait until every update has ended; raises the first error that nobody has seen."""
         self.brackets.drop_interrupted()
-        self._speculation.undo_all()
-        self._updater.drain()
-        if self.together is not None:
-            self.together.drain()
-        if self._publisher is not None:
-            self._publisher.publish_idle()
+        self.accesses.drain()
 
     def _stop_whatever_failed(self) -> None:
         """End updates, and a checkpoint that is being written, before states change otherwise.
@@ -381,11 +347,10 @@ class Engine:
         An error of an update is not raised: damage stays until it is mended, and `step()` finds a gradient that is not
         finite once more.
         """
-        try:
-            self._end_updates()
-        except Exception as error:
-            self.damage.note(error)  # who noticed it first may not have said so yet
-            self._end_updates()  # raises an error once; now all have ended
+        if not self.damage.found:
+            with suppress(Exception):
+                self._end_updates()
+        self.accesses.wait_until_idle()
         self.saver.settle()
         if self.damage.found:
             self.stepper.drop_step()
@@ -396,37 +361,16 @@ class Engine:
 
     def _mend(self) -> None:
         """Every state has been replaced: what became of the old ones no longer matters."""
-        for stream in self._streams:
-            stream.forget_errors()
-        for unit in self.units:
-            unit.update = None
+        self.accesses.wait_until_idle()
+        self._executor.latest.clear()
+        self._driver.tell(self.scheduler.restored)
         self.damage.mend()
-
-    def _wait(self, handle: Handle) -> None:
-        if handle.done:
-            handle.wait()
-            return
-        start = time.perf_counter()
-        with labelled(f"pagoda::wait_{handle.lane}"):
-            handle.wait()
-        self._meter.stalled(handle.lane, time.perf_counter() - start)
-
-    def _receive(self, fetch: Handle) -> None:
-        """Let compute read what a fetch brings: on a device with queues of its own, it need only have been queued."""
-        if fetch.done:
-            fetch.wait()
-            return
-        start = time.perf_counter()
-        with labelled(f"pagoda::wait_{fetch.lane}"):
-            event = fetch.wait_until_issued()
-        self.device.wait_for(event)
-        self._meter.stalled(fetch.lane, time.perf_counter() - start)
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
         """`norms` are None where the step was skipped."""
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
-        kept, undone = self._speculation.take_counts()
+        kept, undone = self.scheduler.speculations
         activations = self.graphs.end_of_step()
         self.stats = StepStats(
             step=self._step,
@@ -441,21 +385,23 @@ class Engine:
             peak_bytes=self.peak_bytes(),
             accesses={found.value: count for found, count in meter.accesses.items()},
             replanned=replanned,
-            staleness=self._publisher.staleness() if self._publisher is not None else {},
-            updates_kept=kept,
-            updates_undone=undone,
+            staleness=self.accesses.staleness(),
+            updates_kept=kept - self._speculations[0],
+            updates_undone=undone - self._speculations[1],
             activation_bytes=activations,
         )
+        self._speculations = kept, undone
         if meter.tape is not None:
             self._end_recording(meter.tape)
         meter.reset()
 
     def peak_bytes(self) -> dict[str, int]:
         """tier -> most bytes of pages in use at once: what to hold against the plan's ledger."""
-        peaks = {HOST: self.store.host_bytes + self.gradients.staging_peak_bytes}
+        page, scheduler = self.plan.page_bytes, self.scheduler
+        peaks = {HOST: self.store.host_bytes + scheduler.peak_buffer_pages * page}
         if self.leases.region is not None:
             tier = self.plan.lease_tier or HOST
-            peaks[tier] = peaks.get(tier, 0) + self.leases.region.peak_bytes
+            peaks[tier] = peaks.get(tier, 0) + scheduler.peak_frames * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
         if self.store.ssd is not None:
@@ -466,32 +412,4 @@ class Engine:
 
     def weights_changed(self, unit: LiveUnit) -> None:
         """A unit's weights were overwritten at home: leases and graphs that hold the old ones are out of date."""
-        if self._publisher is None or not self._publisher.publish(unit):
-            unit.version += 1
-            self.leases.drop(unit)
-
-    def _show_published(self, unit: LiveUnit) -> None:
-        """Other weights of a unit are the front: what is leased and packed from now on is they."""
-        unit.version += 1
-        lease = self.leases.get(unit)
-        if lease is not None and lease.run is None:
-            self.leases.move_home(unit, self.store.in_place(unit.index, WEIGHT, unit.spec.numel))
-        self.leases.drop(unit)
-
-    def _fill(self, unit: LiveUnit, into: torch.Tensor, free: Event) -> Handle:
-        """Start filling a lease."""
-        if self._publisher is not None:
-            self._publisher.before_fetch(unit)
-        filled = self._fetcher.fill(unit, into, free)
-        if self.together is None:
-            return filled
-        weights = into.view(self.store.dtype(WEIGHT))[: unit.spec.numel]
-        return self.together.gather(unit, weights, filled, free)
-
-    def _may_fetch(self, unit: LiveUnit) -> bool:
-        return self._publisher is None or self._publisher.may_fetch(unit)
-
-    def _before_evaluation(self) -> None:
-        """Between steps, whoever evaluates asynchronous training sees all of it."""
-        if self._publisher is not None and not self._publisher.in_step:
-            self.drain()
+        self.accesses.overwritten(unit)

@@ -1,15 +1,14 @@
 """Fetching: weights from their home to the frames of a lease."""
 
-import queue
-
 import torch
 
-from pagoda.memory.page import pages_for
+from pagoda.memory.page import Run, pages_for
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
@@ -18,7 +17,7 @@ _PIECE_BYTES = 8 << 20
 
 
 class Fetcher:
-    """Fills leases over the lanes, after the update that is due for the unit.
+    """Fills leases over the lanes.
 
     Three ways: host RAM to a device of its own (h2d); SSD straight into host frames (ssd_read); SSD to a device of
     its own through the fetch ring, whose slots pass from ssd_read to h2d and back in order.
@@ -36,14 +35,11 @@ class Fetcher:
             if pages
             else pages_for(_PIECE_BYTES, plan.page_bytes) * plan.page_bytes
         )
-        self._ring = [store.host.alloc(pages // FETCH_SLOTS) for _ in range(FETCH_SLOTS)] if pages else []
-        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(len(self._ring)):
-            self._slots.put(slot)
+        self._ring = Ring(store.host.alloc(pages // FETCH_SLOTS) for _ in range(FETCH_SLOTS if pages else 0))
 
-    def fill(self, unit: LiveUnit, into: torch.Tensor, free: Event) -> Handle:
-        """Start bringing a unit's weights into `into`, uint8, whole pages long, once compute has passed `free`."""
-        after = () if unit.update is None else (unit.update,)
+    def fill(self, unit: LiveUnit, into: torch.Tensor, free: Event, after: tuple[Handle, ...]) -> Handle:
+        """Start bringing a unit's weights into `into`, uint8, whole pages long, once compute has passed `free` and
+        `after` have ended."""
         label = f"fetch {unit.spec.name}"
         home = self._store.tensor(unit.index, WEIGHT)
         if self._store.shards.is_cut(unit.spec, WEIGHT):
@@ -110,16 +106,16 @@ class Fetcher:
         label: str,
     ) -> Handle:
         """Bytes of an extent from `at` on, in whole pages; `parts` are targets, and where their bytes begin therein."""
-        taken: list[int] = []
+        taken: list[Run] = []
         nbytes = sum(part.numel() for part, _ in parts)
         page = self._store.plan.page_bytes
         whole = pages_for(max(begin + part.numel() for part, begin in parts), page) * page
 
         def view() -> memoryview:
-            return self._store.host.view(self._ring[taken[0]], 0, whole)
+            return self._store.host.view(taken[0], 0, whole)
 
         def read() -> None:
-            taken.append(self._slots.get())
+            taken.append(self._ring.take())
             self._load(unit, at, view())
 
         def copy() -> Event:
@@ -129,7 +125,7 @@ class Fetcher:
 
         def copied(_: BaseException | None) -> None:
             for slot in taken:
-                self._slots.put(slot)
+                self._ring.give_back(slot)
 
         read_handle = self._lanes["ssd_read"].submit(read, after, nbytes, label)
         handle = self._lanes["h2d"].submit(copy, (read_handle,), nbytes, label)

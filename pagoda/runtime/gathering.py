@@ -28,7 +28,16 @@ class Gathering:
     """Gathers into leases where ranks have slices of the weights (stage 3), and into the homes where every rank has all
     weights and updates a slice of them (stages 1 and 2)."""
 
-    def __init__(self, collectives: Collectives, store: Store, units: Sequence[LiveUnit], device: Device) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        store: Store,
+        units: Sequence[LiveUnit],
+        device: Device,
+        latest: Callable[[LiveUnit], Handle | None],
+    ) -> None:
+        """`latest` gives what ends when the latest update of a unit that was asked for has written its weights."""
+        self._latest = latest
         self._collectives = collectives
         self._shards = collectives.shards
         self._store = store
@@ -122,7 +131,7 @@ class Gathering:
         # This rank's compute is about to queue the same update, unless it waits for what comes after this.
         while shared and unit.version < call.version and not self._collectives.awaited and time.monotonic() < deadline:
             time.sleep(0.001)
-        update = self._updated.get(unit.index) if shared else unit.update
+        update = self._updated.get(unit.index) if shared else self._latest(unit)
         if update is not None:
             update.wait()
         spans = [self._shards.updated(unit.spec)] if shared else self._shards.spans(unit.spec, WEIGHT)

@@ -1,48 +1,65 @@
-"""Gradient extents: where gradients go as soon as autograd has accumulated them."""
+"""Gradients: from autograd to the buffers where they wait for their update."""
 
 import itertools
 import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from pagoda.errors import BudgetError
 from pagoda.memory.page import Run
+from pagoda.memory.region import Region
 from pagoda.memory.sizes import format_bytes
-from pagoda.memory.slabs import SlabRegion
 from pagoda.optim.formats import arriving_dtype
 from pagoda.optim.gradient_kernels import GradientKernels
+from pagoda.optim.rule import Hyper
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Arrival, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.segments import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
+from pagoda.schedule.operations import Operation
+
+_WORTH_BYTES = 256 << 10
+"""Gradients of a unit that are brought to its buffer before all of them have been made."""
+
+Offload = Callable[["UnitGradient"], Handle]
+"""Starts what brings a gradient to the buffer of its record."""
+
+
+class _Made(NamedTuple):
+    """A parameter's gradient, as autograd has made it."""
+
+    slot: int
+    values: torch.Tensor
+    """Shape [elements of the parameter]."""
+    issued: Event
+    """What compute had been told by then."""
+    accumulate: bool
 
 
 class UnitGradient:
     """The gradient of one unit for one step, from its first arrival to its update."""
 
-    def __init__(self, unit: LiveUnit, home: torch.Tensor | None) -> None:
+    def __init__(self, unit: LiveUnit, step: int, lane: str, shared: bool) -> None:
+        """`lane` is what its update is waited for on; `shared`: ranks send each other what they have updated."""
         self.unit = unit
-        self.buffer = home
-        """Flat gradient in host RAM, or None while it is on SSD only."""
-        self.run: Run | None = None
-        """Frames of a staging buffer; None for an extent whose home is host RAM."""
-        self.on_ssd = False
-        """True while the SSD extent holds all that has arrived."""
-        self.users = 0
-        """Lane work and updates that touch the buffer; above zero its frames stay."""
-        self.queued = False
-        """True once an update that will consume it has been queued."""
-        self.lent = False
-        """True while the queued update may still have to be undone: then another one will need the gradient again."""
-        self.held = False
-        """True while an update counts among the users."""
+        self.step = step
+        self.buffer: torch.Tensor | None = None
+        """Flat gradient in RAM, or on the device; None, or no longer its own, while it is on SSD only."""
+        self.made: list[_Made] = []
+        """Gradients that autograd has made and that are to be brought to the buffer together."""
+        self.waiting: deque[Offload] = deque()
+        """What is to be brought, for which no OFFLOAD has come yet."""
+        self.hypers: dict[int, Hyper] = {}
+        """slot -> hyperparameters of its update."""
+        self.segments: tuple[Segment, ...] = ()
+        """What its update changes. A guess, until `step()` says so."""
         self.used: list[int] | None = None
         """Slots whose gradient the update takes, from when it is queued on."""
         self.arrivals = [0] * unit.trainable
@@ -53,25 +70,30 @@ class UnitGradient:
         """Slots whose gradient lies in the buffer, where ranks reduce: some may have arrived on others only."""
         self.bad_elsewhere: int | None = None
         """Slot whose gradient is not finite on some rank, if that is known."""
-        self.changes = 0
-        """How often something has been on its way into the buffer."""
-        self.loading: Handle | None = None
-        """Ends when the buffer has what was on SSD."""
         self.square_sums = [0.0] * unit.trainable
         self.pending: list[Handle] = []
         self.issued = PAST
-        """What compute had been told when an update was queued: all that reads the weights as they are."""
+        """What compute had been told when the update was issued: all that reads the weights as they are."""
+        self._lane = lane
+        self._shared = shared
+        self.renew()
+
+    def renew(self) -> None:
+        """An update of it that was begun does not count: another one is to come."""
+        self.begun = False
+        """Whether its update has been given to a lane."""
+        self.updated = Handle(self._lane)
+        """Ends when the update has written this rank's new weights."""
+        self.shown = Handle(self._lane) if self._shared else self.updated
+        """Ends when all new weights are in their home."""
+        self.written = Handle("ssd_write")
+        """Ends when every state is."""
 
     @property
     def complete(self) -> bool:
         """Every parameter that trains now has had as many arrivals: this backward is through with the unit."""
         counts = {self.arrivals[slot] for slot in self.unit.expected}
         return len(counts) == 1 and 0 not in counts
-
-    @property
-    def settled(self) -> bool:
-        """Whether what has arrived lies in the extent, or never will."""
-        return all(handle.done for handle in list(self.pending))
 
     def settle(self) -> None:
         """Wait until what has arrived lies in the extent. Both the compute thread and the updater may wait."""
@@ -92,223 +114,230 @@ class UnitGradient:
 
 
 class _Taken:
-    """The event of a gradient that arrives: behind it, the record has its square sum."""
+    """The event of gradients that arrive: behind it, the record has their square sums."""
 
-    def __init__(self, record: UnitGradient, slot: int, arrival: Arrival) -> None:
-        self._record, self._slot, self.arrival = record, slot, arrival
+    def __init__(self, record: UnitGradient, arrivals: Sequence[tuple[int, Arrival]]) -> None:
+        self._record, self._arrivals = record, arrivals
 
     def synchronize(self) -> None:
-        self._record.square_sums[self._slot] = self.arrival.square_sum()
+        for slot, arrival in self._arrivals:
+            self._record.square_sums[slot] = arrival.square_sum()
 
 
 class Gradients:
-    """All gradient extents.
+    """All gradients of a process.
 
-    A unit whose extent lives in host RAM has its buffer for good. Others share the staging region: a buffer is
-    taken at the unit's first arrival and, when `write_behind` says so, written to SSD once the unit is complete;
-    it keeps its frames until another unit needs them, so a gradient that is used soon never comes back from SSD.
-
-    `add`, `take` and `clear` are the compute thread's, `load` and `release` the updater's; `_lock` guards records
-    and frames. Frames are waited for only while lanes or updates are sure to free some.
+    A unit's gradient has a home in RAM, or of several one for each step that may wait for its update; others share the
+    pages of `staging`. Which gradient has which, and which of them are on SSD meanwhile, is the scheduler's to say.
     """
 
     def __init__(
         self,
         store: Store,
-        staging: SlabRegion | None,
+        staging: Region | None,
         kernels: GradientKernels,
         lanes: dict[str, Lane],
         device: Device,
-        write_behind: bool,
+        lane_of: Callable[[int], str],
         stalled: Callable[[str, float], None],
     ) -> None:
+        """`lane_of` gives the lane that a unit's update is waited for on."""
         self._store = store
         self._staging = staging
         self._kernels = kernels
         self._lanes = lanes
         self._device = device
+        self._lane_of = lane_of
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """What a gradient has on its way to its extent."""
         self._bounce = self._open_bounce()
-        self._free = {unit.index: list(store.gradients(unit.index)) for unit in store.plan.units}
-        """unit -> extents in RAM that nothing uses, where several steps' gradients may wait for their update."""
-        self._queueing = store.plan.options.max_staleness is not None
-        self._write_behind = write_behind
         self._stalled = stalled
-        self._lock = threading.Condition()
         self._arrivals = itertools.count()
         self._records: dict[int, UnitGradient] = {}
-        self._staged: list[UnitGradient] = []
-        """Records with a staging buffer, oldest first."""
-        self._write_error: BaseException | None = None
-        """That of a spill that somebody waits for; raised once."""
+        """unit -> its gradient of this step that no update has taken."""
+        self._all: dict[tuple[int, int], UnitGradient] = {}
+        """(unit, step) -> every gradient that some operation may yet be about."""
         self._in_flight: deque[tuple[Handle, int]] = deque()
         self._in_flight_bytes = 0
         self._in_flight_limit = store.plan.gradients_in_flight_bytes
 
-    @property
-    def staging_peak_bytes(self) -> int:
-        """Most bytes of staging in use at once."""
-        return 0 if self._staging is None else self._staging.peak_bytes
+    # --- of this step ---
 
     def get(self, unit: LiveUnit) -> UnitGradient | None:
-        """The unit's gradient of this step, if any has arrived."""
+        """The unit's gradient of this step, if any has arrived and no update has taken it."""
         return self._records.get(unit.index)
 
     def records(self) -> list[UnitGradient]:
-        """Gradients of this step, in unit order."""
+        """Those of this step that no update has taken, in unit order."""
         return [self._records[index] for index in sorted(self._records)]
 
-    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
-        """Take a parameter's gradient into the unit's extent: store it, or add it to what is there.
-
-        The copy runs on the d2h lane, which also computes the square sum of the result in float64.
-        """
-        record = self.open(unit)
-        self.count(record, slot, accumulate)
-        assert record.buffer is not None
-        spec = unit.spec.slots[slot]
-        into = record.buffer[spec.offset : spec.offset + spec.param.numel]
-        grad = grad.to(self.arriving).contiguous().view(-1)
-        issued = self._device.fence()
-
-        def take() -> Event:
-            taken = _Taken(record, slot, self._take(unit, into, grad, issued, accumulate))
-            if not taken.arrival.is_there:
-                return taken
-            taken.synchronize()
-            return PAST
-
-        nbytes = grad.numel() * grad.element_size()
-        stays = unit.index in self._store.plan.placement.resident
-        moved = 0 if stays else nbytes
-        # What is stored follows what was stored before in the device's queue; what is added to has to be there.
-        after = record.pending[-1:] if accumulate or record.loading is not None else ()
-        handle = self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
-        self.expect(record, handle)
-        self._hold_back(handle, nbytes)
+    def open(self, unit: LiveUnit, step: int) -> UnitGradient:
+        """The unit's gradient of this step, made if there is none."""
+        record = self._records.get(unit.index)
+        if record is None:
+            shared = self._store.plan.layout.gathers_after_update(unit.spec)
+            made = UnitGradient(unit, step, self._lane_of(unit.index), shared)
+            record = self._records.setdefault(unit.index, made)  # or another thread's
+            self._all[unit.index, record.step] = record
         return record
+
+    def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+        """Take a parameter's gradient, to be stored in its buffer, or added to what is there."""
+        record = self.open(unit, step)
+        self.count(record, slot, accumulate)
+        grad = grad.to(self.arriving).contiguous().view(-1)
+        self._device.computing()
+        record.made.append(_Made(slot, grad, self._device.fence(), accumulate))
+        return record
+
+    def is_due(self, record: UnitGradient) -> bool:
+        """Whether the gradients that have been made are worth a transfer."""
+        return bool(record.made) and (record.complete or sum(m.values.nbytes for m in record.made) >= _WORTH_BYTES)
+
+    def gather(self, record: UnitGradient) -> int:
+        """Have what has been made brought to the buffer at once, when OFFLOAD comes; returns how many bytes that is.
+
+        The copies run on the d2h lane, which also computes the square sums of the results in float64.
+        """
+        made, record.made = record.made, []
+        record.waiting.append(lambda record: self._submit(record, made))
+        return sum(each.values.nbytes for each in made)
 
     def count(self, record: UnitGradient, slot: int, accumulate: bool) -> None:
         """Autograd has delivered a parameter's gradient, the first one of a step unless it is to `accumulate`."""
         record.arrivals[slot] = record.arrivals[slot] + 1 if accumulate else 1
         record.order[slot] = next(self._arrivals)
 
-    def open(self, unit: LiveUnit, block: bool = True) -> UnitGradient:
-        """The unit's gradient of this step, whose buffer is about to change; it is held until `let_go`.
+    def take(self, record: UnitGradient) -> None:
+        """An update takes a gradient: arrivals from now on belong to the next step."""
+        del self._records[record.unit.index]
 
-        With `block` False, raises BudgetError where frames for the buffer would have to be waited for.
-        """
-        record = self._records.get(unit.index)
-        if record is None:
-            record = self._records.setdefault(unit.index, UnitGradient(unit, self._home(unit)))  # or another thread's
+    def clear(self) -> None:
+        """Drop every gradient that no update has taken, once nothing moves it."""
+        records, self._records = self._records, {}
+        for record in records.values():
+            for handle in list(record.pending):
+                handle.wait_until_done()
+            self.forget(record)
+
+    def forget(self, record: UnitGradient) -> None:
+        """No other operation will be about a gradient."""
+        self._all.pop((record.unit.index, record.step), None)
+
+    def hold_back(self, record: UnitGradient, nbytes: int) -> None:
+        """Keep the bytes on their way to buffers bounded; the latest transfer of a record has so many."""
+        self._in_flight.append((record.pending[-1], nbytes))
+        self._in_flight_bytes += nbytes
         start = time.perf_counter()
-        took_frames = record.buffer is None
-        with self._lock:
-            if not self._hold(record, block):
-                raise BudgetError(self._exhausted(record))
-            record.on_ssd = False
-            record.changes += 1
-        if took_frames:
-            self._stalled("ssd_write" if self._write_behind else "update", time.perf_counter() - start)
-        return record
+        stalled = False
+        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > self._in_flight_limit):
+            oldest, size = self._in_flight.popleft()
+            stalled = stalled or not oldest.done
+            self._in_flight_bytes -= size
+            oldest.wait()
+        if stalled:
+            self._stalled("d2h", time.perf_counter() - start)
 
-    def expect(self, record: UnitGradient, handle: Handle) -> None:
-        """What was `open`ed for is in the buffer once `handle` has ended."""
-        handle.then(lambda _: self.let_go(record))
+    # --- operations ---
+
+    def of(self, operation: Operation) -> list[UnitGradient]:
+        """The gradients that an operation is about, oldest first."""
+        return [self._all[operation.unit, step] for step in operation.steps]
+
+    def find(self, operation: Operation) -> UnitGradient | None:
+        """The latest gradient that an operation is about, unless its update has been issued."""
+        return self._all.get((operation.unit, operation.steps[-1]))
+
+    def offload(self, operation: Operation) -> Handle:
+        """Start an OFFLOAD."""
+        (record,) = self.of(operation)
+        self._place(record, operation)
+        handle = record.waiting.popleft()(record)
         record.pending.append(handle)
-        if self._write_behind and record.run is not None and record.complete:
-            with self._lock:
-                self._spill(record)
+        return handle
 
-    def let_go(self, record: UnitGradient) -> None:
-        """Nothing more of what was `open`ed for touches the buffer."""
-        with self._lock:
-            record.users -= 1
-            self._lock.notify_all()
+    def spill(self, operation: Operation) -> Handle:
+        """Start a SPILL."""
+        (record,) = self.of(operation)
+        view, run = self._ssd_extent(operation)
+        ssd = self._store.ssd
+        assert ssd is not None
+        label = f"spill {record.unit.spec.name}"
+        return self._lanes["ssd_write"].submit(lambda: ssd.store(run, 0, view), (), view.nbytes, label)
+
+    def reload(self, operation: Operation) -> Handle:
+        """Start a RELOAD."""
+        (record,) = self.of(operation)
+        self._place(record, operation)
+        view, run = self._ssd_extent(operation)
+        ssd = self._store.ssd
+        assert ssd is not None
+        label = f"gradient {record.unit.spec.name}"
+        return self._lanes["ssd_read"].submit(lambda: ssd.load(run, 0, view), (), view.nbytes, label)
 
     def deliver(self, record: UnitGradient, start: int, values: torch.Tensor, accumulate: bool) -> float:
         """Store or add elements of a unit's gradient, from its element `start` on; returns the result's square sum.
 
-        For whoever has opened the record; `values` lie where compute leaves gradients.
+        For what an OFFLOAD was issued for; `values` lie where compute leaves gradients.
         """
         assert record.buffer is not None
         spec = record.unit.spec
         at = start - self._store.shards.updated(spec).start + self._store.shards.origin(spec, GRAD)
         return self._take(record.unit, record.buffer[at : at + values.numel()], values, PAST, accumulate).square_sum()
 
-    def take(self, record: UnitGradient) -> None:
-        """Hand a record to its update; arrivals from now on belong to the next step."""
-        with self._lock:
-            record.queued = True
-            record.issued = self._device.fence()
-            del self._records[record.unit.index]
-
-    def lend(self, record: UnitGradient) -> None:
-        """An update that may be undone is about to read a gradient, which stays this step's until `take`."""
-        with self._lock:
-            record.queued = record.lent = True
-
-    def keep(self, record: UnitGradient) -> None:
-        """The update that a gradient was lent to stands: its frames are free once that has read it."""
-        with self._lock:
-            del self._records[record.unit.index]
-            reading, record.lent = record.lent, False
-        if not reading:
-            self.release(record)
-
-    def clear(self) -> None:
-        """Drop every gradient that no update has been queued for, also those that could not be moved."""
-        records, self._records = self._records, {}
-        for record in records.values():
-            for handle in list(record.pending):
-                handle.wait_until_done()
-            self.release(record)
-
     def close(self) -> None:
         """Let go of all extents, once every lane has ended."""
         self._records.clear()
-        self._staged.clear()
-        self._free.clear()
+        self._all.clear()
         self._bounce.clear()
 
-    def load(self, record: UnitGradient, block: bool) -> bool:
-        """Bring a gradient into host RAM for its update; returns whether it is there or on its way.
+    def exhausted(self, unit: LiveUnit) -> str:
+        """The message for a gradient for which there is no buffer."""
+        waiting = ", ".join(repr(record.unit.spec.name) for record in self.records() if record.buffer is not None)
+        page = self._store.plan.page_bytes
+        return (
+            f"No room for the gradient of unit {unit.spec.name!r}: the buffers are held by {waiting}, whose "
+            "parameters have not all received a gradient in this backward. Give wrap() no accumulation_steps, add "
+            f"memory.ssd, or raise memory.host by {format_bytes(self._store.plan.layout.total_pages(GRAD) * page)}."
+        )
 
-        With `block` False it gives up when that takes waiting for frames.
-        """
-        with self._lock:
-            record.held = self._hold(record, block)
-            return record.held
+    def _place(self, record: UnitGradient, operation: Operation) -> None:
+        """Give a record the buffer that an operation names."""
+        if operation.run is None:
+            record.buffer = self._store.gradients(record.unit.index)[operation.home]
+            return
+        assert self._staging is not None
+        elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
+        record.buffer = self._staging.tensor(operation.run, self._store.dtype(GRAD), elements)
 
-    def release(self, record: UnitGradient) -> None:
-        """An update has read the gradient; unless it was lent, nobody needs it any more, and its frames are free."""
-        with self._lock:
-            record.queued = False
-            if record.lent:
-                record.users -= record.held
-            elif record.run is not None:
-                self._drop_buffer(record)
-            elif self._queueing and record.buffer is not None:
-                self._free[record.unit.index].append(record.buffer)
-                record.buffer = None
-            record.lent = record.held = False
-            self._lock.notify_all()
+    def _ssd_extent(self, operation: Operation) -> tuple[memoryview, Run]:
+        run = self._store.run(operation.unit, GRAD)
+        assert run is not None
+        assert self._staging is not None
+        assert operation.run is not None
+        return self._staging.view(operation.run), run
 
-    def _home(self, unit: LiveUnit) -> torch.Tensor | None:
-        """The extent in RAM for a unit's next gradient, once one is free; None where there is none at all."""
-        if not self._queueing:
-            return self._store.tensor(unit.index, GRAD)
-        start = time.perf_counter()
-        with self._lock:
-            free = self._free[unit.index]
-            waited = not free
-            while not free:
-                self._lock.wait()
-            extent = free.pop()
-        if waited:
-            self._stalled("update", time.perf_counter() - start)
-        return extent
+    def _submit(self, record: UnitGradient, made: list[_Made]) -> Handle:
+        unit = record.unit
+
+        def take() -> Event:
+            arrivals = []
+            for slot, values, issued, accumulate in made:
+                spec = unit.spec.slots[slot]
+                assert record.buffer is not None
+                into = record.buffer[spec.offset : spec.offset + spec.param.numel]
+                arrivals.append((slot, self._take(unit, into, values, issued, accumulate)))
+            taken = _Taken(record, arrivals)
+            if not all(arrival.is_there for _, arrival in arrivals):
+                return taken
+            taken.synchronize()
+            return PAST
+
+        resident = unit.index in self._store.plan.placement.resident
+        moved = 0 if resident else sum(each.values.nbytes for each in made)
+        # What is stored follows what was stored before in the device's queue; what is added to has to be there.
+        after = record.pending[-1:] if any(each.accumulate for each in made) else ()
+        return self._lanes["d2h"].submit(take, after, moved, f"offload {unit.spec.name}")
 
     def _open_bounce(self) -> list[torch.Tensor]:
         """Two buffers in which gradients of a device of its own land to be added, shape [BOUNCE_ELEMENTS] at most."""
@@ -348,127 +377,6 @@ class Gradients:
             arrived.synchronize()
             sums.append(kernel(into[start:].data_ptr(), piece.data_ptr(), piece.numel()))
         return Arrival((), lambda: sums)
-
-    # Everything below is called with the lock held, except `_hold_back` and lane callbacks.
-
-    def _hold(self, record: UnitGradient, block: bool) -> bool:
-        """Count one more user of the record's buffer, taking frames and reading it back from SSD if need be."""
-        if record.buffer is None:
-            assert self._staging is not None, "a gradient without a home in host RAM has a staging region"
-            count = self._store.plan.layout.pages(record.unit.spec, GRAD)
-            if not self._make_room(count, record, block):
-                return False
-            run = self._staging.pool.alloc(count)
-            assert run is not None, "room for the run has just been made"
-            record.run = run
-            elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
-            record.buffer = self._staging.tensor(run, self._store.dtype(GRAD), elements)
-            self._staged.append(record)
-            if record.on_ssd:
-                self._reload(record)
-        record.users += 1
-        return True
-
-    def _make_room(self, count: int, record: UnitGradient, block: bool) -> bool:
-        """Free frames until `count` adjoin: clean buffers first, oldest first; else wait for lanes or updates."""
-        assert self._staging is not None
-        while self._staging.pool.cheapest_window(count, lambda _: None) != []:
-            idle = [other for other in self._staged if other.users == 0]
-            clean = next((other for other in idle if other.on_ssd), None)
-            if clean is not None:
-                self._drop_buffer(clean)
-                continue
-            if not block:
-                return False
-            error, self._write_error = self._write_error, None
-            if error is not None:
-                raise error
-            # Queued gradients free their frames by being used; the updater, which uses them, must not wait for itself.
-            updating = record.queued
-            if not any(other.users or (other.queued and not updating) for other in self._staged):
-                victim = next((o for o in idle if self._store.run(o.unit.index, GRAD) is not None), None)
-                if victim is None:
-                    raise BudgetError(self._exhausted(record))
-                self._spill(victim, awaited=True)
-                continue  # it may have ended already, and then nobody would end this wait
-            self._lock.wait()
-        return True
-
-    def _drop_buffer(self, record: UnitGradient) -> None:
-        assert self._staging is not None
-        assert record.run is not None
-        self._staged.remove(record)
-        self._staging.free(record.run)
-        record.run = None
-        record.buffer = None
-
-    def _spill(self, record: UnitGradient, awaited: bool = False) -> None:
-        """Write a buffer to its SSD extent; it is clean afterwards unless that fails or more has arrived meanwhile.
-
-        A write that fails loses nothing: the gradient stays in the buffer, and is written again when its frames are
-        needed. The error of that write, which is `awaited`, is raised.
-        """
-        changes = record.changes
-        view, run = self._ssd_extent(record)
-        ssd = self._store.ssd
-        assert ssd is not None
-        label = f"spill {record.unit.spec.name}"
-        handle = self._lanes["ssd_write"].submit(lambda: ssd.store(run, 0, view), record.pending, view.nbytes, label)
-        ended = Handle("ssd_write")
-        """Behind it the buffer may change, whether it was written or not."""
-
-        def written(error: BaseException | None) -> None:
-            with self._lock:
-                record.on_ssd = error is None and record.changes == changes
-                if awaited:
-                    self._write_error = error
-            self.let_go(record)
-            ended.finish()
-
-        record.users += 1
-        handle.then(written)
-        record.pending.append(ended)
-
-    def _reload(self, record: UnitGradient) -> None:
-        view, run = self._ssd_extent(record)
-        ssd = self._store.ssd
-        assert ssd is not None
-        label = f"gradient {record.unit.spec.name}"
-        handle = self._lanes["ssd_read"].submit(lambda: ssd.load(run, 0, view), (), view.nbytes, label)
-        record.users += 1
-        handle.then(lambda _: self.let_go(record))
-        record.pending.append(handle)
-        record.loading = handle
-
-    def _ssd_extent(self, record: UnitGradient) -> tuple[memoryview, Run]:
-        run = self._store.run(record.unit.index, GRAD)
-        assert run is not None
-        assert self._staging is not None
-        assert record.run is not None
-        return self._staging.view(record.run, 0, run.count * self._staging.page_bytes), run
-
-    def _exhausted(self, record: UnitGradient) -> str:
-        waiting = ", ".join(repr(other.unit.spec.name) for other in self._staged)
-        page = self._store.plan.page_bytes
-        return (
-            f"No room for the gradient of unit {record.unit.spec.name!r}: the buffers are held by {waiting}, whose "
-            "parameters have not all received a gradient in this backward. Give wrap() no accumulation_steps, add "
-            f"memory.ssd, or raise memory.host by {format_bytes(self._store.plan.layout.total_pages(GRAD) * page)}."
-        )
-
-    def _hold_back(self, handle: Handle, nbytes: int) -> None:
-        """Keep the bytes on their way to extents bounded."""
-        self._in_flight.append((handle, nbytes))
-        self._in_flight_bytes += nbytes
-        start = time.perf_counter()
-        stalled = False
-        while self._in_flight and (self._in_flight[0][0].done or self._in_flight_bytes > self._in_flight_limit):
-            oldest, size = self._in_flight.popleft()
-            stalled = stalled or not oldest.done
-            self._in_flight_bytes -= size
-            oldest.wait()
-        if stalled:
-            self._stalled("d2h", time.perf_counter() - start)
 
 
 def non_finite_message(name: str) -> str:

@@ -1,12 +1,9 @@
 """What graphs keep between forward and backward: the parts that pack it, move it, recompute it and account for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pagoda.plan.activations import (
     LEAST_OFFLOADED_BYTES,
@@ -17,18 +14,17 @@ from pagoda.plan.activations import (
     StepSizes,
 )
 from pagoda.plan.ops import HOST, SSD
+from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations import Activations
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Lane
+from pagoda.runtime.leases import Leases
 from pagoda.runtime.offload import Offloader
 from pagoda.runtime.packing import Packing
 from pagoda.runtime.partition import Partitioner
 from pagoda.runtime.places import Place, open_places
 from pagoda.runtime.saved import SavedStorages
 from pagoda.runtime.store import Store
-
-if TYPE_CHECKING:
-    from pagoda.runtime.engine import Engine
 
 _NO_LIMIT = 1 << 62
 
@@ -38,7 +34,8 @@ class GraphMemory:
 
     def __init__(
         self,
-        engine: Engine,
+        leases: Leases,
+        accesses: Accesses,
         store: Store,
         directories: Mapping[Path, int | None],
         lanes: dict[str, Lane],
@@ -58,7 +55,7 @@ class GraphMemory:
             required = options.activations != "auto"
             self._offloader = Offloader(self._places, page, required, lanes, device, self._saved, stalled)
         self._rates: list[tuple[float, float]] | None = None
-        self.packing = Packing(engine, self._saved, self._offloader, partitioner)
+        self.packing = Packing(leases, accesses, self._saved, self._offloader, partitioner)
         self.activations = Activations(
             options.activations, self.packing, self._saved, device, page, self._room, partitioner
         )

@@ -124,7 +124,7 @@ class ModelHooks:
         }
 
         def coming(chosen: Sequence[nn.Module], idle: Sequence[nn.Module] = ()) -> None:
-            self._engine.expect([unit for expert in chosen for unit in units_of[expert]])
+            self._engine.accesses.expect([unit for expert in chosen for unit in units_of[expert]])
             for expert in idle:
                 for unit in units_of[expert]:
                     unit.used = True  # its gradient of zeros is one of the step's

@@ -18,6 +18,8 @@ SSD_THREADS = 4
 others keep it busy."""
 
 
+INLINE_BYTES = 128 << 10
+"""Work in RAM on so many bytes takes some 10 microseconds; handing it to another thread takes up to 100."""
 THREAD_NAMES = "pagoda-"
 """How the names of all threads of this package begin."""
 
@@ -30,7 +32,7 @@ class Handle:
     Thousands are made in a step and few are waited for, so what waiting takes is made by whoever waits.
     """
 
-    __slots__ = ("_callbacks", "_changed", "_error", "_event", "_forks", "_lock", "_state", "lane")
+    __slots__ = ("_callbacks", "_changed", "_error", "_event", "_forks", "_lock", "_on_issue", "_state", "lane")
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
@@ -42,6 +44,7 @@ class Handle:
         self._event = PAST
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[BaseException | None], None]] = []
+        self._on_issue: Callable[[], None] | None = None
 
     @property
     def done(self) -> bool:
@@ -83,6 +86,17 @@ class Handle:
         with self._lock:
             self._event = event
             self._reach(_ISSUED)
+        if self._on_issue is not None:
+            self._on_issue()
+
+    def when_issued(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` once all of the work is in a device's queue. Where it never is in one, or has ended
+        meanwhile, that may be never. One callback at most."""
+        with self._lock:
+            self._on_issue = callback
+            issued = self._state == _ISSUED
+        if issued:
+            callback()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the work as ended. Called by the thread that does it, once; never raises.
@@ -164,12 +178,18 @@ class Lane:
     Work that depends on other lanes names their handles in `after` and is ready when they have ended, so no thread
     ever sits waiting while there is other work, and work may depend on what is submitted to this lane later.
 
+    Work on at most `inline_bytes` is done at once by the thread that submits it, if nothing else is on the lane: to
+    hand it to another thread would take longer, since Python's threads take turns.
+
     Work that returns an event has only been put in a device's queue: the next one follows at once, so that the device
     always has the next one there, and the handle ends when another thread has waited for the event.
     """
 
-    def __init__(self, name: str, threads: int = 1) -> None:
+    def __init__(self, name: str, threads: int = 1, inline_bytes: int = 0) -> None:
         self.name = name
+        self.inline_bytes = inline_bytes
+        self._open = 0
+        """Work that has been queued and has not ended. Read without the lock: it is a hint."""
         self.tape: Tape | None = None
         """Where work is recorded as it ends, if anywhere."""
         self._label = f"pagoda::{name}"
@@ -190,18 +210,23 @@ class Lane:
     def submit(self, work: Work, after: Iterable[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
         """Do `work`, which moves `nbytes`, once `after` have ended; if one of them failed, fail with its error.
 
-        `label` is what a tape calls it: a verb of `plan.ops.Kind` and a unit's name, as in a simulated timeline.
+        `label` is what a tape calls it: a verb and a unit's name, as in a simulated timeline.
         """
         check_not_forked(self._forks)
         handle = Handle(self.name)
+        pending = [other for other in after if not other.succeeded]
+        if not pending and 0 < nbytes <= self.inline_bytes and not self._open:
+            self._do_now(work, _Ticket(label, nbytes, handle))
+            return handle
 
         def ready(error: BaseException | None) -> None:
             if error is None:
+                with self._lock:
+                    self._open += 1
                 self._queue.put((work, _Ticket(label, nbytes, handle)))
             else:
                 handle.finish(error)
 
-        pending = [other for other in after if not other.succeeded]
         if pending:
             Latch(self.name, pending).then(ready)
         else:
@@ -249,6 +274,13 @@ class Lane:
                 self._end(ticket, start, error)
             del ticket, event, error
 
+    def _do_now(self, work: Work, ticket: _Ticket) -> None:
+        start = time.perf_counter()
+        event, error = self._do(work)
+        assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
+        self._count(ticket, start)
+        ticket.handle.finish(error)
+
     def _do(self, work: Work) -> tuple[Event | None, BaseException | None]:
         try:
             with labelled(self._label):
@@ -282,24 +314,31 @@ class Lane:
             del ticket, error
 
     def _end(self, ticket: _Ticket, start: float, error: BaseException | None) -> None:
+        self._count(ticket, start)
+        with self._lock:
+            self._open -= 1
+        ticket.handle.finish(error)
+
+    def _count(self, ticket: _Ticket, start: float) -> None:
         end = time.perf_counter()
         with self._lock:
             self._busy_s += end - start
             self._bytes += ticket.nbytes
         if (tape := self.tape) is not None:
             tape.add(self.name, ticket.label or self.name, start, end, ticket.nbytes)
-        ticket.handle.finish(error)
 
 
-def open_lanes(drives: int, update_threads: int) -> dict[str, Lane]:
-    """The lanes of a process, by name, but for that of its dealings with other ranks."""
+def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: bool) -> dict[str, Lane]:
+    """The lanes of a process, by name, but for that of its dealings with other ranks. `inline`: compute is on the CPU,
+    whose small copies need no lane; `inline_updates`: nor do small updates, as they share no work area."""
     ssd_threads = SSD_THREADS * max(1, drives)
+    nbytes = INLINE_BYTES if inline else 0
     return {
-        "h2d": Lane("h2d"),
-        "d2h": Lane("d2h"),
+        "h2d": Lane("h2d", inline_bytes=nbytes),
+        "d2h": Lane("d2h", inline_bytes=nbytes),
         "ssd_read": Lane("ssd_read", ssd_threads),
         "ssd_write": Lane("ssd_write", ssd_threads),
-        "update": Lane("update", update_threads),
+        "update": Lane("update", update_threads, nbytes if inline_updates else 0),
         "device_update": Lane("device_update"),
     }
 

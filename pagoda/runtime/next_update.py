@@ -14,21 +14,33 @@ GroupOf = Callable[[LiveUnit, int], Group]
 """The param group of a unit's parameter, by slot."""
 
 
-def next_hypers(unit: LiveUnit, group_of: GroupOf, rule: Rule, scale: Callable[[int], float]) -> dict[int, Hyper]:
-    """slot -> hyperparameters, as they are now, of the next update, for slots with a gradient.
+class NextHypers:
+    """Hyperparameters as they are now. Each group is read once, and what parameters share is made once."""
 
-    `scale` says what the gradient of a slot is multiplied by.
-    """
-    rules: dict[int, Rule] = {}
-    hypers: dict[int, Hyper] = {}
-    for slot in range(unit.trainable):
-        if unit.params[slot].grad is None:
-            continue
-        group = group_of(unit, slot)
-        if id(group) not in rules:
-            rules[id(group)] = rule.with_group(group)
-        hypers[slot] = Hyper(rules[id(group)], unit.steps[slot] + 1, scale(slot))
-    return hypers
+    def __init__(self, group_of: GroupOf, rule: Rule) -> None:
+        self._group_of = group_of
+        self._rule = rule
+        self._rules: dict[int, Rule] = {}
+        """Identity of a group -> the rule with its settings."""
+        self._made: dict[tuple[int, int, float], Hyper] = {}
+        """(identity of a group, step, scale) -> the hyperparameters."""
+
+    def of(self, unit: LiveUnit, scale: Callable[[int], float]) -> dict[int, Hyper]:
+        """slot -> hyperparameters of a unit's next update, for slots with a gradient; `scale` says what the gradient
+        of a slot is multiplied by."""
+        hypers: dict[int, Hyper] = {}
+        for slot in range(unit.trainable):
+            if unit.params[slot].grad is None:
+                continue
+            group = self._group_of(unit, slot)
+            key = id(group), unit.steps[slot] + 1, scale(slot)
+            if key not in self._made:
+                rule = self._rules.get(key[0])
+                if rule is None:
+                    rule = self._rules[key[0]] = self._rule.with_group(group)
+                self._made[key] = Hyper(rule, *key[1:])
+            hypers[slot] = self._made[key]
+        return hypers
 
 
 def check_frozen(units: Iterable[LiveUnit]) -> None:

@@ -3,67 +3,23 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pagoda.errors import BudgetError, UsageError
 from pagoda.memory.scratch import Piece
 from pagoda.memory.sizes import format_bytes
-from pagoda.memory.slots import Hashes
 from pagoda.plan.activations import BUFFERED
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
-from pagoda.runtime.places import Place
+from pagoda.runtime.places import Offloaded, Pages, Place
 from pagoda.runtime.saved import AbsentTensor, SavedStorage, SavedStorages
 
 _MOST_OF_STORAGE = 8
 """A tensor that is less than one in so many bytes of its storage stays: moving it would move all of that."""
 _SAMPLE_BYTES = 16 << 20
 """What is moved to measure how fast a place is."""
-
-
-class Offloaded:
-    """A storage's bytes elsewhere, for as long as some graph needs them.
-
-    `source` is the storage until its bytes have been written, `tensor` is what they have been read into; both uint8,
-    shape [nbytes]. Its pages are free again when the last reference to it is gone, those of transfers included.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_freed",
-        "hashes",
-        "nbytes",
-        "pieces",
-        "place",
-        "reading",
-        "source",
-        "tensor",
-        "written",
-    )
-
-    def __init__(self, place: Place, pieces: tuple[Piece, ...], source: torch.Tensor, freed: "deque[_Pages]") -> None:
-        self.place = place
-        self.pieces = pieces
-        self.nbytes = source.nbytes
-        self.source: torch.Tensor | None = source
-        self.tensor: torch.Tensor | None = None
-        self.hashes: list[Hashes] = []
-        self.written: Handle
-        self.reading: Handle | None = None
-        self._freed = freed
-
-    def __del__(self) -> None:
-        self._freed.append((self.place, self.pieces))  # atomic, on whatever thread
-
-    def parts(self, page_bytes: int) -> Iterator[tuple[Piece, int, int]]:
-        """(piece, offset in the storage, bytes)."""
-        at = 0
-        for piece in self.pieces:
-            nbytes = min(piece.run.count * page_bytes, self.nbytes - at)
-            yield piece, at, nbytes
-            at += nbytes
 
 
 class OffloadedTensor(AbsentTensor):
@@ -74,9 +30,6 @@ class OffloadedTensor(AbsentTensor):
     def __init__(self, tensor: torch.Tensor, copy: Offloaded, position: int) -> None:
         super().__init__(tensor, position)
         self.copy = copy
-
-
-_Pages = tuple[Place, tuple[Piece, ...]]
 
 
 class Offloader:
@@ -108,7 +61,7 @@ class Offloader:
         self._stalled = stalled
         self._order: list[weakref.ref[Offloaded]] = []
         """Copies in the order in which they were made, as far as they are needed."""
-        self._freed: deque[_Pages] = deque()
+        self._freed: deque[Pages] = deque()
         self._closed = False
         self._window = 0
         self._writing: deque[tuple[Handle, int, str]] = deque()

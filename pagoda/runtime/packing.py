@@ -1,10 +1,8 @@
 """Packing: what graphs keep. Of a weight its name, of an activation itself or where it was offloaded to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,14 +10,12 @@ from torch import nn
 from pagoda.errors import UsageError
 from pagoda.models.hidden import hidden_class, outside_use
 from pagoda.parallel.tensors import Form, local
-from pagoda.plan.trace import Phase
+from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.leases import Leases
 from pagoda.runtime.offload import OffloadedTensor, Offloader, modified
 from pagoda.runtime.partition import PartitionedTensor, Partitioner
 from pagoda.runtime.saved import SavedStorage, SavedStorages
 from pagoda.runtime.unit import LiveUnit, ShownParameter
-
-if TYPE_CHECKING:
-    from pagoda.runtime.engine import Engine
 
 
 class WeightReference:
@@ -103,9 +99,15 @@ class Packing:
     """
 
     def __init__(
-        self, engine: Engine, saved: SavedStorages, offloader: Offloader | None, partitioner: Partitioner | None
+        self,
+        leases: Leases,
+        accesses: Accesses,
+        saved: SavedStorages,
+        offloader: Offloader | None,
+        partitioner: Partitioner | None,
     ) -> None:
-        self._engine = engine
+        self._leases = leases
+        self._accesses = accesses
         self._saved = saved
         self._offloader = offloader
         self._partitioner = partitioner
@@ -207,7 +209,7 @@ class Packing:
         if not _plain(tensor):
             return None
         address = tensor.untyped_storage()._cdata
-        lease = self._engine.leases.find(address)
+        lease = self._leases.find(address)
         if lease is not None:
             return WeightReference(lease.unit, tensor, self._position)
         name = self._placeholders.get(address)
@@ -221,7 +223,7 @@ class Packing:
         if not _plain(tensor):
             return None
         address = tensor.untyped_storage()._cdata
-        if address in self._buffers or address in self._placeholders or self._engine.leases.find(address) is not None:
+        if address in self._buffers or address in self._placeholders or self._leases.find(address) is not None:
             return None
         return self._saved.add(tensor)
 
@@ -260,7 +262,7 @@ class Packing:
                 "backward of a graph before optimizer.step(); with updates under backward, leave out "
                 "wrap(accumulation_steps=...) so that they wait for step()."
             )
-        base = self._engine.acquire(unit, Phase.BACKWARD).base
+        base = self._accesses.read(unit)
         empty = torch.empty(0, dtype=packed.dtype, device=base.device)
         return empty.set_(base.untyped_storage(), packed.offset, packed.shape, packed.stride)
 

@@ -2,16 +2,18 @@
 
 import ctypes
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from pagoda.errors import RankError
+from pagoda.errors import BudgetError, RankError
 from pagoda.optim.means import mean_into, sum_into, warm_up
 from pagoda.parallel.agreement import Asks, Call
 from pagoda.parallel.wire import Parcel
+from pagoda.parallel.world import rank_timeout_s
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.ranks import ring_bytes
@@ -19,6 +21,7 @@ from pagoda.plan.shards import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives, askers
 from pagoda.runtime.device import PAST, Device, Event
+from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.unit import LiveUnit
@@ -81,10 +84,14 @@ class Reducer:
         buffers: Buffers,
         device: Device,
         copies: Lane,
+        driver: Driver,
         stalled: Callable[[str, float], None],
         early: bool,
     ) -> None:
         """`early` says that units are updated under backward."""
+        self._driver = driver
+        self.bring: Callable[[UnitGradient, bool], None]
+        """Has a gradient brought to its record's buffer; set by whoever asks for updates."""
         self._collectives = collectives
         self._shards = collectives.shards
         self._ranks = collectives.mesh.ranks
@@ -103,11 +110,11 @@ class Reducer:
         warm_up(self._dtype)
         collectives.serve(Asks.REDUCE, self._serve)
 
-    def add(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
+    def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
         if self._filling is not None and (self._filling.record.unit is not unit or slot in self._filling.arrived):
-            self.flush()
-        filling = self._filling = self._filling or self._open(unit)
+            self.flush(last=False)
+        filling = self._filling = self._filling or self._open(unit, step)
         record = filling.record
         if record.arrivals[slot] and not accumulate:
             filling.dropped.append(slot)
@@ -122,12 +129,10 @@ class Reducer:
         else:
             label = f"offload {unit.spec.name}"
             filling.copies.append(self._copies.submit(lambda: _copy(into, grad), (), grad.nbytes, label))
-        if record.complete:
-            self.flush()
         return record
 
-    def flush(self) -> None:
-        """Reduce what has arrived since the last time."""
+    def flush(self, last: bool) -> None:
+        """Reduce what has arrived since the last time, once its record has a buffer; `last` as the scheduler has it."""
         filling, self._filling = self._filling, None
         if filling is None:
             return
@@ -140,10 +145,16 @@ class Reducer:
 
         spec = record.unit.spec
         sent = ring_bytes(filling.buffer.nbytes, len(self._shards.sharers(spec)))
-        after = [*filling.copies, *record.pending[-1:]]
-        handle = self._collectives.submit(call, work, after, sent, f"reduce {spec.name}")
-        self._uses[self._next ^ 1] = handle
-        self._gradients.expect(record, handle)
+
+        def offload(record: UnitGradient) -> Handle:
+            after = [*filling.copies, *record.pending[-1:]]
+            handle = self._collectives.submit(call, work, after, sent, f"reduce {spec.name}")
+            self._uses[buffer] = handle
+            return handle
+
+        buffer = self._next ^ 1
+        record.waiting.append(offload)
+        self.bring(record, last)
 
     @property
     def is_empty(self) -> bool:
@@ -156,10 +167,9 @@ class Reducer:
         if filling is not None:
             for copy in filling.copies:
                 copy.wait()
-            self._gradients.let_go(filling.record)
 
-    def _open(self, unit: LiveUnit) -> _Filling:
-        record = self._gradients.open(unit)
+    def _open(self, unit: LiveUnit, step: int) -> _Filling:
+        record = self._gradients.open(unit, step)
         use = self._uses[self._next]
         if use is not None and not use.done:
             start = time.perf_counter()
@@ -182,14 +192,23 @@ class Reducer:
                 "updated it for already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
-        # This lane may have to free the frames that it would wait for.
-        record = self._gradients.open(unit, block=False)
+        record = self._gradients.open(unit, self._driver.scheduler.steps)
+        ended = Handle(COLLECTIVE)
+        opened = threading.Event()
+
+        def offload(_: UnitGradient) -> Handle:
+            opened.set()
+            return ended
+
+        record.waiting.append(offload)
+        self._driver.tell(self._driver.scheduler.gradient, unit.index, record.complete, False)
+        # It may wait for what is being read or written, but what frees a buffer may be this lane's to do.
+        if not opened.wait(rank_timeout_s()):
+            raise BudgetError(self._gradients.exhausted(unit))
         try:
-            if record.loading is not None:
-                record.loading.wait()
             self._reduce(record, None, call, calls)
         finally:
-            self._gradients.let_go(record)
+            ended.finish()
 
     def _reduce(self, record: UnitGradient, whole: torch.Tensor | None, call: Call, calls: Sequence[Call]) -> None:
         """On the collective lane: the mean of every asking rank's gradient, to the record. `whole` is this rank's."""

@@ -1,35 +1,30 @@
 """Regions: the frames that leases and staged gradients share, opened as the plan says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from pagoda.memory.slabs import SlabRegion
-from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.memory.region import Region
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import LEASES, STAGING
-from pagoda.runtime.device import Device, Event
-from pagoda.runtime.lanes import Handle
+from pagoda.runtime.device import Device
+from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.reducing import Buffers
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
 
-def open_leases(
-    store: Store,
-    device: Device,
-    units: Sequence[LiveUnit],
-    fill: Callable[[LiveUnit, torch.Tensor, Event], Handle],
-) -> Leases:
+def open_leases(store: Store, device: Device, units: Sequence[LiveUnit], fetcher: Fetcher) -> Leases:
     """Lease weights in place where compute can read their home, and open the frames for the others."""
     plan = store.plan
-    pages = plan.leased_pages()
     region = None
     if plan.lease_tier is not None:
-        tier = store.device or store.host
-        region = SlabRegion(tier, plan.placement.pages(plan.lease_tier, LEASES), plan.lease_slab)
-    leases = Leases(region, pages, store.dtype(WEIGHT), device, fill, awaited=plan.ranks is not None)
+        region = Region(store.device or store.host, plan.placement.pages(plan.lease_tier, LEASES))
+
+    leases = Leases(region, store.dtype(WEIGHT), device, fetcher.fill)
+    pages = plan.leased_pages()
     for unit in units:
         if unit.index not in pages:
             leases.add_home(unit, store.in_place(unit.index, WEIGHT, unit.spec.numel))
@@ -50,11 +45,7 @@ def open_buffers(store: Store, dtype: torch.dtype) -> Buffers:
     return Buffers((first, second), landing, sums, means)
 
 
-def open_staging(store: Store) -> SlabRegion | None:
-    """Frames for gradients whose home is not host RAM."""
-    plan = store.plan
-    pages = plan.placement.pages(HOST, STAGING)
-    if not pages:
-        return None
-    widest = max(plan.layout.pages(unit, GRAD) for unit in plan.units)
-    return SlabRegion(store.host, pages, widest)
+def open_staging(store: Store) -> Region | None:
+    """Pages for gradients whose home is not host RAM."""
+    pages = store.plan.placement.pages(HOST, STAGING)
+    return Region(store.host, pages) if pages else None

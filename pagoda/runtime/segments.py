@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 from pagoda.optim.codecs import Key
@@ -45,6 +46,12 @@ class TensorSegment(Segment):
     hyper: Hyper
 
 
+@lru_cache(maxsize=256)
+def _scalars(rule: ElementwiseRule, step: int, grad_scale: float) -> tuple[float, ...]:
+    """A rule's scalars, which most parameters of a step have in common."""
+    return rule.scalars(step, grad_scale)
+
+
 def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper]) -> list[Segment]:
     """What an update with these hyperparameters, by slot, does; adjoining slots are one segment where possible."""
     segments: list[Segment] = []
@@ -55,7 +62,7 @@ def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper]) -> list[Segment]:
         if not isinstance(rule, ElementwiseRule):
             segments.append(TensorSegment(start, stop, hyper))
             continue
-        scalars, noise = rule.scalars(hyper.step, hyper.grad_scale), rule.noise(unit.name(slot), hyper.step)
+        scalars, noise = _scalars(rule, hyper.step, hyper.grad_scale), rule.noise(unit.name(slot), hyper.step)
         last = segments[-1] if segments else None
         if noise is None and isinstance(last, BlockSegment) and (last.stop, last.scalars) == (start, scalars):
             segments[-1] = BlockSegment(last.start, stop, scalars)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from pagoda.errors import UsageError
 from pagoda.process import forks
-from pagoda.runtime.async_updates import AsyncUpdater
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import THREAD_NAMES, Lane
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.store import Store
 from pagoda.runtime.together import Together
-from pagoda.runtime.updaters import Updaters
-from pagoda.runtime.updates import BlockStream
+from pagoda.runtime.updates import BlockStream, Feeder
 
 _log = logging.getLogger("pagoda")
 
@@ -27,7 +26,7 @@ class Threads:
     """All threads of an engine. None of them, nor what they work on, keeps the engine alive."""
 
     lanes: Mapping[str, Lane]
-    updater: Updaters | AsyncUpdater
+    feeders: Sequence[Feeder]
     streams: Sequence[BlockStream]
     saver: Saver
     together: Together | None
@@ -45,31 +44,38 @@ class Threads:
             "ssd_read",
         ):  # from the last: each feeds those
             stack.callback(self.lanes[name].close)
-        stack.callback(self.updater.close)
+        for feeder in self.feeders:
+            stack.callback(feeder.close)
         if self.together is not None:
             stack.callback(self.together.close)
         stack.callback(self.saver.close)
 
 
-def end_dropped(threads: Threads, store: Store, since: int) -> None:
+def give_back(executor: Executor, store: Store) -> None:
+    """Memory and SSD space. Weights that someone still holds keep the device's memory: tensors there do not."""
+    held = executor.close()
+    store.close(device=not held)
+
+
+def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) -> None:
     """End the threads of an engine that was dropped without `close`, and give its memory and SSD space back.
 
     Updates that have not begun are not carried out. `since` is `forks()` in its process: in others nothing is done.
     """
     if since != forks():
         return
-    closer = threading.Thread(target=_end, args=(threads, store), name=f"{THREAD_NAMES}closer", daemon=True)
+    closer = threading.Thread(target=_end, args=(threads, executor, store), name=f"{THREAD_NAMES}closer", daemon=True)
     closer.start()
     # Ranks end when all of them drop theirs. A thread of an engine must not wait for itself.
     if threads.together is None and not threading.current_thread().name.startswith(THREAD_NAMES):
         closer.join(_CLOSE_S)
 
 
-def _end(threads: Threads, store: Store) -> None:
+def _end(threads: Threads, executor: Executor, store: Store) -> None:
     refusal = UsageError("The optimizer was dropped without close().")
     try:
         with ExitStack() as stack:
-            stack.callback(store.close)
+            stack.callback(give_back, executor, store)
             threads.end(stack)
             for stream in threads.streams:
                 stream.refused = refusal

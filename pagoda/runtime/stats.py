@@ -30,7 +30,7 @@ class Found(StrEnum):
     ARRIVED = "arrived"
     """Fetched: compute did not wait for them."""
     LATE = "late"
-    """On their way: compute waited for what was left of the fetch."""
+    """On their way: compute waited for what was left of the fetch, or of the update that must come first."""
     FAULT = "fault"
     """Neither there nor on their way: fetched on demand, while compute waited."""
 

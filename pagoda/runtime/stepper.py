@@ -3,34 +3,32 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from pagoda.errors import NonFiniteGradientError, UsageError
+from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.models.hidden import outside_use
 from pagoda.optim.rule import Hyper, Rule
+from pagoda.plan.ops import HOST
 from pagoda.plan.planner import Options
-from pagoda.runtime.async_updates import AsyncUpdater
+from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.factors import Factors
 from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
-from pagoda.runtime.lanes import Handle
-from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import (
     Group,
+    NextHypers,
     check_frozen,
     check_gradients,
     check_hypers_are_as_used,
-    next_hypers,
 )
 from pagoda.runtime.segments import segments_of
-from pagoda.runtime.speculation import Speculation
 from pagoda.runtime.together import Counts, Together
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updaters import Updaters
 
 _TOO_LATE = (
     "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated under backward. "
@@ -56,40 +54,36 @@ class Stepper:
         clip_grad_norm: float | None,
         rule: Rule,
         gradients: Gradients,
-        updater: Updaters | AsyncUpdater,
-        speculation: Speculation,
-        leases: Leases,
-        urgency: Callable[[LiveUnit], float],
-        wait: Callable[[Handle], None],
+        executor: Executor,
+        accesses: Accesses,
         stalled: Callable[[str, float], None],
         scaler: LossScaler,
         together: Together | None,
     ) -> None:
-        """`urgency` says when the next forward needs a unit; `wait` waits for a handle and accounts for it, `stalled`
-        accounts for what was waited for otherwise."""
+        """`stalled` accounts for what was waited for."""
         self._units = units
         self._options = options
         self._clip_grad_norm = clip_grad_norm
         self._rule = rule
         self._gradients = gradients
-        self._updater = updater
-        self._speculation = speculation
-        self._leases = leases
-        self._urgency = urgency
-        self._wait = wait
+        self._executor = executor
+        self._driver, self._scheduler = executor.driver, executor.driver.scheduler
+        self._accesses = accesses
         self._stalled = stalled
         self.scaler = scaler
         self._together = together
         self._arrivals = gradients if together is None else together.arrivals
         """Where gradients go from autograd."""
+        if together is not None:
+            together.when_flushed(self._bring)
         self.group_of: Callable[[LiveUnit, int], Group]
         """The param group of a parameter; set by the optimizer, as is `groups`."""
         self.groups: Callable[[], Sequence[Group]]
         """All of them, in order."""
         self.queued = 0
         """Updates queued so far, each of one unit."""
-        self._due: list[LiveUnit] = []
-        """Units whose update under backward waits for a graph to let go of their weights."""
+        self._early: list[UnitGradient] = []
+        """Gradients whose unit is to be updated under backward, and whose update had not begun when last looked at."""
         self._norm_terms: dict[int, UnitGradient] = {}
         self._used_groups: dict[int, Hyper] = {}
         self._factors = Factors()
@@ -112,9 +106,6 @@ class Stepper:
                 f"{unit.name(slot)!r} received the gradient of a loss that was not scaled: with precision='fp16', call "
                 "optimizer.scale(loss).backward()."
             )
-        self._speculation.undo(unit)
-        if unit.update is not None:
-            unit.wait_for_update(self._wait)
         if accumulate and self._factors.are_set(unit, slot):
             raise UsageError(
                 f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, torch's clip_grad_norm_ "
@@ -122,15 +113,71 @@ class Stepper:
                 "backward, right before optimizer.step()."
             )
         self._factors.drop(unit, slot)
-        record = self._arrivals.add(unit, slot, grad, accumulate)
+        self._executor.poll()
+        before = self._gradients.get(unit)
+        if before is not None and any(made.slot == slot for made in before.made):
+            self._send(before, last=False)
+        record = self._arrivals.add(unit, self._scheduler.steps, slot, grad, accumulate)
         if announced is not None and record.arrivals[slot] > announced:
             raise UsageError(
                 f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
                 f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run."
             )
-        if record.complete and record.arrivals[slot] == announced:
-            self._due.append(unit)
-        self._update_due()
+        self._note_early()
+        last = record.complete and record.arrivals[slot] == announced
+        if last and (self._options.update_under_backward or self._options.may_speculate):
+            self._guess(record)
+        if self._gradients.is_due(record):
+            self._send(record, last)
+        elif self._together is not None and record.complete:
+            self._together.flush(last)
+        self._note_early()
+
+    def _send(self, record: UnitGradient, last: bool) -> None:
+        """Bring what has been made of a unit's gradient to its buffer."""
+        nbytes = self._gradients.gather(record)
+        self._bring(record, last)
+        self._gradients.hold_back(record, nbytes)
+
+    def _send_all(self) -> None:
+        """Bring every gradient that has been made to its buffer."""
+        if self._together is not None:
+            self._together.flush()
+        for record in self._gradients.records():
+            if record.made:
+                self._send(record, last=False)
+
+    def _bring(self, record: UnitGradient, last: bool) -> None:
+        """A gradient waits for its buffer: have it brought there. `last`: it is the last one before `step()`."""
+        self._driver.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
+        lane = "update" if self._options.update_under_backward else "ssd_write"
+        self._accesses.wait(lambda: not self._scheduler.gradients_held_back, lane, lambda: self._make_room(record))
+
+    def _make_room(self, record: UnitGradient) -> None:
+        """Nothing is under way that could free a buffer."""
+        self._executor.poll()
+        if self._scheduler.gradients_held_back and self._scheduler.idle:
+            error, self._executor.spill_failure = self._executor.spill_failure, None
+            raise error or BudgetError(self._gradients.exhausted(record.unit), tier=HOST)
+
+    def _guess(self, record: UnitGradient) -> None:
+        """What the update of a unit is, if `step()` clips nothing and no hyperparameter changes until then."""
+        record.hypers = NextHypers(self.group_of, self._rule).of(record.unit, lambda _: 1.0 / self.scaler.scale)
+        record.segments = tuple(segments_of(record.unit, record.hypers))
+        if self._options.update_under_backward:
+            self._early.append(record)
+
+    def _note_early(self) -> None:
+        """Find out which updates under backward have begun, for good."""
+        waiting = []
+        for record in self._early:
+            if self._scheduler.began_early(record.unit.index):
+                record.unit.updated = True
+                self._gradients.take(record)
+                self._ask_for(record)
+            else:
+                waiting.append(record)
+        self._early = waiting
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -139,12 +186,16 @@ class Stepper:
                 "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
             )
-        self._speculation.undo_all()
         if self._together is not None:
             self._together.drop_gradients()
-        self._gradients.clear()
-        self._due.clear()
+        self._drop_gradients()
         self._factors.clear()
+
+    def _drop_gradients(self) -> None:
+        if self._gradients.records():
+            self._driver.tell(self._scheduler.drop_gradients)
+        self._gradients.clear()
+        self._early.clear()
 
     def drop_step(self) -> None:
         """Forget the step that has begun, whose updates have failed: no `step()` will end it."""
@@ -161,8 +212,7 @@ class Stepper:
         Every rank asks at the same point of its program, which `asked_by` names in errors. Raises
         NonFiniteGradientError when a gradient is NaN or infinite.
         """
-        if self._together is not None:
-            self._together.flush()
+        self._send_all()
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
         self._settle(terms.values())
         if self._together is not None:
@@ -195,6 +245,7 @@ class Stepper:
         record = self._gradients.get(unit) or self._norm_terms.get(unit.index)
         if record is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
+        self._send_all()
         self._settle([record])
         return abs(self._factors.of(unit, slot)) * math.sqrt(record.square_sums[slot]) / self.scaler.scale
 
@@ -250,7 +301,7 @@ class Stepper:
             self._abandon()
             if not self.scaler.skips:
                 raise
-            self._speculation.end_of_step(clipped=True)
+            self._driver.tell(self._scheduler.scale_known, False, True)
             self.scaler.end_of_step(skipped=True)
             return None
         if self._clip_grad_norm is not None and norms.total is not None:
@@ -261,16 +312,34 @@ class Stepper:
                 "Gradients were multiplied by NaN or infinity, so no step can be taken with them. Clip with a max_norm "
                 "that is a number."
             )
-        clipped = any(factor != 1.0 for factor in factors)
-        if clipped:
-            self._speculation.undo_all()
-        for record in self._gradients.records():
-            self._queue_update(record)
+        self._driver.tell(self._scheduler.step_asked)
+        self._queue_updates(clipped=any(factor != 1.0 for factor in factors))
         if self._norm_terms:
-            self._speculation.end_of_step(clipped=clipped)
             self.scaler.end_of_step(skipped=False)
         self._clear_step()
         return norms
+
+    def _queue_updates(self, clipped: bool) -> None:
+        """Ask for the update of every unit with a gradient, with the hyperparameters as they are now."""
+        changed = []
+        hypers = NextHypers(self.group_of, self._rule)
+        for record in self._gradients.records():
+            unit = record.unit
+            record.hypers = hypers.of(unit, partial(self._scale_of, unit))
+            segments = tuple(segments_of(unit, record.hypers))
+            if clipped or segments != record.segments:
+                changed.append(unit.index)
+            if clipped or segments != record.segments or not self._scheduler.speculates(unit.index):
+                record.segments = segments
+                record.renew()
+            self._gradients.take(record)
+            self._ask_for(record)
+        self._driver.tell(self._scheduler.scale_known, clipped, False, changed)
+        self._executor.step_decided()
+
+    def _scale_of(self, unit: LiveUnit, slot: int) -> float:
+        """What the gradient of a parameter is multiplied by."""
+        return self._factors.of(unit, slot) / self.scaler.scale
 
     def _settle(self, records: Iterable[UnitGradient]) -> None:
         start = time.perf_counter()
@@ -302,7 +371,7 @@ class Stepper:
         return math.sqrt(math.fsum(square_sums)) / self.scaler.scale if square_sums else None
 
     def _clear_step(self) -> None:
-        self._due.clear()
+        self._early.clear()
         self._norm_terms.clear()
         self._used_groups.clear()
         self._factors.clear()
@@ -315,76 +384,30 @@ class Stepper:
 
     def _abandon(self) -> None:
         """Leave a step whose gradients are not finite: nothing of it may be applied or wait to be."""
-        self._speculation.undo_all()
-        self._gradients.clear()
         for unit in self._units:
             for param in unit.params:
                 param.grad = None
-            if unit.updated and unit.update is not None:
-                try:
-                    unit.update.wait()
-                except NonFiniteGradientError:
-                    for slot in self._norm_terms[unit.index].used or ():
-                        unit.steps[slot] -= 1  # the update was refused
-                unit.update = None
-        with suppress(NonFiniteGradientError):
-            self._updater.drain()
+        self._drop_gradients()
+        self._accesses.drain()
+        for record in self._norm_terms.values():
+            if record.unit.updated and not record.updated.succeeded:  # the update was refused
+                for slot in record.used or ():
+                    record.unit.steps[slot] -= 1
         self._clear_step()
 
-    def _queue_update(self, record: UnitGradient) -> None:
-        """Queue one unit's update with the hyperparameters as they are now, or keep the one that was speculated on."""
+    def _ask_for(self, record: UnitGradient) -> None:
+        """A unit's update is asked for, or has begun, with the hyperparameters of its record."""
         unit = record.unit
-        hypers = next_hypers(
-            unit, self.group_of, self._rule, lambda slot: self._factors.of(unit, slot) / self.scaler.scale
-        )
-        segments = segments_of(unit, hypers)
         self._norm_terms[unit.index] = record
-        kept = self._speculation.confirm(record, segments)
-        if kept is None:
-            self._gradients.take(record)
-        record.used = list(hypers)
-        for slot, hyper in hypers.items():
+        record.used = list(record.hypers)
+        for slot, hyper in record.hypers.items():
             if not unit.updated:
                 unit.params[slot].grad = None
             unit.steps[slot] = hyper.step
             self._used_groups[id(unit.params[slot])] = hyper
-        if not segments:
-            self._gradients.release(record)
-            return
-        self.queued += 1
-        if isinstance(self._updater, Updaters):
+        self.queued += bool(record.segments)
+        if self._options.max_staleness is None and record.segments:
             unit.version += 1
-            unit.update = kept or self._updater.submit(record, segments, self._urgency(unit))
-            if self._together is not None:
-                unit.update = self._together.share(unit, unit.update)
-        else:
-            self._updater.submit(record, segments, self._urgency(unit))
-        self._leases.drop(unit)
-
-    def _speculate(self, record: UnitGradient) -> None:
-        """Update a unit as `step()` will if it clips nothing."""
-        unit = record.unit
-        if self._speculation.may_begin(unit):
-            segments = segments_of(
-                unit, next_hypers(unit, self.group_of, self._rule, lambda _: 1.0 / self.scaler.scale)
-            )
-            self._speculation.begin(record, segments, self._urgency(unit))
-
-    def _update_due(self) -> None:
-        """Queue updates under backward, except where a graph may still read the weights."""
-        if not self._due:
-            return
-        waiting = []
-        for unit in self._due:
-            lease = self._leases.get(unit)
-            if unit.packed or unit.active or (lease is not None and lease.held):
-                waiting.append(unit)
-                continue
-            record = self._gradients.get(unit)
-            assert record is not None
-            if self._options.update_under_backward:
-                unit.updated = True
-                self._queue_update(record)
-            else:
-                self._speculate(record)
-        self._due = waiting
+        self._executor.latest[unit.index] = record
+        if self._together is not None:
+            self._together.share(record)

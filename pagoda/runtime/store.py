@@ -10,7 +10,7 @@ import torch
 
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.page import Run, pages_for
-from pagoda.memory.ssd_tier import SSDTier
+from pagoda.memory.ssd.tier import SSDTier
 from pagoda.memory.tier import MemoryTier
 from pagoda.optim.flat import split
 from pagoda.optim.rule import StateSpec

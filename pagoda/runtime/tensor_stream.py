@@ -1,6 +1,6 @@
 """Updates of rules that take parameters whole: one parameter after another, through a work area in fp32."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -26,11 +26,11 @@ class TensorStream(BlockStream):
     have of a state on SSD shares pages, so one is read when what was written before on its first page is there.
     """
 
-    def __init__(self, store: Store, lanes: dict[str, Lane], finished: Callable[[UnitGradient], None]) -> None:
+    def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
         def none(*_: float) -> None:
             raise AssertionError("parameters are updated whole")
 
-        super().__init__(store, none, lanes, finished)
+        super().__init__(store, none, lanes)
         self._layout = store.plan.layout
         begins = [store.shards.updated(unit).start for unit in store.plan.units]
         self._cuts_of = [

@@ -14,9 +14,10 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device, Event
+from pagoda.runtime.driver import Driver
 from pagoda.runtime.gathering import Gathering
 from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.reducing import Buffers, Reducer
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -52,24 +53,26 @@ class Together:
         buffers: Buffers | None,
         device: Device,
         copies: Lane,
+        driver: Driver,
+        latest: Callable[[LiveUnit], Handle | None],
         stalled: Callable[[str, float], None],
     ) -> None:
-        """`buffers` are for gradients of several ranks; None where no two have any of the same elements."""
+        """`buffers` are for gradients of several ranks; None where no two have any of the same elements. `latest` gives
+        what ends when the latest update of a unit that was asked for has written its weights."""
         self._store = store
         self._units = units
         self._gradients = gradients
         slots = max(unit.trainable for unit in units)
         wire.connect(device.torch_device)
         self.collectives = Collectives(mesh, wire, store.shards, device, slots)
-        self._gathering = Gathering(self.collectives, store, units, device)
+        self._gathering = Gathering(self.collectives, store, units, device, latest)
         early = store.plan.options.update_under_backward
         self._reducer = (
             None
             if buffers is None
-            else Reducer(self.collectives, gradients, units, buffers, device, copies, stalled, early)
+            else Reducer(self.collectives, gradients, units, buffers, device, copies, driver, stalled, early)
         )
-        self._shares: dict[int, Handle] = {}
-        """unit -> its updated weights on their way from and to other ranks."""
+        self._driver = driver
         self.saver_wire = Wire(mesh.world)
         """For the thread that writes checkpoints."""
         store.assemble = self._assemble
@@ -112,10 +115,15 @@ class Together:
         """Where gradients go from autograd."""
         return self._reducer or self._gradients
 
-    def flush(self) -> None:
+    def when_flushed(self, bring: Callable[[UnitGradient, bool], None]) -> None:
+        """Have `bring` told of gradients that wait for a buffer to be reduced to."""
+        if self._reducer is not None:
+            self._reducer.bring = bring
+
+    def flush(self, last: bool = False) -> None:
         """Reduce what has arrived since the last time."""
         if self._reducer is not None:
-            self._reducer.flush()
+            self._reducer.flush(last)
 
     def announce(self, what: str, data: bytes) -> list[bytes]:
         """Every rank's bytes, which each of them gives at the same point of its program."""
@@ -129,17 +137,10 @@ class Together:
             return own
         return self._gathering.gather(unit, weights, own, free)
 
-    def share(self, unit: LiveUnit, updated: Handle) -> Handle:
-        """What ends when all of a unit's new weights are here, of which this rank's are once `updated` has ended."""
-        if not self._store.plan.layout.gathers_after_update(unit.spec):
-            return updated
-        shared = self._shares[unit.index] = self._gathering.share(unit, updated)
-        return shared
-
-    def drain(self) -> None:
-        """Wait until the weights of the last step are here."""
-        shares, self._shares = self._shares, {}
-        wait_all(shares.values())
+    def share(self, record: UnitGradient) -> None:
+        """Have all of a unit's new weights here, once this rank has updated what it updates of them."""
+        if record.shown is not record.updated:
+            self._gathering.share(record.unit, record.updated).then(record.shown.finish)
 
     def norm_terms(self, what: str, terms: Mapping[int, UnitGradient], square_sums: SquareSums) -> NormTerms:
         """What the gradient's norm is the root of the sum of, of all ranks, and the first parameter that is not finite.

@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections.abc import Mapping
 
-from pagoda.memory.frozen import Fork
+from pagoda.memory.ssd.tier import Fork
 from pagoda.plan.layout import before
 from pagoda.runtime.store import Store
 

@@ -1,7 +1,6 @@
 """A unit of the live model: its parameters, what they look like between uses, and what is pending for them."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from pagoda.errors import UsageError
 from pagoda.models.hidden import as_plain, hidden_class, hide, name_of
 from pagoda.parallel.tensors import Form
 from pagoda.plan.units import UnitSpec
-from pagoda.runtime.lanes import Handle
 
 Owner = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -81,8 +79,6 @@ class LiveUnit:
         """True once a graph may give the unit a gradient, since its gradients were last cleared."""
         self.updated = False
         """True from an update under backward until `step()`."""
-        self.update: Handle | None = None
-        """Ends when the latest update has published the weights."""
         self.gathered: set[int] = set()
         """Slots whose parameters hold real tensors at the user's wish."""
         self.trainable = sum(slot.param.trainable for slot in spec.slots)
@@ -243,9 +239,3 @@ class LiveUnit:
                 setattr(module, name, param)
             else:
                 module._parameters[name] = param
-
-    def wait_for_update(self, waited: Callable[[Handle], None]) -> None:
-        """Wait until the weights are those of the latest update; `waited` does the waiting and accounts for it."""
-        if self.update is not None:
-            waited(self.update)
-            self.update = None

@@ -1,23 +1,22 @@
-"""Updates: the optimizer's math, unit by unit: in which order, and block by block."""
+"""Updates: the optimizer's math, unit by unit, block by block."""
 
 import ctypes
-import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from pagoda.errors import NonFiniteGradientError
+from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.memory.page import pages_for
 from pagoda.optim.kernels import UpdateKernel
 from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.ops import SSD
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.capture import Capture
-from pagoda.runtime.damage import Damage
-from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
-from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
+from pagoda.runtime.gradients import UnitGradient, non_finite_message
+from pagoda.runtime.lanes import THREAD_NAMES, Handle, Lane, Latch, wait_all
+from pagoda.runtime.ring import Ring
 from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Undo
@@ -42,25 +41,26 @@ class WeightPath(NamedTuple):
 IN_PLACE = WeightPath(WEIGHT, WEIGHT)
 
 
-@dataclass(order=True)
-class Update:
-    """One unit's update. `urgency` is when the next forward needs its weights."""
+class Update(NamedTuple):
+    """One unit's update, as a stream is given it."""
 
-    urgency: float
-    sequence: int
-    record: UnitGradient = field(compare=False)
-    segments: tuple[Segment, ...] = field(compare=False)
-    published: Handle = field(compare=False)
-    """Ends when the new weights are in their home."""
-    written: Handle = field(compare=False)
-    """Ends when every state is."""
-    undo: Undo | None = field(default=None, compare=False)
+    unit: LiveUnit
+    parts: Sequence[Part]
+    """One for each step."""
+    weights: WeightPath
+    undo: Undo | None
     """Keeps what an update that may have to be undone changes."""
+    updated: Handle
+    """Ends when the new weights are in their home."""
+    written: Handle
+    """Ends when every state is."""
+    used: Callable[[], None]
+    """Told when the gradients have been read for the last time."""
 
 
 @dataclass
 class _ReadAhead:
-    """Blocks of a unit that is likely to be updated next, in the ring before its gradient is complete."""
+    """Blocks of a unit that is likely to be updated next, in the ring before its update comes."""
 
     unit: int
     blocks: dict[int, tuple[int, list[Handle]]] = field(default_factory=dict)
@@ -69,91 +69,51 @@ class _ReadAhead:
     """Blocks whose reads have been submitted."""
 
 
-class Updater:
-    """Feeds queued updates to the lanes, most urgent first.
+class Feeder:
+    """The thread that feeds a stream with updates, in the order in which the scheduler issues them.
 
-    Under backward that order is last in, first out, because backward ends with the units that forward starts
-    with: what is due first is updated first, and what was left behind has the whole forward to catch up.
-
-    The next unit's gradient is read while this one is being fed. When nothing is queued, the stream reads ahead, so
-    that the first update of a step, which the next forward waits for, finds its state in RAM.
-
+    While it has none, it reads ahead the unit that the scheduler has named, as far as the stream's ring has room.
     `_lock` guards the queue; it is the stream's.
     """
 
-    def __init__(self, store: Store, gradients: Gradients, stream: "BlockStream") -> None:
-        self._store = store
-        self._gradients = gradients
+    def __init__(self, stream: "BlockStream") -> None:
         self._stream = stream
-        self._lock = self._stream.lock
-        self._queue: list[Update] = []
-        self._sequence = itertools.count()
+        self._lock = stream.lock
+        self._queue: deque[Update | int] = deque()
+        """Updates, and units to read ahead once what comes before has been fed."""
         self._closed = False
-        self._latest: dict[int, Handle] = {}
-        """unit -> `written` of its latest update."""
-        self._thread = threading.Thread(target=self._run, name="pagoda-updater", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD_NAMES}updater", daemon=True)
         self._thread.start()
 
-    def submit(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Handle:
-        """Queue a unit's update; the handle ends when its new weights can be used."""
-        update = self._update(record, segments, urgency)
-        self.stands(update)
-        self._push(update)
-        return update.published
+    def submit(self, update: Update) -> None:
+        """Feed an update to the stream, after those before it. Its handles end when it has, however it did.
 
-    def speculate(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Update:
-        """Queue an update that may have to be undone: `stands` or `withdraw` ends that."""
-        update = self._update(record, segments, urgency)
-        update.undo = Undo(self._store, record.unit.index)
-        self._push(update)
-        return update
-
-    def stands(self, update: Update) -> None:
-        """An update belongs to the state that `drain` waits for."""
-        update.written.then(self._stream.damage.note)
+        A small one in RAM is fed at once: this thread would do no less to hand it to another.
+        """
+        if self._stream.is_small(update):
+            self._feed(update)
+            return
         with self._lock:
-            self._latest[update.record.unit.index] = update.written
+            closed = self._closed
+            if not closed:
+                self._queue.append(update)
+                self._lock.notify_all()
+        if closed:  # one that came of what was under way then
+            error = self._stream.refused or UsageError("The optimizer is closed.")
+            update.written.finish(error)
+            update.updated.finish(error)
 
-    def withdraw(self, update: Update) -> None:
-        """An update that may have to be undone shall not be begun, if it has not been: then it ends at once."""
+    def read_ahead(self, unit: int) -> None:
+        """After what has been submitted, a unit is likely to be updated next."""
         with self._lock:
-            if update not in self._queue:
-                return
-            self._queue.remove(update)
-        self._gradients.release(update.record)
-        update.written.finish()
-        update.published.finish()
-
-    def undo(self, update: Update) -> None:
-        """Have the states back that a unit had before an update that has ended, however it did."""
-        assert update.undo is not None
-        with self._lock:
-            self._stream.forget(update.record.unit.index, update.written)
-            update.undo.revert()
-
-    def _update(self, record: UnitGradient, segments: Sequence[Segment], urgency: float) -> Update:
-        unit = record.unit
-        published, written = Handle(update_lane(self._store, unit.index)), Handle("ssd_write")
-        return Update(urgency, next(self._sequence), record, tuple(segments), published, written)
-
-    def _push(self, update: Update) -> None:
-        with self._lock:
-            self._stream.may_read_ahead = True
-            self._queue.append(update)
+            self._queue.append(unit)
             self._lock.notify_all()
 
-    def pending(self) -> dict[int, Handle]:
-        """unit -> what ends when its latest update has been written home, for updates that have not been."""
+    def drop_ahead(self) -> None:
+        """Wait until nothing is read ahead any more."""
         with self._lock:
-            return {unit: written for unit, written in self._latest.items() if not written.succeeded}
-
-    def drain(self) -> None:
-        """Wait until every queued update has been written home and the ring is idle; raises the first error, once."""
-        with self._lock:
-            latest, self._latest = self._latest, {}
-            self._stream.may_read_ahead = False  # it would be dropped unused, and delay what is waited for
-        wait_all(latest.values())
-        with self._lock:
+            self._queue = deque(each for each in self._queue if not isinstance(each, int))
+            self._stream.ahead_wanted = -1
             reads = self._stream.drop_ahead()
         wait_all(reads)
 
@@ -165,61 +125,34 @@ class Updater:
         self._thread.join()
 
     def _run(self) -> None:
-        loaded: Update | None = None
-        while True:
-            current = loaded or self._next_or_read_ahead()
-            if current is None:
-                return
-            try:
-                if loaded is None:
-                    current = self._loaded(current)
-                with self._lock:
-                    loaded = self._pop(self._queue) if self._queue else None
-                if loaded is not None and not self._gradients.load(loaded.record, block=False):
-                    with self._lock:
-                        self._queue.append(loaded)
-                    loaded = None
-                current.record.settle()
-                if (bad := current.record.non_finite()) is not None:
+        while (update := self._next()) is not None:
+            self._feed(update)
+            del update  # it refers to the model
+
+    def _feed(self, update: Update) -> None:
+        try:
+            for part in update.parts:
+                if (bad := part.record.non_finite()) is not None:
                     raise NonFiniteGradientError(non_finite_message(bad[1]))
-                part = Part(current.record, current.segments)
-                self._stream.feed(current.record.unit, [part], current.published, current.written, undo=current.undo)
-            except BaseException as error:
-                self._gradients.release(current.record)
-                current.written.finish(error)
-                current.published.finish(error)
+            self._stream.feed(update)
+        except BaseException as error:
+            update.written.finish(error)
+            update.updated.finish(error)
 
-    def _pop(self, among: list[Update]) -> Update:
-        """Take the most urgent of queued updates whose gradient is there, else the first that was queued.
-
-        Of several ranks, whatever brings a later gradient may wait for the result of an earlier update.
-        """
-        there = [update for update in among if update.record.settled]
-        update = min(there) if there else min(among, key=lambda update: update.sequence)
-        self._queue.remove(update)
-        return update
-
-    def _next_or_read_ahead(self) -> Update | None:
-        """The most urgent update; reads ahead until there is one. None once closed and nothing is left."""
+    def _next(self) -> Update | None:
+        """The next update; reads ahead until there is one. None once closed and nothing is left."""
         with self._lock:
-            while not self._queue:
-                if self._closed:
+            while True:
+                if self._queue:
+                    following = self._queue.popleft()
+                    if isinstance(following, Update):
+                        return following
+                    self._stream.ahead_wanted = following
+                elif self._closed:
                     self._stream.drop_ahead()
                     return None
-                if not self._stream.read_ahead():
+                elif not self._stream.read_ahead():
                     self._lock.wait()
-            return self._pop(self._queue)
-
-    def _loaded(self, update: Update) -> Update:
-        """`update` with its gradient in RAM; or, while other gradients leave no room for it, one of theirs."""
-        if self._gradients.load(update.record, block=False):
-            return update
-        with self._lock:
-            if resident := [other for other in self._queue if other.record.buffer is not None]:
-                self._queue.append(update)
-                update = self._pop(resident)
-        self._gradients.load(update.record, block=True)
-        return update
 
 
 class BlockStream:
@@ -227,60 +160,59 @@ class BlockStream:
 
     A unit whose states are in RAM is cut into blocks for the update lane's threads. States on SSD stream through
     the ring: a block is read, updated and written back while others are read and written; the ring's size bounds
-    what is in flight. While there is nothing to feed, free slots can read ahead the unit that followed this one last
-    time.
+    what is in flight. While there is nothing to feed, free slots can read ahead the unit that most likely comes next.
 
     `lock` guards the free slots and what was read ahead.
     """
 
-    def __init__(
-        self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane], finished: Callable[[UnitGradient], None]
-    ) -> None:
+    def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane]) -> None:
         self._store = store
         self._kernel = kernel
         self._lanes = lanes
-        self.finished = finished
-        """Told of every gradient that has been applied, or cannot be."""
         self._block = store.plan.layout.block_elements
         self._states = store.plan.layout.states
+        self._streamed_of = [
+            [s.name for s in self._states if store.run(unit.index, s.name) is not None] for unit in store.plan.units
+        ]
+        self._touched = [
+            int(store.plan.layout.updated_elements(unit) * store.plan.layout.bytes_per_update)
+            for unit in store.plan.units
+        ]
+        """Bytes that each unit's update reads and writes."""
         self.lock = threading.Condition()
         self.capture: Capture | None = None
         """The checkpoint that is being written, if any."""
-        self.damage = Damage()
-        """Told of updates that failed."""
         self.refused: BaseException | None = None
         """What every update that has not begun fails with, if anything."""
-        self._written: dict[int, Handle] = {}
-        """unit -> `written` of the latest update that was fed."""
-        self._successor: dict[int, int] = {}
-        """unit -> the unit that was fed after it last time."""
-        self._fed = -1
-        """The unit fed last."""
-        self._free_slots = list(range(len(store.ring)))
+        self._ring = Ring(range(len(store.ring)), self.lock)
         self._ahead = _ReadAhead(-1)
-        self.may_read_ahead = False
-        """False from a drain until something is queued: then nobody meets a busy ring."""
+        self.ahead_wanted = -1
+        """The unit to read ahead, if any."""
         self._ring_offsets: dict[str, int] = {}
         offset = 0
         for state in (*store.plan.layout.moments, store.plan.layout.weight):
             self._ring_offsets[state.name] = offset
             offset += store.plan.layout.block_pages(state.name) * store.plan.page_bytes
 
+    def is_small(self, update: Update) -> bool:
+        """Whether an update is done before another thread would have begun it."""
+        index = update.unit.index
+        small = self._touched[index] <= self._lanes["update"].inline_bytes
+        return small and self.capture is None and not self._streamed_of[index]
+
     def read_ahead(self) -> bool:
         """Read one more block of the unit that is likely to be next; False when there is no slot or no block."""
-        index = self._successor.get(self._fed, -1)
-        if not self.may_read_ahead or index < 0 or not self._free_slots:
+        index = self.ahead_wanted
+        if index < 0 or not self._ring.has_room:
             return False
         if self._ahead.unit != index:
-            if not self._written[index].succeeded:
-                return False
             self.drop_ahead()
             self._ahead = _ReadAhead(index)
         cuts = self._readable_ahead(self._store.plan.units[index])
         if self._ahead.begun == len(cuts) or not self._streamed(index):
             return False
         start, stop = cuts[self._ahead.begun]
-        slot = self._free_slots.pop()
+        slot = self._ring.take()
         self._ahead.blocks[start] = (slot, [*self._transfers("ssd_read", index, slot, start, stop, WEIGHT)])
         self._ahead.begun += 1
         return True
@@ -289,68 +221,36 @@ class BlockStream:
         """Give the slots of what was read ahead back, each once its reads have ended; returns the reads."""
         dropped, self._ahead = self._ahead.blocks, _ReadAhead(-1)
         for slot, reads in dropped.values():
-            Latch("ssd_read", reads).then(lambda _, slot=slot: self._release_slot(slot))  # type: ignore[misc]
+            Latch("ssd_read", reads).then(lambda _, slot=slot: self._ring.give_back(slot))  # type: ignore[misc]
         return [read for _, reads in dropped.values() for read in reads]
-
-    def forget_errors(self) -> None:
-        """Every state has been replaced: that some could not be written before no longer matters."""
-        self._written = {u: h if h.succeeded else Latch("ssd_write", []) for u, h in self._written.items()}
-
-    def forget(self, unit: int, written: Handle) -> None:
-        """The states of a unit are about to be what they were before the update that `written` is of, however it ended.
-        An error of the one before stays.
-        """
-        if self._written.get(unit) is written:
-            self._written[unit] = Latch("ssd_write", [])
-        if self._ahead.unit == unit:
-            self.drop_ahead()
 
     def _take_slot(self, start: int) -> tuple[int, list[Handle]]:
         """A ring slot for a block of the unit that is fed, and the reads that bring it, if it was read ahead."""
         with self.lock:
             if start in self._ahead.blocks:
                 return self._ahead.blocks.pop(start)
-            while not self._free_slots:
+            if not self._ring.has_room:
                 self.drop_ahead()  # what is left of it lies behind this block: parameters without a gradient
-                if not self._free_slots:
-                    self.lock.wait()
-            return self._free_slots.pop(), []
+            return self._ring.take(), []
 
-    def _release_slot(self, slot: int) -> None:
-        with self.lock:
-            self._free_slots.append(slot)
-            self.lock.notify_all()
+    def feed(self, update: Update) -> None:
+        """Submit every block of one unit's update to the lanes.
 
-    def feed(
-        self,
-        unit: LiveUnit,
-        parts: Sequence[Part],
-        published: Handle,
-        written: Handle,
-        weights: WeightPath = IN_PLACE,
-        undo: Undo | None = None,
-    ) -> None:
-        """Submit every block of one unit's update to the lanes, once its previous one is written.
-
-        The gradients of `parts` are applied one after another. `published` ends when the new weights are in their
-        home, `written` when every state is. `undo` keeps what is changed.
-
-        Raises only before the first block. A later error ends both handles, once the blocks under way have ended.
+        The gradients of its parts are applied one after another. Raises only before the first block. A later error ends
+        its handles, once the blocks under way have ended.
         """
         if self.refused is not None:
             raise self.refused
+        unit, parts, weights, undo = update.unit, update.parts, update.weights, update.undo
         index = unit.index
-        if index in self._written:
-            self._written[index].wait()
         if undo is not None:
             undo.begin()
-        self._written[index] = written
-        with self.lock:
-            self._successor[self._fed] = index
-            self._fed = index
-            if self._ahead.unit != index:
-                self.drop_ahead()
         streamed = self._streamed(index)
+        if streamed:
+            with self.lock:
+                self.ahead_wanted = -1
+                if self._ahead.unit != index:
+                    self.drop_ahead()
         updated = self._store.shards.updated(unit.spec)
         computed: list[Handle] = []
         writes: list[Handle] = []
@@ -366,22 +266,22 @@ class BlockStream:
                 continue
             try:
                 if (capture := self.capture) is not None:
-                    capture.before_update(index, written, first, last)
+                    capture.before_update(index, update.written, first, last)
                 self._feed_block(unit, start, stop, pieces, streamed, weights, undo, computed, writes)
             except BaseException as error:
                 computed.append(Handle("update"))
                 computed[-1].finish(error)
                 break
-        with self.lock:
-            self.drop_ahead()  # blocks without a gradient
+        if streamed:
+            with self.lock:
+                self.drop_ahead()  # blocks without a gradient
         all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *writes])
-        for part in parts:
-            all_computed.then(lambda _, record=part.record: self.finished(record))  # type: ignore[misc]
+        all_computed.then(lambda _: update.used())
         ready = all_written if WEIGHT in streamed else all_computed
-        ready.then(published.finish)
+        ready.then(update.updated.finish)
         if undo is not None:
             all_written.then(undo.ended)
-        all_written.then(written.finish)
+        all_written.then(update.written.finish)
 
     def _feed_block(
         self,
@@ -426,7 +326,7 @@ class BlockStream:
             raise
         finally:
             if streamed:
-                Latch("ssd_write", using).then(lambda _: self._release_slot(slot))
+                Latch("ssd_write", using).then(lambda _: self._ring.give_back(slot))
 
     def _cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """First and last element of every block of a unit's update."""
@@ -470,7 +370,7 @@ class BlockStream:
 
     def _streamed(self, unit: int) -> list[str]:
         """States of a unit whose home is SSD."""
-        return [s.name for s in self._states if self._store.run(unit, s.name) is not None]
+        return self._streamed_of[unit]
 
     def _transfers(
         self, lane: str, unit: int, slot: int, start: int, stop: int, weights: str, after: tuple[Handle, ...] = ()
@@ -486,14 +386,3 @@ class BlockStream:
             view = store.ring_view(slot, self._ring_offsets[name], nbytes)
             work = partial(move, run, start * itemsize, view)
             yield self._lanes[lane].submit(work, after, nbytes, f"{verb} {store.plan.units[unit].name}")
-
-
-def update_lane(store: Store, unit: int) -> str:
-    """The lane whose work ends last before a unit's new weights can be used, most likely."""
-    placement = store.plan.placement
-    if unit in placement.updated_on_device | placement.resident:
-        return "device_update"
-    homes = {state.name: store.plan.placement.home(unit, state.name) for state in store.plan.layout.states}
-    if homes[WEIGHT] == SSD:
-        return "ssd_write"
-    return "ssd_read" if SSD in homes.values() else "update"

@@ -11,12 +11,13 @@ A step, as the scheduler sees it:
     step_asked(), scale_known()          what becomes of the gradients
     ended(operation), failed(operation)  lanes (the executor's queues) report, at any time
 
-Four parts share the work, each in a file that states its invariants:
+Five parts share the work, each in a file that states its invariants:
 
-    order.py      when each unit is used next, by the trace of earlier steps
-    leases.py     which weights are in reach of compute: FETCH, RECLAIM
-    gradients.py  where gradients wait for their update: OFFLOAD, SPILL, RELOAD
-    updates.py    which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO, SAVE
+    order.py        when each unit is used next, by the trace of earlier steps, and by routers of experts
+    leases.py       which weights are in reach of compute: FETCH, RECLAIM
+    gradients.py    where gradients wait for their update: OFFLOAD, SPILL, RELOAD
+    updates.py      which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO, READ_AHEAD
+    checkpoints.py  which states a checkpoint reads next, and which old ones are kept for it: SAVE
 
 `scheduler.py` joins them: it passes each event to the parts that it concerns, in a fixed order, and then lets each
 start what can start now ("pump"). State changes in events alone. What only the executor can know, whether a tensor
@@ -28,7 +29,6 @@ What always holds, whatever the order of events; `tests/schedule/worlds.py` trie
 - an access reads exactly the version of the weights that the algorithm says;
 - each gradient is applied once, or dropped with its step;
 - what is kept for an undo or a checkpoint fits the reserve, leases and buffers fit their frames;
-- if compute waits, some operation is under way.
-
-Ranks and routed experts are not in it yet, and no run is driven by it yet: `pagoda.runtime` still decides.
+- if compute waits, some operation is under way;
+- ranks that agree fetch alike, however fast their lanes are.
 """

@@ -1,26 +1,28 @@
 """Frames for runs of unequal length, without external fragmentation, at a logarithmic cost."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from pagoda.memory.page import Run
 from pagoda.memory.pool import PagePool
 
 
 class Frames:
-    """The frames [0, count), cut into slabs as long as the longest of `sizes`, the runs that will be asked for.
+    """The frames [0, count), cut into slabs: as long as the longest run that will be asked for, or longer.
 
     Invariant: no run straddles two slabs. So runs in use that touch k slabs leave every other slab whole, and a holder
     of one slab more than can be in use at once can always make room for one more run.
     """
 
-    def __init__(self, count: int, sizes: Iterable[int]) -> None:
-        self._slab = slab = max(sizes, default=0) or 1
+    def __init__(self, count: int, slab: int) -> None:
+        self._slab = slab = slab or 1
         self._slabs = [PagePool(min(slab, count - first), first) for first in range(0, count, slab)]
         self._by_room = [(pool.largest_free, index) for index, pool in enumerate(self._slabs)]
         """(longest free run, slab), sorted."""
         self._by_room.sort()
         self.in_use = 0
+        self.peak = 0
+        """Most frames in use at once."""
 
     def alloc(self, count: int) -> Run | None:
         """`count` adjoining frames from the slab with the least room that has them, or None."""
@@ -31,6 +33,7 @@ class Frames:
         run = self._slabs[index].alloc(count)
         self._moved(at, index)
         self.in_use += count
+        self.peak = max(self.peak, self.in_use)
         return run
 
     def free(self, run: Run) -> None:

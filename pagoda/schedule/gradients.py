@@ -1,11 +1,12 @@
 """Gradient buffers: where gradients wait for their update, and which of them are on SSD meanwhile.
 
 The gradient of a unit for one step is a record. It is made by the first OFFLOAD of the step, and ends when its update
-has used it. Where a unit's gradient has a home in RAM, the home is its buffer for good. The others share the pages for
-buffers: a complete gradient is written to SSD at once, if that is where it will wait for its update, and keeps its
+has used it. Where a unit's gradients have homes in RAM, one of those is its buffer for good. The others share the pages
+for buffers: a complete gradient is written to SSD at once, if that is where it will wait for its update, and keeps its
 buffer until another gradient needs the pages. So a gradient that is used soon never comes back from SSD.
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ class Record:
     step: int
     run: Run | None = None
     """Its buffer, if it shares pages and has some now."""
+    home: int | None = None
+    """Which of its unit's homes it has, if its unit has any."""
     made: int = 0
     """Gradients that autograd has made and that wait for the buffer."""
     arriving: int = 0
@@ -50,9 +53,9 @@ class Record:
         return self.arriving > 0 or self.transferring or self.in_use
 
     @property
-    def settled(self) -> bool:
-        """Whether all of it has arrived."""
-        return self.complete and not (self.made or self.arriving)
+    def arrived(self) -> bool:
+        """Whether all that autograd has made so far has arrived."""
+        return not (self.made or self.arriving)
 
 
 class Gradients:
@@ -65,7 +68,10 @@ class Gradients:
     def __init__(self, plan: SchedulePlan, issue: Callable[[Operation, Record], None]) -> None:
         self._plan = plan
         self._issue = issue
-        self._frames = Frames(plan.buffer_pool, (unit.buffer_pages for unit in plan.units))
+        slab = plan.buffer_slab or max(unit.buffer_pages for unit in plan.units)
+        self.pages = Frames(plan.buffer_pool, slab)
+        self._homes = [[*range(plan.gradient_homes)] for _ in plan.units]
+        """By unit, the homes that no record has."""
         self._records: dict[int, Record] = {}
         """unit -> the record of this step."""
         self._idle: dict[Record, None] = {}
@@ -74,6 +80,8 @@ class Gradients:
         """Other records with a shared buffer."""
         self._waiting: dict[Record, None] = {}
         """Records that need a buffer: for an update, or for what autograd has made."""
+        self._spilling_fails = False
+        """A SPILL has failed since compute last made a gradient: it is not tried again at once."""
         self.unsettled = 0
         """Gradients that autograd has made and that do not lie in their buffer yet."""
 
@@ -84,6 +92,7 @@ class Gradients:
         record = self._records.get(unit)
         if record is None:
             record = self._records[unit] = Record(unit, step)
+        self._spilling_fails = False
         record.made += 1
         record.complete = complete
         self.unsettled += 1
@@ -94,14 +103,15 @@ class Gradients:
         self.unsettled -= 1
         with self._changing(record):
             record.arriving -= 1
-        if record.settled and not (self._plan.under_backward or record.dropped or record.lost):
-            self._spill(record)
+        if record.complete and record.arrived and not (self._plan.under_backward or record.dropped or record.lost):
+            self._spill(record)  # it waits for `step()`
 
     def transferred(self, record: Record, failed: bool = False) -> None:
         """A SPILL or RELOAD has ended. A SPILL that failed loses nothing: the buffer still has the gradient."""
         with self._changing(record):
             record.transferring = False
             record.clean = record.clean and not failed
+        self._spilling_fails = self._spilling_fails or failed
 
     def use(self, record: Record) -> None:
         """An update begins to read a gradient."""
@@ -149,10 +159,6 @@ class Gradients:
         """Whether a gradient that autograd has made waits for a buffer."""
         return any(record.made for record in self._waiting)
 
-    @property
-    def pages_in_use(self) -> int:
-        return self._frames.in_use
-
     # --- decisions ---
 
     def pump(self) -> None:
@@ -172,20 +178,27 @@ class Gradients:
                 record.clean = record.clean and not record.made
                 record.arriving += record.made
             for _ in range(record.made):
-                self._issue(Operation(Kind.OFFLOAD, record.unit, record.run, steps=(record.step,)), record)
+                self._issue(self._operation(Kind.OFFLOAD, record), record)
             record.made = 0
 
+    def _operation(self, kind: Kind, record: Record) -> Operation:
+        return Operation(kind, record.unit, record.run, steps=(record.step,), home=record.home or 0)
+
     def _lacks_buffer(self, record: Record) -> bool:
-        return self._plan.units[record.unit].buffer_pages > 0 and record.run is None
+        return record.run is None and record.home is None
 
     def _has_buffer(self, record: Record) -> bool:
         """Whether a record has a buffer that is up to date; if not, it is given one where there is room."""
         if not self._lacks_buffer(record):
             return True
         count = self._plan.units[record.unit].buffer_pages
-        record.run = self._frames.alloc(count)
+        if not count:
+            homes = self._homes[record.unit]
+            record.home = homes.pop(0) if homes else None
+            return record.home is not None
+        record.run = self.pages.alloc(count)
         while record.run is None and self._make_room():
-            record.run = self._frames.alloc(count)
+            record.run = self.pages.alloc(count)
         if record.run is None:
             return False
         if record.busy:
@@ -202,38 +215,38 @@ class Gradients:
             if record.clean:
                 self._free(record)
                 return True
-        if self._idle and not self._busy:
+        if self._idle and not self._busy and not self._spilling_fails:
             self._spill(next(iter(self._idle)))
         return False
 
     def _spill(self, record: Record) -> None:
-        if record.run is not None:
+        if record.run is not None and self._plan.spills:
             record.clean = True  # unless it fails, or more arrives
             self._transfer(Kind.SPILL, record)
 
     def _transfer(self, kind: Kind, record: Record) -> None:
         with self._changing(record):
             record.transferring = True
-        self._issue(Operation(kind, record.unit, record.run, steps=(record.step,)), record)
+        self._issue(self._operation(kind, record), record)
 
     @contextmanager
     def _changing(self, record: Record) -> Iterator[None]:
         """What moves or reads a buffer changes: keep `_idle` and `_busy` true, and free the buffer if that is due."""
         before = record.busy
         yield
-        if record.run is None:
-            return
-        if record.busy and not before:
+        if record.run is not None and record.busy and not before:
             del self._idle[record]
             self._busy += 1
-        elif before and not record.busy:
+        elif record.run is not None and before and not record.busy:
             self._idle[record] = None
             self._busy -= 1
         if record.dropped and not record.busy:
             self._free(record)
 
     def _free(self, record: Record) -> None:
-        assert record.run is not None
-        self._frames.free(record.run)
-        record.run = None
-        del self._idle[record]
+        if record.run is not None:
+            self.pages.free(record.run)
+            del self._idle[record]
+        if record.home is not None:
+            insort(self._homes[record.unit], record.home)
+        record.run = record.home = None

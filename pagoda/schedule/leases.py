@@ -11,9 +11,13 @@ The life of a lease:
 
 Frames of an ended lease may still be referred to: by a graph that will run backward, or by a tensor of the user's. Only
 the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does.
+
+Where several ranks must fetch alike (`plan.agreed`), no decision here depends on when an operation ends: fetches start
+in compute's events alone, ahead of the updates that they wait for, and a lease may make room while it is being filled.
+The executor sees to it that such an operation waits for what is under way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heapify, heappop, heappush
@@ -26,7 +30,7 @@ from pagoda.schedule.order import Order
 
 MOST_PREFETCHES = 2
 """Prefetches under way at once. More would only queue up in front of what compute comes to wait for."""
-_CANDIDATES = 4
+_CANDIDATES = 16
 """Slabs in which room for a prefetch is looked for. What compute waits for looks in all of them."""
 _MOST_STALE = 4
 """Entries a unit, on average, above which a heap is made anew without those that are out of date."""
@@ -47,14 +51,15 @@ class Lease:
     version: int
     state: State = State.FILLING
     filled: bool = False
-    """Whether its fetch has ended."""
+    """Whether what comes later in the device's queue finds its weights there."""
 
 
 class Leases:
     """Every lease. A unit has at most one that has not ended.
 
     Invariants: a frame belongs to at most one lease; a unit in use is not evicted; a fetch reads the version that
-    accesses need, and a lease ends before that version changes, so no access ever finds old weights.
+    accesses need, and a lease ends before that version changes, so no access ever finds old weights. The unit that
+    compute used last counts as in use: backward comes back to it as often as it has operations.
     """
 
     def __init__(
@@ -62,39 +67,45 @@ class Leases:
         plan: SchedulePlan,
         order: Order,
         readable: Callable[[int], int | None],
+        awaited: Callable[[int], tuple[int, ...]],
         issue: Callable[[Operation, Lease], None],
     ) -> None:
         """`readable` gives the version of a unit's weights that can be fetched now, None while an update must come
-        first; `issue` takes the operations."""
+        first. `awaited` gives the step whose update makes that version, if it is yet to. `issue` takes operations."""
         self._plan = plan
         self._order = order
         self._readable = readable
+        self._awaited = awaited
         self._issue = issue
-        self._frames = Frames(plan.frame_pool, (unit.lease_frames for unit in plan.units))
+        self._frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
         self._leases: dict[int, Lease] = {}
         """unit -> its lease that has not ended."""
         self._owner: dict[int, Lease] = {}
         """first frame -> the lease that holds it, ended ones too."""
         self.users = [0] * len(plan.units)
         """Forwards and backwards that use each unit now."""
+        self._last_used = -1
+        """The unit that compute used last."""
         self._wanted: dict[int, None] = {}
         """Units that compute waits for, the first one first."""
         self._missing: list[tuple[float, int]] = []
         """(time of the next use, unit) of units that may lack a lease: a heap. A time may have passed since."""
-        self._listed: set[int] = set()
-        """The units in `_missing`, each there once."""
+        self._listed: dict[int, float] = {}
+        """The entry of `_missing` that counts, by unit."""
         self._idle: list[tuple[float, int]] = []
         """(minus the time when its lease is useful next, unit) of units whose lease may make room: a heap."""
         self._idle_as: dict[int, float] = {}
         """The entry of `_idle` that counts, by unit: others of that unit are out of date."""
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
+        self.changes = True
+        """Whether something has come about since the last pump that may let a fetch start."""
         self._reclaiming = 0
         """RECLAIM operations without an answer."""
         self._filling = 0
         """Fetches under way."""
-        self.fetching = [0] * len(plan.units)
-        """The same by unit; more than one if the weights that the first brings have become old."""
+        self._fetching: list[list[int]] = [[] for _ in plan.units]
+        """The versions that they bring, by unit; more than one if the weights that the first brings have become old."""
         for unit in range(len(plan.units)):
             self.fetchable(unit)
 
@@ -102,9 +113,29 @@ class Leases:
 
     def access(self, unit: int) -> None:
         """Compute begins to use a unit, whose time has come in `order` already."""
+        self.changes = True
         self.users[unit] += 1
+        before, self._last_used = self._last_used, unit
+        if before in self._leases:
+            self._note_idle(before)
         if self._plan.units[unit].lease_frames:
             self._wanted[unit] = None
+
+    def expect(self, units: Sequence[int]) -> None:
+        """These units come next, in this order: compute has no more to do before them than routing takes, so all of
+        them are fetched at once, as far as frames allow."""
+        for unit in units:
+            self.fetchable(unit)
+        for unit in units:
+            if unit not in self._leases and self._plan.units[unit].lease_frames and not self._fetch(unit, wanted=False):
+                return
+
+    def retraced(self) -> None:
+        """The trace is another one: so is the order in which units are missing, or idle."""
+        for unit in range(len(self.users)):
+            self.fetchable(unit)
+            if unit in self._leases:
+                self._note_idle(unit)
 
     def served(self, unit: int) -> None:
         """Compute no longer waits for a unit."""
@@ -114,26 +145,38 @@ class Leases:
         """Compute has ended one use of a unit."""
         self.users[unit] -= 1
         if not self.users[unit]:
+            self.changes = True
             self._wanted.pop(unit, None)
             if unit in self._leases:
                 self._note_idle(unit)
 
+    def issued(self, lease: Lease) -> None:
+        """What fills a lease is in the device's queue: compute can be told to go on behind it."""
+        if lease.filled:
+            return
+        lease.filled = True
+        if lease.state is State.FILLING:
+            lease.state = State.READY
+            if not self._plan.agreed:
+                self._note_idle(lease.unit)
+        elif not self._plan.agreed:
+            self._reclaim(lease)
+
     def ended(self, lease: Lease, failed: bool = False) -> None:
         """The fetch of a lease has ended. One that has `failed` is tried again for as long as compute waits for it."""
-        lease.filled = True
+        self.changes = True
         self._filling -= 1
-        self.fetching[lease.unit] -= 1
-        if lease.state is State.FILLING and not failed:
-            lease.state = State.READY
-            self._note_idle(lease.unit)
-        elif lease.state is State.FILLING:
+        self._fetching[lease.unit].remove(lease.version)
+        if failed and lease.state is not State.ENDED:
+            lease.filled = True
             self._end(lease, again=False)
         else:
-            self._reclaim(lease)
+            self.issued(lease)
 
     def reclaimed(self, lease: Lease, freed: bool) -> None:
         """The answer to RECLAIM: the frames of a lease are free, or something still refers to them."""
         self._reclaiming -= 1
+        self.changes = True
         if freed:
             self._free(lease)
 
@@ -149,12 +192,19 @@ class Leases:
 
     def fetchable(self, unit: int) -> None:
         """An update of a unit is over, so that its weights can be fetched."""
-        if self._plan.units[unit].lease_frames and unit not in self._leases and unit not in self._listed:
-            self._listed.add(unit)
-            heappush(self._missing, (self._order.next_use(unit), unit))
+        if not self._plan.units[unit].lease_frames or unit in self._leases:
+            return
+        use = self._order.next_use(unit)
+        self.changes = True
+        if self._listed.get(unit) != use:
+            self._listed[unit] = use
+            heappush(self._missing, (use, unit))
 
     def end_step(self) -> None:
         """`step()` has said what it updates: the others can be prefetched across it."""
+        before, self._last_used = self._last_used, -1
+        if before in self._leases:
+            self._note_idle(before)
         for unit in self._after_step:
             self.fetchable(unit)
         self._after_step.clear()
@@ -169,18 +219,30 @@ class Leases:
     def lease(self, unit: int) -> Lease | None:
         return self._leases.get(unit)
 
+    def reads(self, unit: int, version: int) -> bool:
+        """Whether a FETCH of this version of a unit's weights is under way."""
+        return version in self._fetching[unit]
+
     @property
-    def frames_in_use(self) -> int:
-        return self._frames.in_use
+    def frames(self) -> Frames:
+        return self._frames
+
+    def holders(self) -> list[int]:
+        """Units whose frames cannot be taken now."""
+        return sorted({lease.unit for lease in self._owner.values() if not self._may_end(lease)})
 
     # --- decisions ---
 
     def pump(self) -> None:
         """Start every fetch that can start now. What comes later must not overtake what compute waits for."""
+        self._start()
+        self.changes = False
+
+    def _start(self) -> None:
         for wanted in [*self._wanted]:
             if wanted not in self._leases and not self._fetch(wanted, wanted=True):
                 return
-        while self._filling < MOST_PREFETCHES and (unit := self._next_missing()) is not None:
+        while (self._plan.agreed or self._filling < MOST_PREFETCHES) and (unit := self._next_missing()) is not None:
             if not self._fetch(unit, wanted=False):
                 self.fetchable(unit)
                 return
@@ -189,12 +251,14 @@ class Leases:
         """The unit to prefetch next: the one that is used first among those that can be fetched."""
         while self._missing:
             use, unit = heappop(self._missing)
-            self._listed.remove(unit)
+            if self._listed.get(unit) != use:
+                continue
+            del self._listed[unit]
             if unit in self._leases or self._readable(unit) is None:
                 continue  # it comes back when its lease ends, or its update
             if use != self._order.next_use(unit):
                 self.fetchable(unit)  # that use has passed
-            elif use == inf:
+            elif use == inf or not self._order.counted_on(unit):
                 continue  # the trace never uses it
             elif self._useful(unit) == inf:
                 self._after_step.append(unit)
@@ -222,8 +286,10 @@ class Leases:
         self._leases[unit] = lease
         self._owner[run.start] = lease
         self._filling += 1
-        self.fetching[unit] += 1
-        self._issue(Operation(Kind.FETCH, unit, run, version), lease)
+        self._fetching[unit].append(version)
+        self._issue(Operation(Kind.FETCH, unit, run, version, self._awaited(unit)), lease)
+        if self._plan.agreed:
+            self._note_idle(unit)
         return True
 
     def _make_room(self, count: int, needed_at: float) -> None:
@@ -232,9 +298,7 @@ class Leases:
         def price(run: Run) -> float | None:
             lease = self._owner[run.start]
             useful = self._useful(lease.unit)
-            if lease.state is not State.READY or self.users[lease.unit] or useful <= needed_at:
-                return None
-            return -useful
+            return None if not self._may_end(lease) or useful <= needed_at else -useful
 
         tried: list[int] = []
         victims: list[Run] | None = None
@@ -244,7 +308,7 @@ class Leases:
                 continue
             del self._idle_as[unit]
             lease = self._leases.get(unit)
-            if lease is None or lease.state is not State.READY or self.users[unit]:
+            if lease is None or not self._may_end(lease):
                 continue  # it comes back when it is idle again
             if -entry != self._useful(unit):
                 self._note_idle(unit)
@@ -258,8 +322,13 @@ class Leases:
         for run in victims or ():
             self._end(self._owner[run.start])
 
+    def _may_end(self, lease: Lease) -> bool:
+        """Whether a lease can make room for another."""
+        settled = lease.state is State.READY or (self._plan.agreed and lease.state is State.FILLING)
+        return settled and not self.users[lease.unit] and lease.unit != self._last_used
+
     def _note_idle(self, unit: int) -> None:
-        if not self.users[unit]:
+        if not self.users[unit] and unit != self._last_used:
             self._idle_as[unit] = -self._useful(unit)
             heappush(self._idle, (self._idle_as[unit], unit))
         if len(self._idle) > _MOST_STALE * len(self.users):
@@ -272,7 +341,7 @@ class Leases:
         lease.state = State.ENDED
         if again and self._readable(lease.unit) is not None:
             self.fetchable(lease.unit)
-        if lease.filled:
+        if lease.filled or self._plan.agreed:
             self._reclaim(lease)
 
     def _reclaim(self, lease: Lease) -> None:
@@ -280,5 +349,6 @@ class Leases:
         self._issue(Operation(Kind.RECLAIM, lease.unit, lease.run, lease.version), lease)
 
     def _free(self, lease: Lease) -> None:
+        self.changes = True
         del self._owner[lease.run.start]
         self._frames.free(lease.run)

@@ -27,6 +27,9 @@ class Kind(StrEnum):
     """Make the newest weights of a unit those that are read. Only asynchronous updates need it."""
     UNDO = "undo"
     """Bring back what a speculative update has changed."""
+    READ_AHEAD = "read_ahead"
+    """A unit is likely to be updated next: read its states into buffers that nothing else needs. The next UPDATE, or a
+    drain, ends it; it is not reported."""
     SAVE = "save"
     """Read a unit's states for a checkpoint."""
 
@@ -42,7 +45,10 @@ class Operation:
     version: int = 0
     """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
     steps: tuple[int, ...] = ()
-    """The steps whose gradients an UPDATE applies, oldest first, or the step of an OFFLOAD, SPILL or RELOAD."""
+    """The steps whose gradients an UPDATE applies, oldest first, or the step of an OFFLOAD, SPILL or RELOAD. Of a FETCH
+    of a version that is yet to come, where ranks must agree: the step whose update it waits for."""
+    home: int = 0
+    """Which of the unit's homes for gradients, where it has some."""
     keeps_old: bool = False
     """An UPDATE copies what it changes to the reserve; a SAVE reads it there."""
 
@@ -60,6 +66,11 @@ class UnitPlan:
     trained: bool = True
     speculated: bool = False
     """Whether it may be updated under backward before it is known whether gradients are clipped."""
+    updater: int = 0
+    """Which of the executor's updaters has it, such as the CPU's or the GPU's: 0 or 1. They do not wait for each
+    other."""
+    routed: bool = False
+    """Whether a router decides in each step whether the unit is used: it is one of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +81,25 @@ class SchedulePlan:
     trace: Trace
     frame_pool: int = 0
     """For leases. At least twice the largest, so that one unit can be fetched while another is in use."""
+    frame_slab: int = 0
+    """Frames of a slab, whose borders no lease straddles; 0: as many as the largest lease has."""
     buffer_pool: int = 0
     """For gradient buffers of units without a home for theirs. At least twice the largest."""
+    buffer_slab: int = 0
+    """As `frame_slab`, for gradient buffers."""
+    spills: bool = True
+    """Whether SSD has room for gradients, so that a buffer can be taken from one that waits."""
     reserve_pages: int = 0
     """For old states, which a checkpoint or an undo may still need."""
     under_backward: bool = False
     """Units are updated as soon as backward is through with them, because nothing will be clipped."""
     max_staleness: int | None = None
     """How many steps the weights that a step reads may lack. None: updates are synchronous."""
+    agreed: bool = False
+    """Whether several ranks must decide alike which leases they fetch: by what compute does alone, not by when
+    operations end."""
+
+    @property
+    def gradient_homes(self) -> int:
+        """Homes of each unit's gradient that has any: as many steps' gradients may wait for their update."""
+        return 1 + (self.max_staleness or 0)

@@ -1,23 +1,47 @@
-"""When each unit is used next, by the trace of the steps before."""
+"""When each unit is used next: by the trace of the steps before, and by what routers have just chosen."""
 
+from collections.abc import Sequence
 from math import inf
 
-from pagoda.plan.schedule import NextUse
-from pagoda.plan.trace import Access, Cursor, Trace
+from pagoda.plan.trace import Access, Cursor, NextUse, Phase, Recorder, Trace
+from pagoda.schedule.experts import Chosen, Steadiness
 
 
 class Order:
-    """Follows the accesses of a live step along a cyclic trace.
+    """Follows the accesses of a step along a cyclic trace, and replaces the trace when steps have become others.
 
-    Time is counted in ticks of the trace since the first step. It never goes back: where the live step jumps back in
-    the trace, time goes on in the next cycle.
+    Time is counted in ticks of the trace since the first step. It never goes back: where the step jumps back in the
+    trace, time goes on in the next cycle. Experts are in the trace only where all steps use them alike; what a router
+    has chosen comes before all that the trace says.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, units: int, routed: frozenset[int]) -> None:
+        """`routed` are the units of experts, of `units` in all."""
+        self._units = units
+        self._start = 0
+        """Time of tick 0 of this cycle."""
+        self._recorder = Recorder()
+        self._previous: Trace | None = None
+        """The last step, without experts."""
+        self._steadiness = Steadiness(routed)
+        self._chosen = Chosen()
+        self._follow(self._steadiness.counted_on(trace))
+        self._start = -len(self.trace.accesses)
+
+    def _follow(self, trace: Trace) -> None:
+        self.trace = trace
         self._cursor = Cursor(trace)
         self._uses = NextUse(trace)
-        self._start = -len(trace.accesses)
-        """Time of tick 0 of this cycle."""
+        unsteady = self._steadiness.unsteady
+        self._stand_in = [*range(self._units)]
+        """unit -> the one whose uses are taken for its own: an expert that the trace does not have is used about when
+        the unit before it is."""
+        before: int | None = None
+        for unit in range(self._units):
+            if unit not in unsteady:
+                before = unit
+            elif before is not None:
+                self._stand_in[unit] = before
 
     @property
     def now(self) -> int:
@@ -30,20 +54,56 @@ class Order:
         position = self._cursor.position
         return self._start + last + (self._uses.period if position == last else 0)
 
-    def access(self, access: Access) -> None:
-        """An access that the trace does not have leaves time where it is."""
+    def access(self, access: Access, recorded: bool) -> Sequence[int]:
+        """An access that the trace does not have leaves time where it is. What is `recorded` is part of what the next
+        trace is made of. Returns the units that it shows to come next, where it does."""
+        if recorded:
+            self._recorder.note(access)
+        announces = self._chosen.used(access.unit, backward=access.phase is Phase.BACKWARD)
         before = self._cursor.position
         if self._cursor.advance(access) is not None and self._cursor.position < before:
             self._start += self._uses.period
+        return self._chosen.units() if announces else ()
 
-    def end_step(self) -> None:
-        """`step()` was called: time is at the end of the cycle."""
-        last = self._uses.period - 1
-        if self._cursor.position == last:
+    def expect(self, units: Sequence[int]) -> None:
+        """A router has chosen units, which are used next, in this order."""
+        self._chosen.announce(units)
+
+    def end_step(self) -> bool:
+        """`step()` was called: time is at the end of the cycle. Returns whether the trace was replaced.
+
+        A step that departed from the trace replaces it when the one before was the same, or when the trace was only a
+        guess. Steps without accesses are none. Experts do not count: which of them are in it is decided now and then.
+        """
+        recorded = self._recorder.finish()
+        replaced = len(recorded.accesses) > 1 and self._replaces(recorded)
+        now = self.now
+        if replaced:
+            self._follow(self._steadiness.counted_on(recorded))
+            self._start = now + 1
+        elif self._cursor.position == self._uses.period - 1:
             self._start += self._uses.period
-        self._cursor.position = last
+        self._cursor.position = self._uses.period - 1
+        return replaced
+
+    def _replaces(self, recorded: Trace) -> bool:
+        decided = self._steadiness.observe(recorded)
+        dense = self._steadiness.dense(recorded)
+        known = dense.accesses == self._steadiness.dense(self.trace).accesses
+        persists = self._previous is not None and dense.accesses == self._previous.accesses
+        self._previous = dense
+        return decided or (not known and (persists or self.trace.assumed))
 
     def next_use(self, unit: int) -> float:
-        """Time of the next access of a unit; infinite if the trace never uses it."""
-        ahead = self._uses.after(unit, self._cursor.position)
+        """Time of the next access of a unit; infinite if nothing says that it is used again."""
+        place = self._chosen.place(unit)
+        if place is not None:
+            return self.now + place / (self._units + 1)
+        ahead = self._uses.after(self._stand_in[unit], self._cursor.position)
         return inf if ahead == inf else self.now + ahead
+
+    def counted_on(self, unit: int) -> bool:
+        """Whether a unit will be used, as far as is known; of experts that the last step did not use, it is not."""
+        return self._chosen.place(unit) is not None or not (
+            unit in self._steadiness.unsteady or unit in self._steadiness.idle
+        )

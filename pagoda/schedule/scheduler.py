@@ -1,8 +1,8 @@
 """The scheduler: told what happens in a step, it says what is to be done."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from pagoda.plan.trace import Access
+from pagoda.plan.trace import Access, Trace
 from pagoda.schedule.gradients import Gradients, Record
 from pagoda.schedule.leases import Lease, Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
@@ -20,12 +20,13 @@ class Scheduler:
     def __init__(self, plan: SchedulePlan) -> None:
         self.plan = plan
         self._out: list[Operation] = []
-        self._order = Order(plan.trace)
+        routed = frozenset(unit for unit, of in enumerate(plan.units) if of.routed)
+        self._order = Order(plan.trace, len(plan.units), routed)
         self._gradients = Gradients(plan, self._issue)
         self._updates = Updates(
             plan, self._order, self._gradients, self._in_use, self._weights_changed, self._weights_readable, self._issue
         )
-        self._leases = Leases(plan, self._order, self._updates.readable, self._issue)
+        self._leases = Leases(plan, self._order, self._fetchable, self._updates.awaited, self._issue)
         self._owner: dict[Operation, Lease | Record | None] = {}
         """What each operation under way is about, besides its unit."""
         self._held: dict[Operation, Lease | Record | None] = {}
@@ -34,20 +35,26 @@ class Scheduler:
         """unit -> accesses of it that cannot read it yet."""
         self.steps = 0
         """Steps that were taken, skipped or dropped."""
-        self._deciding = False
-        """From `step_asked` to `scale_known`."""
 
     # --- events of compute ---
 
-    def access(self, access: Access) -> None:
-        """Compute begins to use a unit: it must wait until `ready`."""
+    def access(self, access: Access, recorded: bool = True) -> None:
+        """Compute begins to use a unit: it must wait until `ready`. What is `recorded` is part of the step, of which
+        the next trace is made; evaluation is not."""
         unit = access.unit
-        self._order.access(access)
+        announced = self._order.access(access, recorded)
         self._updates.undo(unit)
         self._leases.access(unit)
+        self._leases.expect(announced)
         self._waiting[unit] = self._waiting.get(unit, 0) + 1
         self._updates.publish(unit)
         self._updates.wanted(unit)
+        self._pump()
+
+    def expect(self, units: Sequence[int]) -> None:
+        """A router has chosen units of experts, which compute uses next, in this order."""
+        self._order.expect(units)
+        self._leases.expect(units)
         self._pump()
 
     def release(self, unit: int) -> None:
@@ -58,6 +65,7 @@ class Scheduler:
             if not self._waiting[unit]:
                 del self._waiting[unit]
         self._updates.retry(unit)
+        self._updates.ask_again(unit)
         self._pump()
 
     def gradient(self, unit: int, complete: bool, last: bool) -> None:
@@ -71,11 +79,15 @@ class Scheduler:
         record = self._gradients.get(unit)
         assert record is not None
         record.last = record.last or (complete and last)
+        if complete and last:
+            if self.plan.under_backward:
+                self._updates.ask_early(record, speculative=False)
+            elif self._updates.may_speculate(unit):
+                self._updates.ask_early(record, speculative=True)
         self._pump()
 
     def step_asked(self) -> None:
         """`step()` was called. Wait until `gradients_settled`; then call `scale_known`."""
-        self._deciding = True
 
     def scale_known(self, clipped: bool = False, skipped: bool = False, changed: Collection[int] = ()) -> None:
         """The step is decided: whether gradients are clipped, or the step is skipped.
@@ -91,40 +103,58 @@ class Scheduler:
             record = gradients.take(unit)
             assert record is not None
             if skipped:
+                updates.call_off_early(unit)
                 gradients.drop(record)
             elif not updates.stands(unit):
                 updates.queue(record)
         self.steps += 1
-        self._deciding = False
-        self._order.end_step()
+        if self._order.end_step():
+            self._leases.retraced()
         updates.end_step(clipped or skipped)
         self._leases.end_step()
         self._pump()
 
     def drop_gradients(self) -> None:
         """The gradients of this step are dropped: `zero_grad()`, or an exception before `step()`."""
-        self._updates.undo_all()
+        self._updates.drop_step()
         for unit in self._gradients.units():
             record = self._gradients.take(unit)
             assert record is not None
+            self._updates.call_off_early(unit)
             self._gradients.drop(record)
         self.steps += 1
-        self._deciding = False
         self._pump()
 
     def drain(self, draining: bool) -> None:
         """Everything that was asked for shall end; until then `drained` is False."""
-        self._updates.draining = draining
-        if draining:
-            self._updates.undo_all()
-            for unit in range(len(self.plan.units)):
-                self._updates.retry(unit)
+        self._updates.drain(draining)
+        self._pump()
+
+    def overwritten(self, unit: int) -> None:
+        """The weights of a unit were written in their home by other means than an update. All is `drained`.
+
+        `drain(False)` comes after it: what is read ahead from then on must be the new weights.
+        """
+        self._weights_changed(unit)
+        self._weights_readable(unit)
+        self._pump()
+
+    def restored(self) -> None:
+        """Every state has been replaced, also after an update has failed. Nothing is under way."""
+        self._updates.restored()
+        for unit in range(len(self.plan.units)):
+            self._weights_changed(unit)
+            self._weights_readable(unit)
         self._pump()
 
     def prepare_checkpoint(self) -> None:
         """A checkpoint is about to begin: it can once `prepared`, and once asynchronous updates are drained."""
         self._updates.prepare_checkpoint()
         self._pump()
+
+    def let_checkpoint_be(self) -> None:
+        """The checkpoint that was prepared has ended, or will not begin."""
+        self._updates.preparing = False
 
     def begin_checkpoint(self) -> None:
         """A checkpoint is to have every state as the last `step()` leaves it; one at a time."""
@@ -133,8 +163,15 @@ class Scheduler:
 
     # --- events of the executor ---
 
+    def issued(self, operation: Operation) -> None:
+        """All of a FETCH is in a device's queue: compute can be told to go on behind it. `ended` follows."""
+        about = self._owner[operation]
+        assert isinstance(about, Lease)
+        self._leases.issued(about)
+        self._pump(ranks_agree=False)
+
     def ended(self, operation: Operation) -> None:
-        """An operation has ended. A FETCH to a device with a queue of its own has ended once it is in that queue."""
+        """An operation has ended."""
         unit, about = operation.unit, self._owner.pop(operation)
         if operation.kind is Kind.FETCH:
             assert isinstance(about, Lease)
@@ -144,7 +181,7 @@ class Scheduler:
         elif operation.kind is Kind.OFFLOAD:
             assert isinstance(about, Record)
             self._gradients.offloaded(about)
-            self._update_under_backward(about)
+            self._updates.retry(unit)
         elif operation.kind in (Kind.SPILL, Kind.RELOAD):
             assert isinstance(about, Record)
             self._gradients.transferred(about)
@@ -157,13 +194,14 @@ class Scheduler:
             self._updates.undone(unit)
         elif operation.kind is Kind.SAVE:
             self._updates.save_ended(unit)
-        self._pump()
+        self._pump(ranks_agree=False)
 
     def failed(self, operation: Operation) -> None:
         """An operation has failed. The executor raises its error where it matters.
 
-        Nothing is lost by a failed FETCH, SPILL or SAVE; the first two are tried again while somebody waits for them.
-        After a failed OFFLOAD the step must be dropped. After any other, no state can be used any more.
+        Nothing is lost by a failed FETCH, SPILL or SAVE. A FETCH is tried again for as long as compute waits for it, a
+        SPILL when compute next makes a gradient. After a failed OFFLOAD the step must be dropped. A failed UPDATE that
+        was speculative is undone. After any other, no state can be used until all are `restored`.
         """
         unit, about = operation.unit, self._owner.pop(operation)
         assert operation.kind is not Kind.RECLAIM, "a RECLAIM is answered"
@@ -178,21 +216,30 @@ class Scheduler:
             else:
                 self._gradients.transferred(about, failed=operation.kind is Kind.SPILL)
             self._updates.gradient_there(unit)
+            self._updates.retry(unit)
         elif operation.kind is Kind.SAVE:
             self._updates.save_ended(unit)
+        elif operation.kind is Kind.UPDATE:
+            self._updates.update_failed(unit)
         else:
             self._updates.failed = True
-        self._pump()
+        self._pump(ranks_agree=False)
+
+    def refused(self, operation: Operation) -> None:
+        """An UPDATE has found a gradient that is not finite, and has changed nothing. It is over."""
+        self._owner.pop(operation)
+        self._updates.refused(operation.unit)
+        self._pump(ranks_agree=False)
 
     def gradient_used(self, operation: Operation) -> None:
         """An UPDATE under way has read its gradients for the last time."""
         self._updates.gradient_used(operation.unit)
-        self._pump()
+        self._pump(ranks_agree=False)
 
     def weights_written(self, operation: Operation) -> None:
         """An UPDATE under way has written the new weights; other states may follow."""
         self._updates.weights_written(operation.unit)
-        self._pump()
+        self._pump(ranks_agree=False)
 
     def reclaimed(self, operation: Operation, freed: bool) -> None:
         """The answer to RECLAIM. If something still refers to the weights, `let_go` follows when nothing does."""
@@ -202,7 +249,7 @@ class Scheduler:
         if isinstance(about, Lease):
             self._leases.reclaimed(about, freed)
         else:
-            self._updates.answered(operation, freed)
+            self._updates.answered(operation, freed and not self._used(operation.unit))
         self._pump()
 
     def let_go(self, operation: Operation) -> None:
@@ -211,7 +258,7 @@ class Scheduler:
         if isinstance(about, Lease):
             self._leases.let_go(about)
         else:
-            self._updates.retry(operation.unit)
+            self._updates.ask_again(operation.unit)
         self._pump()
 
     # --- what the caller asks ---
@@ -224,6 +271,67 @@ class Scheduler:
     def ready(self, unit: int) -> bool:
         """Whether compute can read the weights of a unit that it has accessed."""
         return unit not in self._waiting
+
+    def found(self, unit: int) -> bool | None:
+        """What an access of a unit that needs a lease would find: True for its weights, False for a fetch that is under
+        way, None for neither."""
+        lease = self._leases.lease(unit)
+        return None if lease is None else self._leases.ready(unit)
+
+    def awaits_update(self, unit: int) -> bool:
+        """Whether it is an update that the weights of a unit wait for."""
+        return self._updates.readable(unit) is None
+
+    def lag(self, unit: int) -> int:
+        """How many steps the weights of a unit that are read lack, of those that `step()` has asked for."""
+        weights = self._updates.weights[unit]
+        return weights.due - weights.version
+
+    def began_early(self, unit: int) -> bool:
+        """Whether the update of a unit that `step()` has yet to ask for has begun, for good."""
+        return self._updates.began_early(unit)
+
+    @property
+    def trace(self) -> Trace:
+        """What steps are expected to be."""
+        return self._order.trace
+
+    def next_use(self, unit: int) -> float:
+        """When a unit is used next, in ticks of the trace; comparable among units."""
+        return self._order.next_use(unit)
+
+    @property
+    def frames_in_use(self) -> int:
+        """Frames that leases take."""
+        return self._leases.frames.in_use
+
+    @property
+    def peak_frames(self) -> int:
+        """Most frames that leases have taken at once."""
+        return self._leases.frames.peak
+
+    @property
+    def buffer_pages_in_use(self) -> int:
+        """Pages that gradient buffers take."""
+        return self._gradients.pages.in_use
+
+    @property
+    def peak_buffer_pages(self) -> int:
+        """Most pages that gradient buffers have taken at once."""
+        return self._gradients.pages.peak
+
+    def holders(self) -> list[int]:
+        """Units whose lease cannot make room now."""
+        return self._leases.holders()
+
+    @property
+    def speculations(self) -> tuple[int, int]:
+        """Updates before `step()` that stood, and that were undone, so far."""
+        return self._updates.times_kept, self._updates.times_undone
+
+    def speculates(self, unit: int) -> bool:
+        """Whether an update of a unit has begun that may be undone, or is being undone."""
+        return self._updates.speculates(unit)
 
     @property
     def gradients_held_back(self) -> bool:
@@ -250,18 +358,25 @@ class Scheduler:
         return self._updates.prepared
 
     @property
+    def has_failed(self) -> bool:
+        """Whether an update has failed, so that states are those of no step."""
+        return self._updates.failed
+
+    @property
     def saved(self) -> bool:
         """Whether the checkpoint has read everything."""
-        return self._updates.left_to_save == 0
+        return self._updates.checkpoint.left == 0
 
     # --- parts ---
 
-    def _pump(self) -> None:
+    def _pump(self, ranks_agree: bool = True) -> None:
+        """Let each part start what it can. `ranks_agree`: the event is one that every rank has at this point."""
         self._gradients.pump()
         self._updates.pump()
         self._gradients.pump()  # updates may have asked for gradients
-        self._leases.pump()
-        for unit in [*self._waiting]:
+        if self._leases.changes and (ranks_agree or not self.plan.agreed):
+            self._leases.pump()
+        for unit in [*self._waiting] if self._waiting else ():
             version = self._updates.readable(unit)
             if version is not None and self._leases.ready(unit):
                 del self._waiting[unit]
@@ -269,26 +384,26 @@ class Scheduler:
                 self._updates.weights[unit].read = True
 
     def _issue(self, operation: Operation, about: Lease | Record | None = None) -> None:
-        self._owner[operation] = about
+        if operation.kind is not Kind.READ_AHEAD:
+            self._owner[operation] = about
         self._out.append(operation)
-
-    def _update_under_backward(self, record: Record) -> None:
-        """A gradient has arrived: update its unit now, if backward is through with it for this step."""
-        unit = record.unit
-        if not (record.last and record.settled) or self._gradients.get(unit) is not record:
-            return
-        if self.plan.under_backward:
-            self._gradients.take(unit)
-            self._updates.queue(record)
-        elif not (self._deciding or record.lost or self._leases.users[unit]) and self._updates.may_speculate(unit):
-            self._updates.queue(record, speculative=True)
 
     def _in_use(self, unit: int) -> bool:
         """Whether compute, or a FETCH, reads a unit's weights in their home; or compute uses a lease."""
-        return self._leases.users[unit] > self._waiting.get(unit, 0) or self._leases.fetching[unit] > 0
+        return self._used(unit) or self._leases.reads(unit, self._updates.weights[unit].version)
+
+    def _used(self, unit: int) -> bool:
+        """Whether compute uses a unit."""
+        return self._leases.users[unit] > self._waiting.get(unit, 0)
+
+    def _fetchable(self, unit: int) -> int | None:
+        """The version of a unit's weights that a FETCH can be issued for. Where ranks must agree on fetches, that does
+        not depend on whether its update has ended: the FETCH waits for that."""
+        return self._updates.weights[unit].due if self.plan.agreed else self._updates.readable(unit)
 
     def _weights_changed(self, unit: int) -> None:
         self._leases.changed(unit)
 
     def _weights_readable(self, unit: int) -> None:
-        self._leases.fetchable(unit)
+        if not self.plan.agreed:  # else that does not count, and it was fetchable since its lease has ended
+            self._leases.fetchable(unit)

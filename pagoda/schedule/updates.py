@@ -2,93 +2,33 @@
 
 A version counts the steps whose gradients a unit's weights contain. `due` counts those that `step()` has asked for.
 
-    QUEUED [-> ASKING -> QUEUED] -> LOADING -> RUNNING [-> UNDOING] -> over
+    [ASKING ->] QUEUED -> LOADING -> RUNNING [-> UNDOING] -> over
 
-A speculative update that is called off before it runs is over at once.
+An update before `step()` is early: because nothing will be clipped, or as a guess. It asks first whether anything still
+refers to the weights, since backward may read them again. A speculative one, the guess, is called off when compute uses
+the unit again; if it does not run yet, it is over at once.
 
 An update in place destroys what it reads. So it waits while compute uses the unit or a FETCH reads it, and until a
 checkpoint has read the unit. Or it keeps the old states in the reserve, if there is room: for that checkpoint, or for
-an UNDO, if it was begun before it was known whether gradients are clipped. A checkpoint waits for a later update only
-while that update runs.
+an UNDO, if it was begun before it was known whether gradients are clipped.
 
 An asynchronous update does not overwrite the weights that are read: it writes the newest ones beside them, and PUBLISH
 makes them those that are read once nothing of this step has read the old ones.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from heapq import heappop, heappush
 
+from pagoda.schedule.checkpoints import Checkpoint
 from pagoda.schedule.gradients import Gradients, Record
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.versions import State, Update, Weights
 
 MOST_ADMITTED = 2
 """Updates under way at once, so that the executor's ring of buffers does not run empty between two units."""
-MOST_SAVES = 2
-"""Units that a checkpoint reads at once."""
 CALM_STEPS = 4
 """After a step that was clipped, as many in a row must not have been before the next speculative update."""
-
-
-class State(Enum):
-    QUEUED = auto()
-    ASKING = auto()
-    """RECLAIM is under way: does anything still refer to the weights that the update would overwrite?"""
-    LOADING = auto()
-    """Its gradient is on its way to RAM. From here on it is one of the updates under way."""
-    RUNNING = auto()
-    UNDOING = auto()
-
-
-@dataclass(eq=False, slots=True)
-class Update:
-    """One update of a unit."""
-
-    unit: int
-    records: list[Record]
-    speculative: bool = False
-    """Whether `step()` has not yet said that it stands."""
-    state: State = State.QUEUED
-    query: Operation | None = None
-    """The RECLAIM under way."""
-    urgent: bool = False
-    """Whether compute waits for it."""
-    unreferenced: bool = False
-    """Whether the answer was that nothing refers to the weights that it overwrites."""
-    keeps_old: bool = False
-    """Whether it keeps the old states in the reserve."""
-    for_undo: bool = False
-    """Whether they are kept for an UNDO; the room is free again when the update stands."""
-    has_read: bool = False
-    """Whether it has read its gradient for the last time."""
-    withdrawn: bool = False
-    """It is to be undone as soon as it has ended."""
-
-
-@dataclass(eq=False, slots=True)
-class Weights:
-    """The versions of one unit's weights."""
-
-    version: int = 0
-    """Of the weights that are read."""
-    newest: int = 0
-    """Of the newest weights; above `version` while they wait for PUBLISH."""
-    due: int = 0
-    """Steps that have asked for an update."""
-    update: Update | None = None
-    """The one that is queued or under way."""
-    later: list[Record] = field(default_factory=list)
-    """Gradients of steps after that update, which wait for it to end."""
-    publishing: bool = False
-    read: bool = False
-    """Whether this step has read the weights: then all of it must read this version."""
-    to_save: int | None = None
-    """The version that a checkpoint has yet to read."""
-    saving: bool = False
-    kept_for_checkpoint: bool = False
-    """Whether the reserve holds the states of `to_save`, because the home has others by now, or is about to."""
 
 
 class Updates:
@@ -118,22 +58,26 @@ class Updates:
         self._weights_readable = weights_readable
         self._issue = issue
         self.weights = [Weights() for _ in plan.units]
-        self._queue: list[tuple[float, int, Update]] = []
-        """(urgency, sequence, update): a heap. An update may be in it more than once; its state says if it counts."""
+        self._queues: tuple[list[tuple[float, int, Update]], ...] = ([], [])
+        """By updater, (urgency, sequence, update): heaps. An update may be there more than once; its state says if it
+        counts."""
         self._sequence = 0
-        self._admitted = 0
-        self._reserve = plan.reserve_pages
-        """Pages that are free."""
+        self._admitted = [0, 0]
+        """Updates under way, by updater."""
+        self._before = -1
+        """The unit whose UPDATE was issued last."""
+        self._after: dict[int, int] = {}
+        """unit -> the one whose UPDATE followed its own the last time."""
+        self._ahead = -1
+        """The unit that is being read ahead, if any."""
         self._speculative: dict[int, Update] = {}
-        self._early: dict[Record, None] = {}
-        """Gradients that were queued before `step()`: backward may not be through with the weights of their units."""
+        self._early: set[int] = set()
+        """Units whose update was queued in this step before `step()`, for good."""
+        self.times_kept = self.times_undone = 0
+        """Speculative updates that stood, and that were undone or called off."""
         self._calm = CALM_STEPS
         """Steps since one was clipped."""
-        self._saves: list[tuple[float, int]] = []
-        """(urgency, unit) of what a checkpoint has yet to read: a heap, with entries that no longer count."""
-        self._saving = 0
-        self.left_to_save = 0
-        """Units that the checkpoint has yet to read."""
+        self.checkpoint = Checkpoint(plan, order, self._settled, issue)
         self.preparing = False
         """A checkpoint is about to begin: no update may be speculative."""
         self.pending = 0
@@ -141,43 +85,96 @@ class Updates:
         self.draining = False
         """Nothing is to be left. An update may then start before the weights of the last one are published."""
         self.failed = False
-        """An update has failed: states are those of no step. Once all are replaced, a new scheduler begins."""
+        """An update has failed: states are those of no step, until all are `restored`."""
 
     # --- events ---
 
-    def queue(self, record: Record, speculative: bool = False) -> None:
-        """A unit is to be updated by a gradient that has arrived; unless it is `speculative`, `step()` has said so."""
+    def queue(self, record: Record) -> None:
+        """`step()` asks for a unit's update, by a gradient that has arrived."""
         weights = self.weights[record.unit]
-        weights.due += not speculative
-        if speculative or self._plan.under_backward:
-            self._early[record] = None
+        self.call_off_early(record.unit)
+        weights.due += 1
         if not self._asynchronous:
             self._weights_changed(record.unit)
-        if weights.update is not None:
-            weights.later.append(record)
-            if self._asynchronous and weights.update.state is State.QUEUED:
-                weights.update.records += weights.later
-                weights.later.clear()
+        if weights.update is None:
+            self._queue(Update(record.unit, [record]))
             return
-        weights.update = Update(record.unit, [record], speculative)
-        self.pending += 1
+        weights.later.append(record)
+        if self._asynchronous and weights.update.state is State.QUEUED:
+            weights.update.records += weights.later
+            weights.later.clear()
+
+    def ask_early(self, record: Record, speculative: bool) -> None:
+        """Backward is through with a unit: it is to be updated as soon as nothing refers to its weights."""
+        weights = self.weights[record.unit]
+        if weights.asking is not None or (speculative and weights.update is not None):
+            return  # what was asked for stands first
+        weights.asking = Update(record.unit, [record], speculative, State.ASKING)
         if speculative:
-            self._speculative[record.unit] = weights.update
-        self.retry(record.unit)
+            self._speculative[record.unit] = weights.asking
+        self._ask(weights.asking)
+
+    def ask_again(self, unit: int) -> None:
+        """Something that an early update of a unit has waited for may have come about."""
+        asking = self.weights[unit].asking
+        if asking is not None and asking.query is None:
+            self._ask(asking)
+
+    def answered(self, asked: Operation, free: bool) -> None:
+        """The answer to a RECLAIM of an early update. If something uses the weights, `ask_again` comes later."""
+        weights = self.weights[asked.unit]
+        update = weights.asking
+        if update is None or update.query is not asked:
+            return
+        update.query = None
+        if not free:
+            return
+        if update.speculative:
+            weights.asking = None
+            self._weights_changed(asked.unit)
+            self._queue(update)
+        else:
+            self.queue(update.records[0])
+            self._gradients.take(asked.unit)
+            self._early.add(asked.unit)
+
+    def call_off_early(self, unit: int) -> None:
+        """An early update of a unit that has not been queued is not to be."""
+        weights = self.weights[unit]
+        if weights.asking is not None:
+            weights.asking = None
+            self._speculative.pop(unit, None)
 
     def may_speculate(self, unit: int) -> bool:
         """Whether an update may begin before `step()`: there is room to undo it, and recent steps were not clipped."""
         of_unit = self._plan.units[unit]
-        stopped = self.left_to_save or self.preparing or self.draining or self.failed
-        free = self.weights[unit].update is None and not stopped
-        return of_unit.speculated and free and self._calm >= CALM_STEPS and self._reserve >= of_unit.old_state_pages
+        stopped = self.checkpoint.left or self.preparing or self.draining or self.failed
+        calm = self._calm >= CALM_STEPS
+        return of_unit.speculated and calm and not stopped and self.checkpoint.reserve >= of_unit.old_state_pages
+
+    def awaited(self, unit: int) -> tuple[int, ...]:
+        """The step whose gradient makes the newest version that `step()` has asked for, if that is yet to come."""
+        weights = self.weights[unit]
+        if not self._plan.agreed or weights.version == weights.due or weights.update is None:
+            return ()  # elsewhere a FETCH is not issued before its update has ended
+        return ((weights.later or weights.update.records)[-1].step,)
+
+    def speculates(self, unit: int) -> bool:
+        """Whether an update of a unit has begun that may be undone, or is being undone."""
+        return unit in self._speculative and self._speculative[unit].state is not State.ASKING
+
+    def began_early(self, unit: int) -> bool:
+        """Whether a unit's weights have been, or are about to be, changed in this step before `step()`, for good."""
+        return unit in self._early
 
     def stands(self, unit: int) -> bool:
         """`step()` asks for the update of a unit that a speculative one has begun; False if there is none."""
+        self.call_off_early(unit)
         update = self._speculative.get(unit)
         if update is None or update.withdrawn:
             return False
         del self._speculative[unit]
+        self.times_kept += 1
         update.speculative = False
         self.weights[unit].due += 1
         for record in update.records if update.has_read else ():
@@ -195,10 +192,14 @@ class Updates:
         update = self._speculative.get(unit)
         if update is None or update.withdrawn:
             return
+        if update.state is State.ASKING:
+            self.call_off_early(unit)
+            return
         update.withdrawn = True
-        if update.state in (State.QUEUED, State.ASKING, State.LOADING):
+        self.times_undone += 1
+        if update.state in (State.QUEUED, State.LOADING):
             if update.state is State.LOADING:
-                self._admitted -= 1
+                self._admitted[self._plan.units[unit].updater] -= 1
                 for record in update.records:
                     self._gradients.used(record, last=False)
             self._over(update)
@@ -212,12 +213,18 @@ class Updates:
         for unit in [*self._speculative]:
             self.undo(unit)
 
+    def drop_step(self) -> None:
+        """The gradients of this step are dropped: what has begun for good stands, and the next step begins."""
+        self.undo_all()
+        self._step_over()
+
     def end_step(self, clipped: bool) -> None:
         """`step()` has said what it updates."""
         self._calm = 0 if clipped else self._calm + 1
-        early, self._early = self._early, {}
-        for record in early:
-            self.retry(record.unit)
+        self._step_over()
+
+    def _step_over(self) -> None:
+        self._early.clear()
         for unit, weights in enumerate(self.weights) if self._asynchronous else ():
             weights.read = False
             self.publish(unit)
@@ -232,6 +239,7 @@ class Updates:
     def weights_written(self, unit: int) -> None:
         """An UPDATE has written the new weights."""
         update, weights = self._running(unit), self.weights[unit]
+        update.has_written = True
         weights.newest += len(update.records)
         if not self._asynchronous:
             weights.version = weights.newest
@@ -241,7 +249,7 @@ class Updates:
     def ended(self, unit: int) -> None:
         """An UPDATE has written every state."""
         update, weights = self._running(unit), self.weights[unit]
-        self._admitted -= 1
+        self._admitted[self._plan.units[unit].updater] -= 1
         if update.withdrawn:
             self._begin_undo(update)
             return
@@ -249,13 +257,54 @@ class Updates:
             self._give_back(update)
         self._finish(weights)
         self.publish(unit)
-        self._retry_save(unit)
+
+    def update_failed(self, unit: int) -> None:
+        """An UPDATE has failed, and may have changed anything. A speculative one is undone: `step()` asks again."""
+        update = self._running(unit)
+        if not update.speculative:
+            self.failed = True
+            return
+        self.times_undone += not update.withdrawn
+        update.withdrawn, self._calm = True, 0
+        if not update.has_read:
+            self.gradient_used(unit)
+        self.ended(unit)
+
+    def refused(self, unit: int) -> None:
+        """An UPDATE has found a gradient that is not finite, and has changed nothing."""
+        update, weights = self._running(unit), self.weights[unit]
+        self._admitted[self._plan.units[unit].updater] -= 1
+        self.gradient_used(unit)
+        if update.speculative:
+            self.times_undone += 1
+            self._calm = 0
+            self._over(update)
+            return
+        self._early.discard(unit)
+        weights.due -= len(update.records)
+        self.checkpoint.refused(unit, weights.newest, weights.newest + len(update.records))
+        self._finish(weights)
+
+    def restored(self) -> None:
+        """Every state has been replaced, whatever has become of updates. Nothing is under way."""
+        for weights in self.weights:
+            of_unit = [] if weights.update is None else weights.update.records
+            for record in (*of_unit, *weights.later):
+                self._gradients.used(record, last=True)
+        self.weights = [Weights() for _ in self._plan.units]
+        for queue in self._queues:
+            queue.clear()
+        self.checkpoint = Checkpoint(self._plan, self._order, self._settled, self._issue)
+        self._speculative.clear()
+        self._early.clear()
+        self._admitted, self.pending, self.failed, self._ahead = [0, 0], 0, False, -1
 
     def undone(self, unit: int) -> None:
         """An UNDO has ended: the states are as before the update."""
         update = self._running(unit)
         weights = self.weights[unit]
-        weights.newest = weights.version = weights.version - len(update.records)
+        if update.has_written:
+            weights.newest = weights.version = weights.version - len(update.records)
         self._over(update)
 
     def publish_ended(self, unit: int) -> None:
@@ -264,6 +313,14 @@ class Updates:
         weights.publishing, weights.version = False, weights.newest
         self._weights_readable(unit)
         self.retry(unit)
+
+    def drain(self, draining: bool) -> None:
+        """Everything that is queued is to end, or need not any more."""
+        self.draining, self._ahead = draining, -1
+        if draining:
+            self.undo_all()
+            for unit in range(len(self.weights)):
+                self.retry(unit)
 
     def prepare_checkpoint(self) -> None:
         """A checkpoint is about to begin. It can once `prepared`."""
@@ -278,28 +335,12 @@ class Updates:
     def begin_checkpoint(self) -> None:
         """A checkpoint is to have every state as the last `step()` leaves it."""
         self.preparing = False
-        self.left_to_save = len(self.weights)
-        for unit, weights in enumerate(self.weights):
-            weights.to_save = weights.due
-            self._retry_save(unit)
+        self.checkpoint.begin([weights.due for weights in self.weights])
 
     def save_ended(self, unit: int) -> None:
         """A SAVE has ended, well or not."""
-        weights = self.weights[unit]
-        self._saving -= 1
-        self.left_to_save -= 1
-        if weights.kept_for_checkpoint:
-            self._reserve += self._plan.units[unit].old_state_pages
-        weights.to_save, weights.saving, weights.kept_for_checkpoint = None, False, False
+        self.checkpoint.ended(unit)
         self.retry(unit)
-
-    def answered(self, asked: Operation, free: bool) -> None:
-        """The answer to a RECLAIM of weights in their home. Where something refers to them, `retry` comes later."""
-        update = self.weights[asked.unit].update
-        if update is not None and update.query is asked:
-            update.state, update.query, update.unreferenced = State.QUEUED, None, free
-            if free or not self._is_early(update):
-                self.retry(asked.unit)
 
     def retry(self, unit: int) -> None:
         """Something that an update of a unit may have waited for has come about."""
@@ -345,31 +386,39 @@ class Updates:
 
     def pump(self) -> None:
         """Start every update, and every read of a checkpoint, that can start now."""
-        while self._admitted < MOST_ADMITTED and self._queue and not self.failed:
-            update = heappop(self._queue)[-1]
-            if self.weights[update.unit].update is update and update.state is State.QUEUED:
-                self._admit(update)
-        self._pump_saves()
+        for updater, queue in enumerate(self._queues):
+            while self._admitted[updater] < MOST_ADMITTED and queue and not self.failed:
+                update = heappop(queue)[-1]
+                if self.weights[update.unit].update is update and update.state is State.QUEUED:
+                    self._admit(update)
+        self._read_ahead()
+        self.checkpoint.pump()
+
+    def _read_ahead(self) -> None:
+        """While no update waits to be started: read ahead the unit whose update followed the last one before."""
+        unit = self._after.get(self._before, -1)
+        if unit in (-1, self._ahead) or any(self._queues) or self._asynchronous or self.draining or self.failed:
+            return
+        if self.weights[unit].update is None and unit not in self._speculative:
+            self._ahead = unit
+            self._issue(Operation(Kind.READ_AHEAD, unit))
 
     def _admit(self, update: Update) -> None:
         """Begin an update, unless it has to wait; `retry` then comes when that may have changed."""
-        unit, weights, of_unit = update.unit, self.weights[update.unit], self._plan.units[update.unit]
+        unit, weights = update.unit, self.weights[update.unit]
         if self._asynchronous:
             if weights.publishing or (weights.newest != weights.version and not self.draining):
                 return
-        else:
-            if self._in_use(unit):
-                return
-            if not of_unit.lease_frames and not update.unreferenced and self._is_early(update):
-                update.state, update.query = State.ASKING, Operation(Kind.RECLAIM, unit)
-                self._issue(update.query)
-                return
-        keeps = self._keeps_old(update)
+        elif self._in_use(unit):
+            return
+        if not all(record.arrived for record in update.records):
+            return
+        keeps = self.checkpoint.keep(unit, weights.newest, update.speculative)
         if keeps is None:
             return
-        update.keeps_old = keeps
+        update.keeps_old, update.for_undo = keeps, update.speculative
         update.state = State.LOADING
-        self._admitted += 1
+        self._admitted[self._plan.units[unit].updater] += 1
         for record in update.records:
             self._gradients.use(record)
         self.gradient_there(unit)
@@ -381,54 +430,40 @@ class Updates:
         if update is None or update.state is not State.LOADING or self.failed:
             return
         if any(record.lost for record in update.records):
-            self.failed = True
+            self.failed = not update.speculative
+            self.undo(unit)
             return
         if False in [self._gradients.usable(record) for record in update.records]:
             return
         update.state = State.RUNNING
+        if not self._plan.units[unit].updater:
+            self._after[self._before] = unit
+            self._before, self._ahead = unit, -1
         steps = tuple(record.step for record in update.records)
         self._issue(
             Operation(Kind.UPDATE, unit, version=weights.newest + len(steps), steps=steps, keeps_old=update.keeps_old)
         )
 
-    def _keeps_old(self, update: Update) -> bool | None:
-        """Whether an update is to keep the old states, and has room for them; None if it has to wait for that."""
-        weights, pages = self.weights[update.unit], self._plan.units[update.unit].old_state_pages
-        for_checkpoint = weights.newest == weights.to_save and not weights.kept_for_checkpoint
-        if for_checkpoint:
-            heappush(self._saves, (-1.0, update.unit))  # the sooner it is read, the sooner the update may begin
-        if not (for_checkpoint or update.speculative):
-            return False
-        if (for_checkpoint and weights.saving) or self._reserve < pages:
-            return None
-        self._reserve -= pages
-        weights.kept_for_checkpoint = weights.kept_for_checkpoint or for_checkpoint
-        update.for_undo = update.speculative
-        return True
+    def _settled(self, unit: int) -> int | None:
+        """The version of a unit's states; None while they change."""
+        update = self.weights[unit].update
+        busy = update is not None and update.state in (State.LOADING, State.RUNNING, State.UNDOING)
+        return None if busy else self.weights[unit].newest
 
-    def _pump_saves(self) -> None:
-        while self._saving < MOST_SAVES and self._saves:
-            unit = heappop(self._saves)[-1]
-            weights = self.weights[unit]
-            busy = weights.update is not None and weights.update.state in (State.LOADING, State.RUNNING, State.UNDOING)
-            there = weights.newest == weights.to_save or weights.kept_for_checkpoint
-            if weights.to_save is None or weights.saving or busy or not there:
-                continue  # it has been read, or comes back when an update has ended
-            weights.saving = True
-            self._saving += 1
-            self._issue(Operation(Kind.SAVE, unit, version=weights.to_save, keeps_old=weights.kept_for_checkpoint))
+    def _ask(self, update: Update) -> None:
+        update.query = Operation(Kind.RECLAIM, update.unit)
+        self._issue(update.query)
 
-    def _retry_save(self, unit: int) -> None:
-        if self.weights[unit].to_save is not None:
-            heappush(self._saves, (self._order.next_use(unit), unit))
+    def _queue(self, update: Update) -> None:
+        self.weights[update.unit].update = update
+        update.state = State.QUEUED
+        self.pending += 1
+        self._push(update)
 
     def _push(self, update: Update) -> None:
         self._sequence += 1
         urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
-        heappush(self._queue, (urgency, self._sequence, update))
-
-    def _is_early(self, update: Update) -> bool:
-        return any(record in self._early for record in update.records)
+        heappush(self._queues[self._plan.units[update.unit].updater], (urgency, self._sequence, update))
 
     def _running(self, unit: int) -> Update:
         update = self.weights[unit].update
@@ -447,7 +482,7 @@ class Updates:
 
     def _give_back(self, update: Update) -> None:
         if update.for_undo:
-            self._reserve += self._plan.units[update.unit].old_state_pages
+            self.checkpoint.give_back(update.unit)
             update.for_undo = update.keeps_old = False
 
     def _finish(self, weights: Weights) -> None:
@@ -455,11 +490,10 @@ class Updates:
         assert weights.update is not None
         unit, weights.update = weights.update.unit, None
         self.pending -= 1
+        self.checkpoint.retry(unit)
         if weights.later:
             records, weights.later = weights.later, []
-            weights.update = Update(unit, records if self._asynchronous else records[:1])
             weights.later = [] if self._asynchronous else records[1:]
-            self.pending += 1
-            self.retry(unit)
+            self._queue(Update(unit, records if self._asynchronous else records[:1]))
         elif self.readable(unit) is not None:
             self._weights_readable(unit)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from pagoda.plan.activations import BUFFERED
-from pagoda.plan.ops import Kind, Op
+from pagoda.plan.ops import Op, OpKind
 from pagoda.plan.planner import Plan
 from pagoda.simulate.lanes import SimulatedLanes, Task
 from pagoda.simulate.rates import Rates
@@ -19,7 +19,7 @@ class SimulatedActivations:
         self._lanes = lanes
         self._rates = rates
         self._wait = wait
-        returns = [tick for tick, ops in self._at.items() if ops[0].kind is Kind.RETURN]
+        returns = [tick for tick, ops in self._at.items() if ops[0].kind is OpKind.RETURN]
         self._following = dict(pairwise(returns))
         """tick of returns -> the next such tick"""
         activations = plan.activations
@@ -34,7 +34,7 @@ class SimulatedActivations:
         ops = self._at.get(tick, ())
         if not ops:
             return
-        if ops[0].kind is Kind.SAVE:
+        if ops[0].kind is OpKind.SAVE:
             self._leaving += [self._moved(op, "save activation", []) for op in ops]
             return
         self._fetch(tick)

@@ -54,10 +54,6 @@ class SimulatedLanes:
             self._ready[lane].append(task)
         return task
 
-    def milestone(self, lane: str) -> Task:
-        """A task without work, which whoever made it ends with `end`; waiting for it counts as waiting for `lane`."""
-        return Task(lane, "", 0.0, 0)
-
     def when_all(self, tasks: Iterable[Task], then: Callable[[], None]) -> None:
         """Call `then` once all of `tasks` have ended, or now."""
         open_tasks = [task for task in tasks if not task.done]
@@ -74,28 +70,18 @@ class SimulatedLanes:
         if not open_tasks:
             then()
 
-    def end(self, task: Task) -> None:
-        """`task` has ended: tell those who wait for it."""
-        task.done = True
-        for callback in task.then:
-            callback()
-
-    def run_until(self, wanted: Task) -> None:
-        """Let time pass until `wanted` has ended."""
-        while not wanted.done:
-            self._advance()
-
     def run_out(self) -> None:
         """Let time pass until no lane has anything to do."""
         while self._active or any(self._ready.values()):
-            self._advance()
+            self.advance()
 
     def _let_go(self, task: Task) -> None:
         task.waiting -= 1
         if not task.waiting:
             self._ready[task.lane].append(task)
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Let time pass until some work ends."""
         active = self._active
         for lane, ready in self._ready.items():
             if ready and lane not in active:
@@ -113,4 +99,6 @@ class SimulatedLanes:
         for task in ended:
             del active[task.lane]
             self.spans.append(Span(task.lane, task.name, task.start, self.now, task.nbytes))
-            self.end(task)
+            task.done = True
+            for callback in task.then:
+                callback()

@@ -28,11 +28,11 @@ from pagoda.models import build_model
 from pagoda.models.build import is_encoder_decoder, is_mixture, model_directory
 from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.models.mixture_shapes import RoutingConfig
+from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.world import was_restarted
 from pagoda.plan.planner import Plan
-from pagoda.runtime.optimizer import PagedOptimizer
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import VOCABULARY, Batches, ByteText

@@ -15,7 +15,7 @@ from pagoda.calibrate import Effort, calibrate, drive
 from pagoda.calibrate.table import figure_table
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
-from pagoda.memory.ssd import PageFile
+from pagoda.memory.ssd.file import PageFile
 from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware, write_hardware
 from pagoda.simulate.machines import MACHINES
 from tests.simulate.figures import walk

@@ -11,11 +11,11 @@ import torch
 from zoo import RESIDENT, Recipe, loss_of
 
 import pagoda
+from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.tensors import TensorWriter
+from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime import saver
 from pagoda.runtime.capture import Capture
-from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.runtime.rank_files import Files
 
 from .test_resume import HALF, LLAMA, PLACES, Result, Run, assert_same, data, on_ssd, uninterrupted
 

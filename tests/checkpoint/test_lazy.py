@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.checkpoint.lazy import LazyTensor
@@ -63,6 +63,7 @@ def lazy_of(tensors: Sequence[torch.Tensor], counts: list[int] | None = None) ->
 
 
 @pytest.mark.parametrize("name", JOINS_AND_CUTS | OTHERS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_piece_is_what_torch_has_there(name: str, data: st.DataObject) -> None:
     apply = (JOINS_AND_CUTS | OTHERS)[name]

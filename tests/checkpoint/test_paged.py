@@ -10,9 +10,9 @@ import pagoda
 from pagoda.checkpoint.directory import MANIFEST, read_manifest, remove
 from pagoda.checkpoint.paged import PAGED
 from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.cli.main import main
-from pagoda.memory.ssd_tier import SSDTier
-from pagoda.runtime.snapshot import Snapshot
+from pagoda.memory.ssd.tier import SSDTier
 
 from .test_resume import HALF, LLAMA, PLACES, Run, on_ssd, uninterrupted
 
@@ -92,7 +92,7 @@ def test_a_failed_checkpoint_keeps_no_pages(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pagoda.runtime.snapshot.write_manifest", full)
+        patch.setattr("pagoda.checkpoint.snapshot.write_manifest", full)
         with pytest.raises(pagoda.StorageError, match="No space left"):
             run.save(tmp_path / "step")
     ssd = run.optimizer._engine.store.ssd

@@ -15,7 +15,7 @@ from pagoda.checkpoint import pretrained
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.cli.main import main
-from pagoda.runtime import construct
+from pagoda.construction import construct
 from pagoda.train.metrics import read_metrics
 
 from .hf_models import MODELS, build, ids, train, wrapped

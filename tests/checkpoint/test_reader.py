@@ -8,8 +8,9 @@ import torch
 
 from pagoda.checkpoint.directory import write_manifest
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
-from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, hash_table, tensor_bytes
+from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, hash_table
 from pagoda.errors import CheckpointError
+from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import new_checkpoint_id
 
 WEIGHT = {"a": torch.arange(6.0).bfloat16().view(2, 3), "b": torch.ones(4).bfloat16()}

@@ -19,7 +19,7 @@ from zoo import PAGE, RESIDENT, UNIT_LIMIT, VOCABULARY, Batch, Recipe, batch, lo
 import pagoda
 from pagoda.checkpoint.directory import MANIFEST, write_manifest
 from pagoda.optim import Moments
-from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.optimizer import PagedOptimizer
 
 HALF = 2
 """Steps before and after the checkpoint."""

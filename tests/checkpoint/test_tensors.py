@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pagoda.checkpoint import tensors
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec, TensorWriter, chunks, write_tensors
 from pagoda.errors import CheckpointError
+from pagoda.memory.arena import tensor_bytes
 
 DTYPES = sorted(tensors._NAMES, key=str)
 LIBRARY_READS = [dtype for dtype in DTYPES if dtype is not torch.float8_e8m0fnu]
@@ -76,7 +77,7 @@ def test_files_filled_in_any_order_are_read_by_the_safetensors_library(
         cut = data.draw(st.integers(0, flat.numel()))
         pieces += [(name, 0, flat[:cut]), (name, cut, flat[cut:])]
     for name, start, piece in data.draw(st.permutations(pieces)):
-        writer.write(name, start, tensors.tensor_bytes(piece))
+        writer.write(name, start, tensor_bytes(piece))
     writer.finish()
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == found.keys()
@@ -267,7 +268,7 @@ def test_a_piece_is_read_and_hashed_once_for_all_its_parts(tmp_path: Path, monke
     values = torch.arange(1000, dtype=torch.int16)
     path = tmp_path / "some.safetensors"
     write_tensors(path, [TensorSpec("a", torch.int16, (1000,))], [values])
-    pieces_of = [(300 * i, tensors.tensor_bytes(piece)) for i, piece in enumerate(values.split(300))]
+    pieces_of = [(300 * i, tensor_bytes(piece)) for i, piece in enumerate(values.split(300))]
     hashes = [(start, tensors.piece_hash(piece)) for start, piece in pieces_of]
     file = TensorFile(path, {"a": hashes})
     read, pieces = TensorFile._read, []

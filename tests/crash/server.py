@@ -29,8 +29,8 @@ import torch  # noqa: E402
 import xxhash  # noqa: E402
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint  # noqa: E402
-from pagoda.checkpoint.tensors import tensor_bytes  # noqa: E402
 from pagoda.cli.main import main  # noqa: E402
+from pagoda.memory.arena import tensor_bytes  # noqa: E402
 from pagoda.train.metrics import read_metrics  # noqa: E402
 from pagoda.train.run_dir import RunDir  # noqa: E402
 

@@ -19,7 +19,6 @@ from pagoda.forecast.setting import options_of
 from pagoda.forecast.subject import find_subject
 from pagoda.models.papers import find_paper_shape, gpt_of_step
 from pagoda.optim import AdamW
-from pagoda.plan.ops import Kind
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.settings import MemoryConfig
@@ -263,7 +262,7 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     # A rank has the moments of its own experts whole, and a part of all others.
     experts = 16 * (2304 // 256) * 2 * shape.hidden * shape.ffn
     assert one.bytes["host"]["exp_avg"] == pytest.approx(4 * experts, rel=0.05)
-    tokens = [op for op in one.plan.ops if op.kind is Kind.ALL_TO_ALL]
+    tokens = [op for ops in one.plan.exchanges_at.values() for op in ops]
     assert len(tokens) == 4 * 16  # there and back, in forward and backward
     assert {op.nbytes for op in tokens} == {2 * 4 * 512 * shape.hidden * 255 // 256}
     assert as_json(one, ()).keys() == as_json(made(), ()).keys()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pagoda.construction.construct import describe
 from pagoda.forecast.describe import module_spec
 from pagoda.forecast.subject import find_subject
 from pagoda.models import build_model
@@ -9,8 +10,7 @@ from pagoda.models.flops import forward_flops, weightless
 from pagoda.models.mixture_shapes import MIXTURE_SHAPES
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.units import layers_of
-from pagoda.runtime.construct import describe
-from pagoda.runtime.operator_tiles import Tiling
+from pagoda.transforms.operator_tiles import Tiling
 
 
 @pytest.mark.parametrize(("name", "most"), [("gpt-5x192", None), ("gpt-5x192", 200_000), ("llama-15m", 100_000)])

@@ -16,7 +16,7 @@ from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.setting import setting_of, subject_of
 from pagoda.plan.activations import ActivationMode
-from pagoda.plan.ops import Kind
+from pagoda.plan.ops import OpKind
 from pagoda.plan.placement import ACTIVATIONS
 from pagoda.settings import MemoryConfig, StatesConfig
 from pagoda.simulate.hardware import Device, Figure, Hardware, Link, MatmulRate
@@ -88,7 +88,7 @@ def test_layers_get_policies_of_their_own_where_memory_is_between() -> None:
 def test_offloading_is_in_the_plan_and_costs_what_a_link_costs() -> None:
     machine = gpu(2 * GIB, 1e9, 1e13)
     keep, offload = (made(machine, activations=mode) for mode in ("keep", "offload"))
-    saved = sum(op.nbytes for op in offload.plan.ops if op.kind is Kind.SAVE)
+    saved = sum(op.nbytes for ops in offload.plan.activations_at.values() for op in ops if op.kind is OpKind.SAVE)
     assert saved == pytest.approx(offload.activations.offloaded, rel=0.01)
     buffers = offload.plan.placement.pages("host", ACTIVATIONS) * offload.plan.page_bytes
     assert offload.bytes["host"][ACTIVATIONS] == saved + buffers

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagoda.memory.slots import UNWRITTEN, PageTable, Slots, SlotTable
+from pagoda.memory.ssd.slots import UNWRITTEN, PageTable, Slots, SlotTable
 
 PAGES, SLOTS = 6, 15
 runs = st.integers(0, PAGES - 1).flatmap(
@@ -196,14 +196,6 @@ def test_a_slot_that_is_still_read_is_not_handed_out() -> None:
     assert (table.free, table.in_transit) == (0, True)
     table.end_load(reading)
     assert (table.free, table.in_transit) == (1, False)
-
-
-def test_slots_that_were_added_are_free() -> None:
-    table = SlotTable(2, 2)
-    store(table, 0, 2)
-    table.pin(table.table(0, 2))
-    table.grow(4)
-    assert store(table, 0, 2) == [2, 3]
 
 
 @pytest.mark.parametrize(("pages", "slots"), [(0, 1), (3, 2)])

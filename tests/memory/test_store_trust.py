@@ -13,8 +13,8 @@ import xxhash
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
 from pagoda.memory import Arena, PageFile, Run, SSDTier, open_commit
-from pagoda.memory.commits import Reference
-from pagoda.memory.ssd import StripedFile
+from pagoda.memory.ssd.commits import Reference
+from pagoda.memory.ssd.striped import StripedFile
 from tests.memory.ssd_parts import PAGE, loaded, make_checkpoint, make_directory, names, pattern
 
 

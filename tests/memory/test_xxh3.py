@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from pagoda.memory.xxh3 import hashes_of
+from pagoda.memory.ssd import xxh3
+from pagoda.memory.ssd.xxh3 import hashes_of
 
 
 @pytest.mark.parametrize("page_bytes", [241, 1024, 1025, 1088, 4096, 5184, 131072])
@@ -33,3 +34,10 @@ def test_bytes_at_any_address_and_read_only() -> None:
 
 def test_no_pages_have_no_hashes() -> None:
     assert hashes_of(memoryview(b""), 4096).shape == (0,)
+
+
+def test_an_extension_that_exports_no_function_gives_the_same_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = memoryview(np.random.default_rng(0).bytes(8192))
+    expected = hashes_of(data, 4096).tolist()
+    monkeypatch.setattr(xxh3, "_XXH3", None)
+    assert hashes_of(data, 4096).tolist() == expected

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from pagoda.construction.construct import describe
 from pagoda.errors import ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models import MIXTURE_SHAPES, build_model, parameter_count
@@ -14,7 +15,6 @@ from pagoda.models.mixture import Experts, Mixture
 from pagoda.models.mixture_shapes import RoutingConfig, mixture_shape
 from pagoda.models.moe import build_mixture
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
-from pagoda.runtime.construct import describe
 
 GPT = replace(MIXTURE_SHAPES["gpt-moe-15m"], layers=2, hidden=32, heads=4, ffn=64, vocab=96, seq_len=32)
 T5 = replace(MIXTURE_SHAPES["t5-moe-15m"], layers=2, decoder_layers=2, hidden=32, heads=4, ffn=64, vocab=96)

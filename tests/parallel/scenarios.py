@@ -18,6 +18,8 @@ from torch import nn
 from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
+from pagoda.checkpoint.snapshot import Snapshot
+from pagoda.construction.construct import describe
 from pagoda.memory.identity import partial
 from pagoda.models import build_model
 from pagoda.optim import means
@@ -28,8 +30,6 @@ from pagoda.parallel.world import launched
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
-from pagoda.runtime.construct import describe
-from pagoda.runtime.snapshot import Snapshot
 from pagoda.train import TrainConfig, run
 
 PAGE = 4096
@@ -245,8 +245,10 @@ class Moment:
 
 
 MOMENTS: dict[str, Moment] = {
-    "its pages are not committed": Moment(1, "memory.frozen.FrozenPages.commit", lambda last, _, at, *__: at == last),
-    "its pages are committed": Moment(1, "memory.frozen.FrozenPages.commit", lambda last, _, at, *__: at == last, True),
+    "its pages are not committed": Moment(1, "memory.ssd.tier.FrozenPages.commit", lambda last, _, at, *__: at == last),
+    "its pages are committed": Moment(
+        1, "memory.ssd.tier.FrozenPages.commit", lambda last, _, at, *__: at == last, True
+    ),
     "all have agreed": Moment(0, "checkpoint.directory._sync", lambda last, at: at == partial(last)),
     "the checkpoint has its name": Moment(0, "checkpoint.directory._sync", lambda last, _: last.exists()),
     "the one before is gone": Moment(0, "checkpoint.directory.Removable.retire", lambda *_: True, after=True),

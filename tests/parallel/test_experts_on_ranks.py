@@ -13,10 +13,10 @@ from pagoda.checkpoint.reader import Checkpoint
 from pagoda.forecast.describe import exchanged_elements, module_spec
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim import AdamW
-from pagoda.plan.ops import Kind
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.plan.ranks import Ranks
+from pagoda.plan.traffic import traffic_of
 from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
@@ -24,13 +24,8 @@ from pagoda.train.run_dir import RunDir
 from .conftest import RankServer
 
 STEPS = 3
-KINDS = {
-    "fetch": Kind.FETCH,
-    "gather": Kind.ALL_GATHER,
-    "reduce": Kind.REDUCE_SCATTER,
-    "tokens of experts": Kind.ALL_TO_ALL,
-    "offload": Kind.OFFLOAD,
-}
+TOKENS = "tokens of experts"
+VERBS = ("fetch", "gather", "reduce", "offload", TOKENS)
 """What lanes call their work."""
 RELATIVE = 2e-4
 """Figures of fp32 training are this close: the same sums in another order, through three updates."""
@@ -73,23 +68,28 @@ def read(directory: Path, state: str = "weight") -> dict[str, torch.Tensor]:
         return {name: checkpoint.read(state, name, 0, s.nbytes // s.dtype.itemsize) for name, s in specs.items()}
 
 
-def executed(config: TrainConfig) -> set[Kind]:
-    """The kinds of op in a step that was traced."""
+def executed(config: TrainConfig) -> set[str]:
+    """What lanes did in a step that was traced, updates apart, which run into the next step."""
     assert config.trace is not None
     events = json.loads(config.trace.read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X" and event.get("cat") != "compute"}
-    return {kind for start, kind in KINDS.items() if any(name.startswith(start) for name in names)}
+    return {verb for verb in VERBS if any(name.startswith(verb) for name in names)}
 
 
-def planned(shape: PaperShape, ranks: Ranks) -> set[Kind]:
-    """The kinds of op in a rank's step of a paper's shape, with all state in RAM.
-
-    Without those that evict, which move nothing, and update, which run into the next step.
-    """
+def planned(shape: PaperShape, ranks: Ranks) -> set[str]:
+    """What lanes do in a rank's step of a paper's shape, with all state in RAM, updates apart."""
     root = module_spec(shape, expert_parallel=ranks.expert_parallel)
     exchanges = exchanged_elements(shape, 512, ranks.expert_parallel)
     plan = make_plan(root, AdamW().states("bf16"), Budgets(1 << 50, 1 << 36), Options(), ranks, exchanges)
-    return {op.kind for op in plan.ops} - {Kind.EVICT, Kind.UPDATE}
+    traffic = traffic_of(plan)
+    moved = {
+        "fetch": any(unit.fetched for unit in traffic),
+        "gather": any(unit.gathered for unit in traffic),
+        "reduce": any(unit.reduced for unit in traffic),
+        "offload": any(unit.offloaded for unit in traffic),
+        TOKENS: bool(plan.exchanges_at),
+    }
+    return {verb for verb in VERBS if moved[verb]}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_ranks_that_divide_experts_train_as_one_does(
     for name, weight in mine.items():
         assert (weight - others[name]).norm() <= 1e-3 * others[name].norm() + 1e-5, name
     assert executed(divided) == planned(PAPER_SHAPES["t5-moe-1.2t"], Ranks(256, 8, expert_parallel=256))
-    assert executed(divided) - {Kind.ALL_TO_ALL} == planned(PAPER_SHAPES["gpt3-175b"], Ranks(512, 8))
+    assert executed(divided) - {TOKENS} == planned(PAPER_SHAPES["gpt3-175b"], Ranks(512, 8))
     resumed = replace(divided, steps=STEPS + 1, expert_parallel=1, resume=True, trace=None)
     goes_on = trained(ranks, 1, resumed)["loss"]
     assert len(goes_on) == STEPS + 1

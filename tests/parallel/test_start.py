@@ -25,7 +25,7 @@ from pagoda.parallel.start import in_common, on_any_rank
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.runtime.construct import describe
+from pagoda.construction.construct import describe
 
 rank = int(sys.argv[1])
 kept = [object() for _ in range(1000 * rank)]

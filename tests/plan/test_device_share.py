@@ -16,11 +16,13 @@ from pagoda.memory.page import pages_for
 from pagoda.optim import Adafactor, AdamW
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD
-from pagoda.plan.ops import DEVICE, Kind
+from pagoda.plan.ops import DEVICE
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.split import Split
+from pagoda.plan.traffic import traffic_of
+from pagoda.schedule.from_plan import schedule_plan
 from pagoda.simulate.hardware import Device, Hardware, Link
 from tests.simulate.test_simulation import FAST
 
@@ -115,12 +117,11 @@ def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_st
     passing = plan.placement.updated_on_device
     assert 0 < len(passing) < len(plan.units)
     for u in plan.units:
-        moved = {op.lane: op.nbytes for op in plan.ops if op.unit == u.index and op.kind in (Kind.READ, Kind.WRITE)}
+        traffic, passes = traffic_of(plan)[u.index], u.index in passing
         states = sum(state.nbytes(u.trainable_numel) for state in plan.layout.states)
         gradient = u.trainable_numel * plan.layout.itemsize(GRAD)
-        assert moved == ({"h2d": states + gradient, "d2h": states} if u.index in passing else {})
-        (update,) = (op for op in plan.ops if op.unit == u.index and op.kind is Kind.UPDATE)
-        assert update.lane == ("device_update" if u.index in passing else "update")
+        assert (traffic.streamed, traffic.brought) == ((states, gradient) if passes else (0, 0))
+        assert schedule_plan(plan).units[u.index].updater == int(passes)
 
 
 def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
@@ -161,7 +162,9 @@ def test_units_live_on_the_device_as_far_as_it_goes_and_take_no_link() -> None:
     plan = make_plan(tower(8, 128), STATES["bf16"], Budgets(LARGE, LARGE), options)
     lives = plan.placement.resident
     assert len(lives) == len(plan.units) - 1  # something is left to lease
-    assert {op.lane for op in plan.ops if op.unit in lives} == {"device_update"}
+    for traffic in (traffic_of(plan)[index] for index in lives):
+        assert traffic.touched
+        assert (traffic.fetched, traffic.offloaded, traffic.streamed, traffic.brought) == (0, 0, 0, 0)
     for state in (*(s.name for s in plan.layout.states), GRAD):
         there = sum(plan.layout.pages(plan.units[index], state) for index in lives)
         assert plan.bytes[DEVICE][state] == there * plan.page_bytes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.plan.activations import ActivationMode, BlockSizes, Policy, SavedBlocks, StepSizes, Storages
-from pagoda.plan.ops import HOST, SSD, Kind
+from pagoda.plan.ops import HOST, SSD, Op, OpKind
 from pagoda.plan.placement import ACTIVATIONS, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.trace import Phase
@@ -56,9 +56,13 @@ def planned(
     return make_plan(tower(LAYERS, 256), STATES["bf16"], budgets or Budgets(LARGE, LARGE), asked, saved=saved)
 
 
-def moved(plan: Plan, kind: Kind) -> dict[str, int]:
+def moves(plan: Plan) -> list[Op]:
+    return [op for ops in plan.activations_at.values() for op in ops]
+
+
+def moved(plan: Plan, kind: OpKind) -> dict[str, int]:
     lanes: dict[str, int] = {}
-    for op in plan.ops:
+    for op in moves(plan):
         if op.kind is kind:
             lanes[op.lane] = lanes.get(op.lane, 0) + op.nbytes
     return lanes
@@ -88,13 +92,12 @@ def test_every_byte_leaves_once_and_comes_back_once(
     assert host <= room * MIB
     assert ssd == 0 or host > room * MIB - MIB
     assert plan.peak_bytes[HOST] <= budgets.host
-    out, back = moved(plan, Kind.SAVE), moved(plan, Kind.RETURN)
+    out, back = moved(plan, OpKind.SAVE), moved(plan, OpKind.RETURN)
     assert out == {lane: passes * n for lane, n in (("d2h", host), ("ssd_write", ssd)) if n}
     assert back == {lane: passes * n for lane, n in (("h2d", host), ("ssd_read", ssd)) if n}
-    for op in plan.ops:
-        if op.kind in (Kind.SAVE, Kind.RETURN):
-            phase = plan.trace.accesses[op.tick].phase
-            assert phase is (Phase.FORWARD if op.kind is Kind.SAVE else Phase.BACKWARD)
+    for op in moves(plan):
+        phase = plan.trace.accesses[op.tick].phase
+        assert phase is (Phase.FORWARD if op.kind is OpKind.SAVE else Phase.BACKWARD)
     ticks = len(plan.trace.accesses) - 1
     step = simulate(plan, GPU, [1e-3] * ticks)
     names = {"save activation": out, "return activation": back}
@@ -111,7 +114,7 @@ def test_what_is_offloaded_is_in_the_account_and_must_fit() -> None:
     kept, away = (planned(mode, sizes) for mode in ("keep", "offload"))
     assert ACTIVATIONS not in kept.bytes[HOST]
     assert away.bytes[HOST] == {**kept.bytes[HOST], ACTIVATIONS: LAYERS * 4 * MIB}
-    assert moved(kept, Kind.SAVE) == {}
+    assert moved(kept, OpKind.SAVE) == {}
     tight = Budgets(kept.peak_bytes[HOST] + 10 * MIB, LARGE)
     with pytest.raises(BudgetError, match=r"Offloaded activations do not fit: they take 24.00 MiB.*memory.host"):
         planned("offload", sizes, tight)

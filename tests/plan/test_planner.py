@@ -1,4 +1,4 @@
-"""The planner chooses units, pages and placement that fit, says why, and gives ops for any trace."""
+"""The planner chooses units, pages and placement that fit, says why, and knows what operations move."""
 
 from dataclasses import FrozenInstanceError, replace
 
@@ -7,14 +7,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
-from pagoda.memory import PAGE_ALIGN, PAGE_BYTES
-from pagoda.memory.slabs import SlabPool
+from pagoda.memory import PAGE_ALIGN, PAGE_BYTES, Run
 from pagoda.plan.layout import GRAD
-from pagoda.plan.ops import HOST, LANES, SSD, Kind
+from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.trace import STEP, Access, Phase, Trace
+from pagoda.plan.traffic import bytes_written_to_ssd, traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec, enclosing
+from pagoda.schedule.frames import Frames
 
 from .strategies import STATES, Draw, large_trees, module_trees, traces
 
@@ -131,16 +131,10 @@ def test_a_model_without_parameters_is_refused() -> None:
     ("steps", "clipping", "under_backward"),
     [(None, False, False), (1, False, True), (4, False, True), (4, True, False)],
 )
-def test_updates_run_under_backward_only_when_passes_are_announced_and_nothing_clips(
+def test_updates_may_run_under_backward_only_when_passes_are_announced_and_nothing_clips(
     steps: int | None, clipping: bool, under_backward: bool
 ) -> None:
-    options = Options(accumulation_steps=steps, clipping=clipping)
-    plan = make_plan(tower(2, 64), STATES["bf16"], Budgets(LARGE), options)
-    assert options.update_under_backward is under_backward
-    updates = [op.tick for op in plan.ops if op.kind is Kind.UPDATE]
-    last = len(plan.trace.accesses) - 1
-    assert len(updates) == len(plan.units)
-    assert all((tick < last) is under_backward for tick in updates)
+    assert Options(accumulation_steps=steps, clipping=clipping).update_under_backward is under_backward
 
 
 @settings(max_examples=40)
@@ -188,25 +182,28 @@ def test_whatever_is_in_use_and_wherever_it_lies_room_can_be_made_for_one_unit_m
     budgets = Budgets(LARGE, least.needed_bytes) if separate else Budgets(least.needed_bytes, None, LARGE)
     plan = make_plan(root, STATES["bf16"], budgets, options)
     pages, around = plan.leased_pages(), enclosing(plan.units)
-    pool = SlabPool(plan.placement.pages("device" if separate else HOST, LEASES), plan.lease_slab)
-    assume(sum(pages.values()) > pool.frames)
-    leases: dict[int, int] = {}
-    """First frame -> unit."""
+    count = plan.placement.pages("device" if separate else HOST, LEASES)
+    frames = Frames(count, plan.lease_slab)
+    assume(sum(pages.values()) > count)
+    leases: dict[Run, int] = {}
+    """Frames -> unit."""
 
     def fetch(unit: int, in_use: set[int]) -> None:
         if unit in leases.values():
             return
-        prices = data.draw(st.permutations(range(len(pages))))
-        victims = pool.cheapest_window(
-            pages[unit], lambda run: None if leases[run.start] in in_use else prices[leases[run.start]]
-        )
-        assert victims is not None
-        for victim in victims:
-            del leases[victim.start]
-            pool.free(victim)
-        run = pool.alloc(pages[unit])
+        run = frames.alloc(pages[unit])
+        if run is None:
+            prices = data.draw(st.permutations(range(len(pages))))
+            windows = (
+                frames.window(near, pages[unit], lambda run: None if leases[run] in in_use else prices[leases[run]])
+                for near in leases
+            )
+            for victim in next(window for window in windows if window is not None):
+                del leases[victim]
+                frames.free(victim)
+            run = frames.alloc(pages[unit])
         assert run is not None
-        leases[run.start] = unit
+        leases[run] = unit
 
     for unit in data.draw(st.lists(st.sampled_from(sorted(pages)), min_size=1, max_size=12)):
         in_use: set[int] = set()
@@ -216,54 +213,27 @@ def test_whatever_is_in_use_and_wherever_it_lies_room_can_be_made_for_one_unit_m
         fetch(data.draw(st.sampled_from(sorted(pages))), in_use)
 
 
-# --- ops --------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40)
-@given(plans())
-def test_ops_come_in_the_order_of_their_ticks_on_lanes_that_exist(plan: Plan) -> None:
-    assert [op.tick for op in plan.ops] == sorted(op.tick for op in plan.ops)
-    for op in plan.ops:
-        assert 0 <= op.tick < len(plan.trace.accesses)
-        assert op.lane in LANES
-        assert op.nbytes >= 0
-        assert 0 <= op.unit < len(plan.units)
-    assert [op for ops in plan.ops_at.values() for op in ops] == [
-        op for op in plan.ops if op.kind in (Kind.FETCH, Kind.EVICT)
-    ]
-    assert all(op.tick == tick for tick, ops in plan.ops_at.items() for op in ops)
-
-
-@settings(max_examples=40)
-@given(plans())
-def test_each_unit_that_trains_is_updated_once_after_its_last_gradient(plan: Plan) -> None:
-    trains = [unit.index for unit in plan.units if unit.trainable_numel]
-    updates = {op.unit: op.tick for op in plan.ops if op.kind is Kind.UPDATE}
-    assert sorted(op.unit for op in plan.ops if op.kind is Kind.UPDATE) == trains
-    for op in plan.ops:
-        if op.kind is Kind.OFFLOAD:
-            assert op.unit in trains
-            assert plan.trace.accesses[op.tick] == Access(op.unit, Phase.BACKWARD)
-            assert updates[op.unit] >= op.tick
+# --- traffic --------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
 @given(plans())
 def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(plan: Plan) -> None:
-    def moved(kind: Kind, unit: int) -> int:
-        return sum(op.nbytes for op in plan.ops if op.kind is kind and op.unit == unit)
-
+    traffic, written = traffic_of(plan), 0
     for unit in plan.units:
         on_ssd = sum(
             unit.trainable_numel * state.dtype.itemsize
             for state in plan.layout.states
             if plan.placement.home(unit.index, state.name) == SSD
         )
-        spilled = plan.placement.home(unit.index, GRAD) == SSD and not plan.options.update_under_backward
-        gradient = plan.layout.pages(unit, GRAD) * plan.page_bytes if spilled else 0
-        assert moved(Kind.WRITE, unit.index) == on_ssd
-        assert moved(Kind.READ, unit.index) == on_ssd + gradient
-        assert (moved(Kind.SPILL, unit.index) > 0) == (gradient > 0)
+        assert traffic[unit.index].streamed == on_ssd
+        written += on_ssd
+        # Where updates run under backward, all but the last gradient of a step wait for others.
+        passes = plan.options.accumulation_steps or 1
+        waiting = passes - 1 if plan.options.update_under_backward else passes
+        if unit.trainable_numel and plan.placement.home(unit.index, GRAD) == SSD:
+            written += waiting * plan.layout.pages(unit, GRAD) * plan.page_bytes
+    assert bytes_written_to_ssd(plan) == written
 
 
 @settings(max_examples=40)
@@ -274,12 +244,12 @@ def test_only_units_without_weights_where_compute_reads_them_are_leased(plan: Pl
         away = plan.budgets.device is not None or plan.placement.home(unit.index, "weight") == SSD
         assert (unit.index in leased) == (away and unit.index not in plan.placement.resident)
     assert plan.needs_leases == bool(leased)
-    assert {op.unit for op in plan.ops if op.kind is Kind.FETCH} <= set(leased)
+    assert {unit for unit, traffic in enumerate(traffic_of(plan)) if traffic.fetched} == set(leased)
 
 
 @settings(max_examples=40)
 @given(st.data())
-def test_a_plan_retraced_keeps_everything_but_its_ops(data: st.DataObject) -> None:
+def test_a_plan_retraced_keeps_everything_but_its_trace(data: st.DataObject) -> None:
     plan = data.draw(plans())
     trace = data.draw(traces(len(plan.units)))
     retraced = plan.retraced(trace)
@@ -287,7 +257,6 @@ def test_a_plan_retraced_keeps_everything_but_its_ops(data: st.DataObject) -> No
     assert retraced.layout is plan.layout
     assert (retraced.budgets, retraced.options, retraced.reasons) == (plan.budgets, plan.options, plan.reasons)
     assert retraced.trace is trace
-    assert all(op.tick < len(trace.accesses) for op in retraced.ops)
     assert retraced.retraced(plan.trace) == plan
 
 
@@ -309,24 +278,6 @@ def test_parameters_are_counted_without_padding() -> None:
     assert sum(unit.numel for unit in plan.units) > plan.parameters
 
 
-def test_a_step_that_uses_one_unit_only_is_planned_for() -> None:
-    plan = make_plan(tower(3, 64), STATES["bf16"], Budgets(1 << 30, 1 << 20, None), Options(page_bytes=4096))
-    retraced = plan.retraced(Trace((Access(0, Phase.FORWARD), STEP)))
-    assert {op.unit for op in retraced.ops if op.kind is Kind.FETCH} <= {0}
-
-
-@pytest.mark.parametrize("clipping", [True, False])
-def test_a_unit_that_backward_never_reads_has_its_gradient_at_the_end_of_the_pass(clipping: bool) -> None:
-    options = Options(page_bytes=4096, unit_limit=64 * 64 * 2, accumulation_steps=2, clipping=clipping)
-    plan = make_plan(tower(3, 64), STATES["bf16"], Budgets(1 << 30), options)
-    assert len(plan.units) >= 2
-    one_pass = (Access(0, Phase.FORWARD), Access(1, Phase.FORWARD), Access(1, Phase.BACKWARD))
-    ops = plan.retraced(Trace((*one_pass, *one_pass, STEP))).ops
-    assert [op.tick for op in ops if op.kind is Kind.OFFLOAD and op.unit == 0] == [2, 5]
-    updates = {op.unit: op.tick for op in ops if op.kind is Kind.UPDATE}
-    assert updates == ({0: 6, 1: 6} if clipping else {0: 5, 1: 5})
-
-
 @pytest.mark.parametrize(("device", "most"), [(None, 32 << 20), (LARGE, 40 << 20)])
 def test_the_largest_gradient_leaves_a_device_of_its_own_without_being_waited_for(
     device: int | None, most: int
@@ -334,15 +285,3 @@ def test_the_largest_gradient_leaves_a_device_of_its_own_without_being_waited_fo
     root = ModuleSpec("", (ParamSpec("w", (20 << 20,)), ParamSpec("b", (1024,)), ParamSpec("f", (30 << 20,), False)))
     plan = make_plan(root, STATES["bf16"], Budgets(LARGE, device), Options())
     assert plan.gradients_in_flight_bytes == most
-
-
-def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
-    pages = {0: 5, **dict.fromkeys(range(1, 7), 2)}  # an embedding and six layers
-    root = ModuleSpec(
-        "", (), tuple(ModuleSpec(f"m{i}", (ParamSpec(f"m{i}.w", (n * 2048,)),)) for i, n in pages.items())
-    )
-    options = Options(page_bytes=4096, unit_limit=4096)
-    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), options)
-    assert plan.leased_pages() == pages
-    assert plan.placement.pages("device", LEASES) >= sum(pages.values())
-    assert sum(op.kind is Kind.FETCH for op in plan.ops) == len(pages)

@@ -1,5 +1,6 @@
 """Ranks share out the state as ZeRO does; what they gather and reduce is in the plan and in its simulated step."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,12 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.layout import GRAD, MESSAGE_BYTES, MOST_REDUCING_BYTES, WEIGHT
-from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD, Kind
+from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.ranks import Ranks, ring_bytes
+from pagoda.plan.trace import gradients_of
+from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, align
 from pagoda.simulate.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
 from pagoda.simulate.rates import Rates, with_faster_gather
@@ -122,15 +125,15 @@ def test_a_group_of_one_has_the_plan_of_a_rank_alone(root: ModuleSpec, stage: in
     budgets, options = Budgets(LARGE, LARGE), Options()
     alone = make_plan(root, STATES["bf16"], budgets, options)
     one = make_plan(root, STATES["bf16"], budgets, options, shared(1, stage))
-    assert one.ops == alone.ops
+    assert traffic_of(one) == traffic_of(alone)
     assert one.bytes == alone.bytes
 
 
+def trained(plan: Plan) -> frozenset[int]:
+    return frozenset(unit.index for unit in plan.units if unit.trainable_numel)
+
+
 # --- what a rank sends ------------------------------------------------------------------------------------
-
-
-def sent(plan: Plan, kind: Kind) -> int:
-    return sum(op.nbytes for op in plan.ops if op.kind is kind)
 
 
 @pytest.mark.parametrize(("stage", "volumes"), [(1, 3), (2, 2), (3, 3)])
@@ -140,7 +143,7 @@ def test_what_is_sent_is_zeros_volume(stage: int, volumes: int) -> None:
     root = tower(16, 256)
     plan = make_plan(root, STATES["bf16"], Budgets(LARGE, 1 << 20), Options(page_bytes=4096), shared(8, stage))
     weights = 2 * sum(param.numel for param in root.walk())
-    total = sum(sent(plan, kind) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE))
+    total = simulate(plan, NODE, [1e-3] * (len(plan.trace.accesses) - 1)).bytes_moved[COLLECTIVE]
     # The units that end forward begin backward, and are gathered once.
     assert 0.85 * volumes <= total / ring_bytes(weights, 8) <= 1.02 * volumes
 
@@ -148,16 +151,29 @@ def test_what_is_sent_is_zeros_volume(stage: int, volumes: int) -> None:
 @pytest.mark.parametrize("separate", [True, False])
 @settings(deadline=None)
 @given(data=st.data())
-def test_every_byte_of_the_plans_ops_is_moved_and_no_other(separate: bool, data: st.DataObject) -> None:
+def test_every_operation_moves_its_bytes_as_often_as_a_step_has_it(separate: bool, data: st.DataObject) -> None:
     plan = data.draw(plans(separate))
     ticks = [data.draw(st.floats(0.0, 1e-2)) / len(plan.trace.accesses)] * (len(plan.trace.accesses) - 1)
-    simulation = Simulation(plan, NODE if separate else CPUS, ticks)
+    simulation = Simulation(plan, Rates(NODE if separate else CPUS, plan.ranks, plan.transfer_bytes), ticks)
     steps = data.draw(st.integers(1, 4))
     for _ in range(steps):
         simulation.step()
-    moved = simulation.drain()
-    for lane in (COLLECTIVE, "h2d", "d2h", "update"):
-        assert moved.get(lane, 0) == steps * sum(op.nbytes for op in plan.ops if op.lane == lane)
+    moved: dict[tuple[str, str], int] = {}
+    for span in simulation.drain():
+        moved[span.lane, span.name] = moved.get((span.lane, span.name), 0) + span.nbytes
+    made = Counter(gradient.unit for gradient in gradients_of(plan.trace, trained(plan)))
+    for unit, traffic in enumerate(traffic_of(plan)):
+        name = plan.units[unit].name
+        assert moved.get((COLLECTIVE, f"reduce {name}"), 0) == steps * made[unit] * traffic.reduced
+        assert moved.get(("d2h", f"offload {name}"), 0) == steps * made[unit] * traffic.offloaded
+        assert moved.get(("update", f"update {name}"), 0) == steps * (unit in made) * traffic.touched
+        loaded, gathered = moved.get(("h2d", f"fetch {name}"), 0), moved.get((COLLECTIVE, f"gather {name}"), 0)
+        if traffic.gathered:
+            assert gathered % traffic.gathered == 0
+            assert gathered >= steps * (unit in made) * traffic.gathered
+            assert not separate or loaded * traffic.gathered == gathered * traffic.fetched
+        else:
+            assert gathered == steps * (unit in made) * traffic.published
 
 
 @pytest.mark.parametrize("separate", [True, False])
@@ -168,7 +184,10 @@ def test_a_step_takes_no_less_than_the_collectives_and_the_ledger_holds(separate
     machine = NODE if separate else CPUS
     timeline = simulate(plan, machine, [1e-6] * (len(plan.trace.accesses) - 1))
     assert plan.ranks is not None
-    nbytes = sum(op.nbytes for op in plan.ops if op.lane == COLLECTIVE)
+    made = Counter(gradient.unit for gradient in gradients_of(plan.trace, trained(plan)))
+    traffic = traffic_of(plan)
+    nbytes = sum(n * traffic[unit].reduced for unit, n in made.items())
+    nbytes += sum(traffic[unit].gathered + traffic[unit].published for unit in made)
     seconds = Rates(machine, plan.ranks).ring_seconds(nbytes, plan.ranks.data_parallel)
     assert timeline.step_s >= seconds * (1 - 1e-6)
     for tier, account in timeline.ledger.items():
@@ -205,7 +224,7 @@ def test_more_ranks_load_less_each() -> None:
     """Bandwidth-centric: every rank's link carries its slice."""
     root = tower(8, 256)
     plans = [make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), Options(), shared(n)) for n in (1, 2, 4)]
-    loaded = [sum(op.nbytes for op in plan.ops if op.lane == "h2d") for plan in plans]
+    loaded = [sum(traffic.fetched for traffic in traffic_of(plan)) for plan in plans]
     assert loaded[0] == pytest.approx(2 * loaded[1], rel=0.02)
     assert loaded[1] == pytest.approx(2 * loaded[2], rel=0.02)
 
@@ -267,14 +286,16 @@ def test_experts_are_divided_and_each_held_by_the_ranks_that_have_it(parallel: i
     for unit in plan.units:
         of_experts = ".experts." in unit.slots[0].param.name
         assert plan.layout.group(unit) == (8 // parallel if of_experts else 8)
-    exchanges = [op for op in plan.ops if op.kind is Kind.ALL_TO_ALL]
+    exchanges = [op for ops in plan.exchanges_at.values() for op in ops]
     assert len(exchanges) == 2 * 2 * len(rows)  # there and back, in forward and backward
     timeline = simulate(plan, NODE, [1e-6] * (len(plan.trace.accesses) - 1))
-    assert timeline.bytes_moved[COLLECTIVE] == sum(op.nbytes for op in plan.ops if op.lane == COLLECTIVE)
+    tokens = [span.nbytes for span in timeline.spans if span.name.startswith("tokens")]
+    assert tokens == [op.nbytes for op in exchanges]
 
 
 def test_what_ranks_do_not_need_costs_nothing() -> None:
     plan = make_plan(tower(2, 64), STATES["bf16"], Budgets(LARGE, LARGE), Options())
     assert plan.ranks is None
-    assert COLLECTIVE not in {op.lane for op in plan.ops}
+    assert not any(traffic.gathered or traffic.reduced or traffic.published for traffic in traffic_of(plan))
+    assert not plan.exchanges_at
     assert SSD not in plan.bytes

@@ -1,12 +1,13 @@
 """A trace is one step; the cursor follows it, and finds its way back after any departure."""
 
 from itertools import groupby
+from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.plan.trace import STEP, Access, Cursor, Phase, Recorder, Trace, assumed_trace
+from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Recorder, Trace, assumed_trace, gradients_of
 
 from .strategies import traces
 
@@ -98,3 +99,41 @@ def test_a_cursor_that_skips_accesses_jumps_to_the_nearest_use_ahead(trace: Trac
     if ahead:
         target = trace.accesses[data.draw(st.sampled_from(ahead))]
         assert cursor.advance(target) == trace.accesses.index(target, position + 1)
+
+
+# --- gradients ------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_each_pass_makes_one_gradient_of_each_trained_unit_that_it_uses(data: st.DataObject) -> None:
+    units = data.draw(st.integers(1, 6))
+    trace = data.draw(traces(units))
+    trained = frozenset(data.draw(st.sets(st.integers(0, units - 1))))
+    gradients = gradients_of(trace, trained)
+    assert [g.tick for g in gradients] == sorted(g.tick for g in gradients)
+    passes = [key for key, _ in groupby(access.phase for access in trace.accesses)].count(Phase.BACKWARD)
+    body = trace.accesses[:-1]
+    first = 0
+    for _ in range(passes):
+        backward = next(tick for tick in range(first, len(body)) if body[tick].phase is Phase.BACKWARD)
+        end = next((tick for tick in range(backward, len(body)) if body[tick].phase is Phase.FORWARD), len(body))
+        of_pass = [g for g in gradients if first <= g.tick < end]
+        assert sorted(g.unit for g in of_pass) == sorted(trained & {access.unit for access in body[first:end]})
+        for gradient in of_pass:
+            assert gradient.tick == max(tick for tick in range(first, end) if body[tick].unit == gradient.unit)
+        first = end
+    assert {g.unit: g.tick for g in gradients} == {g.unit: g.tick for g in gradients if g.last}
+
+
+def test_a_unit_that_backward_never_reads_has_its_gradient_at_the_end_of_the_pass() -> None:
+    one_pass = (Access(0, Phase.FORWARD), Access(1, Phase.FORWARD), Access(1, Phase.BACKWARD))
+    gradients = gradients_of(Trace((*one_pass, *one_pass, STEP)), frozenset({0, 1}))
+    assert [(g.tick, g.last) for g in gradients if g.unit == 0] == [(2, False), (5, True)]
+
+
+@given(traces(4), st.integers(0, 4), st.data())
+def test_the_next_use_is_the_nearest_one_around_the_cycle(trace: Trace, unit: int, data: st.DataObject) -> None:
+    tick = data.draw(st.integers(0, len(trace.accesses) - 1))
+    twice = [access.unit for access in trace.accesses * 2]
+    found = NextUse(trace).after(unit, tick)
+    assert found == (twice.index(unit, tick + 1) - tick if unit in twice else inf)

@@ -9,7 +9,7 @@ from torch import nn
 from zoo import RESIDENT
 
 import pagoda
-from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.optimizer import PagedOptimizer
 
 Wrap = Callable[..., tuple[nn.Module, PagedOptimizer]]
 

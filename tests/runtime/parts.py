@@ -1,50 +1,64 @@
-"""The parts of an engine without a model: units, a store, lanes and gradient extents over random sizes."""
+"""An engine without a model: gradients come from the test, over units of any sizes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from pagoda.memory import Arena, MemoryTier
-from pagoda.memory.slabs import SlabRegion
+from pagoda.construction.construct import describe, live_units
 from pagoda.optim import AdamW, Precision
-from pagoda.optim.formats import gradient_kernels, update_kernel, warm_up
-from pagoda.optim.kernels import UpdateKernel
-from pagoda.optim.rule import gradient_dtype
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, RING_SLOTS
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import CHECKPOINT, RING, Budgets, Placement
+from pagoda.plan.placement import CHECKPOINT, LEASES, RING, STAGING, Budgets, Placement
 from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.runtime.construct import describe, live_units
 from pagoda.runtime.device import Device
-from pagoda.runtime.gradients import Gradients, UnitGradient
-from pagoda.runtime.lanes import Lane
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.gradients import UnitGradient
+from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updates import Update
+from pagoda.schedule.scheduler import Scheduler
 
 PAGE = 4096
 LARGE = 1 << 40
-RESIDENT, MOMENTS_ON_SSD, ALL_ON_SSD = "resident", "moments_on_ssd", "all_on_ssd"
+RESIDENT, SHARED, MOMENTS_ON_SSD, ALL_ON_SSD = "resident", "shared buffers", "moments_on_ssd", "all_on_ssd"
+"""All in RAM, without or with gradients that share buffers; on SSD, but for weights or all of it."""
 
 Sizes = Sequence[Sequence[int]]
 """Elements of each trainable parameter of each unit; a negative number is a frozen parameter."""
 
+Seen = dict[tuple[int, int], torch.Tensor]
+"""(unit, slot) -> a gradient, as an update saw it."""
+
 
 @dataclass
 class Parts:
-    """What a test of one part of the runtime needs."""
+    """The engine, and what a test tells it."""
 
-    plan: Plan
-    store: Store
-    units: list[LiveUnit]
-    kernel: UpdateKernel
-    lanes: dict[str, Lane]
-    staging: SlabRegion
-    gradients: Gradients
-    stalls: list[str] = field(default_factory=list)
+    engine: Engine
+    groups: dict[tuple[int, int], dict[str, Any]]
+    """(unit, slot) -> the param group of each parameter."""
+
+    @property
+    def store(self) -> Store:
+        return self.engine.store
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.plan
+
+    @property
+    def units(self) -> list[LiveUnit]:
+        return self.engine.units
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,24 +66,65 @@ class Parts:
         return self.store.dtype(GRAD)
 
     def bytes_moved(self, lane: str) -> int:
-        return self.lanes[lane].take_counters()[1]
+        """Since the last call, or step."""
+        return self.engine._lanes[lane].take_counters()[1]
 
     def random_gradient(self, unit: LiveUnit, slot: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + 10 * unit.index + slot)
         return torch.randn(unit.params[slot].shape, generator=generator).to(self.dtype)
 
-    def arrive(self, unit: LiveUnit, seed: int = 0, accumulate: bool = False) -> UnitGradient:
-        """A gradient arrives for every trainable parameter of a unit, the last one first, as in backward."""
-        for slot in reversed(range(unit.trainable)):
-            record = self.gradients.add(unit, slot, self.random_gradient(unit, slot, seed), accumulate)
+    def deliver(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool = False) -> None:
+        """Autograd has finished one parameter's gradient."""
+        unit.used = True
+        unit.params[slot].grad = unit.markers[slot]
+        self.engine.stepper.on_gradient(unit, slot, grad, accumulate)
+
+    def arrive(self, unit: LiveUnit, seed: int = 0, accumulate: bool = False, slots: Sequence[int] = ()) -> None:
+        """Backward uses a unit, and makes gradients: of all its trainable parameters if not of some, last one first."""
+        self.engine.accesses.read(unit)
+        for slot in reversed(slots or range(unit.trainable)):
+            self.deliver(unit, slot, self.random_gradient(unit, slot, seed), accumulate)
+
+    def record(self, unit: LiveUnit) -> UnitGradient:
+        record = self.engine.gradients.get(unit)
+        assert record is not None
         return record
 
     def settle(self) -> None:
-        """Wait until all that has arrived lies where it shall, and the lanes have told so."""
-        for record in self.gradients.records():
-            record.settle()
-        for lane in ("d2h", "ssd_write", "ssd_read"):
-            self.lanes[lane].submit(lambda: None).wait()
+        """Wait until nothing is under way."""
+        self.engine.accesses.wait_until_idle()
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def zero_grad(self) -> None:
+        self.engine.stepper.zero_grad()
+
+    def only_look(self, before: Callable[[LiveUnit], None] = lambda _: None) -> Seen:
+        """From now on, updates change nothing: they note the gradients that they see here, once `before` returns."""
+        seen: Seen = {}
+
+        def feed(update: Update) -> None:
+            before(update.unit)
+            for part in update.parts:
+                assert part.record.buffer is not None
+                for slot in range(update.unit.trainable):
+                    placed = update.unit.spec.slots[slot]
+                    of_slot = part.record.buffer[placed.offset : placed.offset + placed.param.numel]
+                    seen[update.unit.index, slot] = of_slot.clone()
+            update.used()
+            update.updated.finish()
+            update.written.finish()
+
+        self.engine._streams[0].feed = feed  # type: ignore[method-assign]
+        return seen
+
+    def see_all(self) -> Seen:
+        """The gradients that the updates of a step see."""
+        seen = self.only_look()
+        self.step()
+        self.engine.drain()
+        return seen
 
 
 class _Layer(nn.Module):
@@ -88,13 +143,14 @@ def layers_of(sizes: Sizes) -> nn.Module:
     return nn.ModuleDict({"layers": layers})
 
 
-def plan_for(model: nn.Module, placement: str, precision: Precision, options: Options, block_limit: int) -> Plan:
+def plan_for(model: nn.Module, placement: str, precision: Precision, staged_units: int, block_limit: int) -> Plan:
     """One unit for each layer, with every home where the placement says."""
     states = AdamW().states(precision)
-    plan = make_plan(describe(model), states, Budgets(LARGE), options)
+    plan = make_plan(describe(model), states, Budgets(LARGE), Options(page_bytes=PAGE, unit_limit=1))
     plan = replace(plan, layout=replace(plan.layout, block_limit=block_limit))
     on_ssd = {
         RESIDENT: [],
+        SHARED: [],
         MOMENTS_ON_SSD: [*(state.name for state in states[1:]), GRAD],
         ALL_ON_SSD: [*(state.name for state in states), GRAD],
     }[placement]
@@ -102,8 +158,14 @@ def plan_for(model: nn.Module, placement: str, precision: Precision, options: Op
     homes = {(u.index, name): SSD if name in on_ssd else HOST for u in plan.units for name in names}
     pages = {name: plan.layout.total_pages(name) for name in names}
     host = {name: pages[name] for name in names if name not in on_ssd}
+    if placement == SHARED:
+        del host[GRAD]
+    if placement != RESIDENT:
+        host[STAGING] = staged_units * max(plan.layout.pages(unit, GRAD) for unit in plan.units)
     if on_ssd:
         host[RING] = RING_SLOTS * sum(plan.layout.block_pages(name) for name in on_ssd if name != GRAD)
+    if placement == ALL_ON_SSD:
+        host[LEASES] = 2 * max(plan.layout.lease_of(unit) for unit in plan.units)
     host[CHECKPOINT] = plan.layout.piece_pages
     lines = {HOST: host, SSD: {name: pages[name] for name in on_ssd}}
     slots = RING_SLOTS if on_ssd else 0
@@ -119,40 +181,22 @@ def parts(
     placement: str = ALL_ON_SSD,
     staged_units: int = 2,
     precision: Precision = "bf16",
-    write_behind: bool = True,
-    ssd_threads: int = 2,
-    update_threads: int = 2,
     block_limit: int = BLOCK_ELEMENTS,
 ) -> Iterator[Parts]:
-    """Everything but hooks and engine; `staged_units` gradients of the widest unit fit into staging at once."""
-    warm_up(AdamW(), precision)
+    """Everything but hooks; `staged_units` gradients of the widest unit fit into shared buffers at once."""
     model = layers_of(sizes)
-    plan = plan_for(model, placement, precision, Options(page_bytes=PAGE, unit_limit=1), block_limit)
-    store = Store(plan, {directory: None}, poison=True, device=Device())
-    dtype = store.dtype(GRAD)
-    units = live_units(model, plan.units, dtype, Device.torch_device)
+    plan = plan_for(model, placement, precision, staged_units, block_limit)
+    rule = AdamW(lr=1e-2, weight_decay=0.1)
+    units = live_units(model, plan.units, rule.states(precision)[0].dtype, Device.torch_device)
     for unit in units:
-        for param in unit.params:
-            param.data = param.data.to(dtype)
-    names = {"h2d": 1, "d2h": 1, "ssd_read": ssd_threads, "ssd_write": ssd_threads, "update": update_threads}
-    lanes = {name: Lane(name, threads) for name, threads in names.items()}
-    widest = max(plan.layout.pages(unit, GRAD) for unit in plan.units)
-    memory = MemoryTier("staging", Arena(staged_units * widest * PAGE), PAGE, poison=True)
-    staging = SlabRegion(memory, staged_units * widest, widest)
-    stalls: list[str] = []
-    kernel = update_kernel(AdamW(), precision)
-    gradients = Gradients(
-        store,
-        staging,
-        gradient_kernels(gradient_dtype(precision)),
-        lanes,
-        Device(),
-        write_behind,
-        lambda lane, seconds: stalls.append(lane),
-    )
+        unit.markers = [torch.empty(unit.params[slot].shape) for slot in range(unit.trainable)]
+    engine = Engine(plan, units, precision, rule, {directory: None}, None, True, Device(), LossScaler(None))
+    keys = [(unit.index, slot) for unit in units for slot in range(unit.trainable)]
+    groups = {(unit, slot): {**rule.defaults(), "lr": 1e-2 / (1 + slot)} for unit, slot in keys}
+    engine.stepper.group_of = lambda unit, slot: groups[unit.index, slot]
+    engine.stepper.groups = lambda: [*groups.values()]
+    part = Parts(engine, groups)
     try:
-        yield Parts(plan, store, units, kernel, lanes, staging, gradients, stalls)
+        yield part
     finally:
-        for lane in lanes.values():
-            lane.close()
-        store.close()
+        engine.close()

@@ -31,17 +31,16 @@ from zoo import (
 )
 
 import pagoda
+from pagoda.construction.construct import describe
 from pagoda.memory import Arena
-from pagoda.memory.ssd_tier import SSDTier
+from pagoda.memory.ssd.tier import SSDTier
+from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
-from pagoda.runtime.construct import describe
 from pagoda.runtime.engine import Engine
-from pagoda.runtime.gradients import UnitGradient
-from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.runtime.publisher import Publisher
 from pagoda.runtime.unit import LiveUnit
+from pagoda.schedule.operations import Kind, Operation
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers
@@ -76,7 +75,11 @@ def no_updates(model: nn.Module) -> Iterator[Callable[[], None]]:
     """The update lane does nothing until the block ends, or what it yields is called."""
     gate = threading.Event()
     engine = engine_of(model)
-    held = [engine._lanes["update"].submit(lambda: gate.wait(SOON_S) and None) for _ in range(torch.get_num_threads())]
+
+    def hold() -> None:
+        assert gate.wait(SOON_S), "compute waits for an update"
+
+    held = [engine._lanes["update"].submit(hold) for _ in range(torch.get_num_threads())]
 
     def release() -> None:
         gate.set()
@@ -182,19 +185,16 @@ def _shown(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
     """Forward and backward read other weights than those at home, which stay as they are."""
     engine = engine_of(model)
     homes = {}
+    engine.drain()
     for unit in engine.units:
-        unit.wait_for_update(lambda handle: handle.wait())
         lease = engine.leases.get(unit)
-        assert lease is not None
         homes[unit.index] = lease.base.clone()
         for slot, placed in enumerate(unit.spec.slots):
             value = weights[unit.name(slot)].reshape(-1)
             lease.base[placed.offset : placed.offset + placed.param.numel] = value
     yield
     for unit in engine.units:
-        lease = engine.leases.get(unit)
-        assert lease is not None
-        lease.base.copy_(homes[unit.index])
+        engine.leases.get(unit).base.copy_(homes[unit.index])
 
 
 # --- what is read ------------------------------------------------------------------------------------------
@@ -238,23 +238,22 @@ def test_whatever_the_timing_the_bound_holds_and_no_forward_sees_half_an_update(
     memory = memory_of(recipe, placement, tmp_path, max_staleness)
     model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=max_staleness)
     engine = engine_of(model)
-    adamw = engine._updater._stream._kernel
+    (stream,) = engine._streams
+    adamw = stream._kernel
 
     def slow_adamw(*args: Any) -> None:
         time.sleep(delays.choice([0, 0, 0.002, 0.01]))
         adamw(*args)
 
-    monkeypatch.setattr(engine._updater._stream, "_kernel", slow_adamw)
+    monkeypatch.setattr(stream, "_kernel", slow_adamw)
     published: dict[int, torch.Tensor] = {}
-    publish = Publisher.publish
+    publish = engine._executor._do[Kind.PUBLISH]
 
-    def noting(self: Publisher, unit: LiveUnit) -> bool:
-        changed = publish(self, unit)
-        if changed:
-            published[unit.index] = front(engine, unit)
-        return changed
+    def noting(operation: Operation) -> None:
+        publish(operation)
+        published[operation.unit] = front(engine, engine.units[operation.unit])
 
-    monkeypatch.setattr(Publisher, "publish", noting)
+    monkeypatch.setitem(engine._executor._do, Kind.PUBLISH, noting)
     checked = 0
 
     def check(module: nn.Module, *_: Any) -> None:
@@ -446,9 +445,9 @@ def test_a_gradient_is_free_only_when_the_blocks_of_an_update_that_failed_have_r
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = wrap(Layers(1), update="async", max_staleness=1)
-    (stream,) = optimizer._engine._streams
+    (stream,), scheduler = optimizer._engine._streams, optimizer._engine.scheduler
     freed, freed_while_it_ran = threading.Event(), list[bool]()
-    feed_block, apply, finished = stream._feed_block, stream._apply, stream.finished
+    feed_block, apply, used = stream._feed_block, stream._apply, scheduler.gradient_used
 
     def fail_after_a_block(*args: Any) -> None:
         feed_block(*args)
@@ -458,12 +457,13 @@ def test_a_gradient_is_free_only_when_the_blocks_of_an_update_that_failed_have_r
         freed_while_it_ran.append(freed.wait(0.5))
         apply(*args)
 
-    def free(record: UnitGradient) -> None:
+    def free(operation: Operation) -> None:
         freed.set()
-        finished(record)
+        used(operation)
 
-    for name, replaced in (("_feed_block", fail_after_a_block), ("_apply", slowly), ("finished", free)):
-        monkeypatch.setattr(stream, name, replaced)
+    monkeypatch.setattr(stream, "_feed_block", fail_after_a_block)
+    monkeypatch.setattr(stream, "_apply", slowly)
+    monkeypatch.setattr(scheduler, "gradient_used", free)
     model(torch.ones(2, WIDTH), [0]).backward()
     optimizer.step()
     with pytest.raises(MemoryError, match="no room"):

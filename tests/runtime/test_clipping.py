@@ -13,7 +13,7 @@ from torch import nn
 from zoo import ALL_ON_SSD, RESIDENT, squeeze
 
 import pagoda
-from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.optimizer import PagedOptimizer
 
 STEPS = 3
 LR = 0.5

@@ -11,7 +11,7 @@ from torch import nn
 from zoo import ALL_ON_SSD, PLACEMENTS, RESIDENT, squeeze
 
 import pagoda
-from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.optimizer import PagedOptimizer
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers
@@ -86,7 +86,7 @@ def test_memory_is_given_back_at_close_and_a_model_that_nobody_holds_is_gone(pla
     forward(model).backward()
     optimizer.step()
     arenas = [tier.arena for tier in (optimizer._engine.store.host, optimizer._engine.store.device) if tier is not None]
-    mappings = [weakref.ref(arena._mapping) for arena in arenas]  # type: ignore[arg-type]  # open, so it has one
+    mappings = [weakref.ref(arena._memory) for arena in arenas]
     optimizer.close()
     gc.collect()
     assert all(mapping() is None for mapping in mappings)

@@ -7,13 +7,13 @@ import pytest
 from zoo import MODELS, PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, train
 
 import pagoda
+from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, slot_pages
 from pagoda.plan.layout import GRAD, Layout
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
-from pagoda.runtime.construct import describe
 
 
 @cache

@@ -14,8 +14,9 @@ from torch import nn
 from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, squeeze
 
 import pagoda
-from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.runtime.unit import LiveUnit
+from pagoda.optimizer import PagedOptimizer
+from pagoda.runtime.gradients import UnitGradient
+from pagoda.runtime.updates import Update
 
 from .loops import WIDTH, Layers
 
@@ -63,7 +64,7 @@ def test_what_a_dropped_optimizer_held_is_given_back(placement: str, until: str,
         model, optimizer = wrapped(placement, tmp_path)
     train(model, optimizer, until)
     store = optimizer._engine.store
-    held = [weakref.ref(tier.arena._mapping) for tier in (store.host, store.device) if tier]  # type: ignore[arg-type]
+    held = [weakref.ref(tier.arena._memory) for tier in (store.host, store.device) if tier]
     held += [weakref.ref(each) for each in (model, optimizer, optimizer._engine)]
     del model, optimizer, store
     gc.collect()
@@ -79,11 +80,11 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
     (stream,) = optimizer._engine._streams
     begun, end, updated = threading.Event(), threading.Event(), list[int]()
 
-    def slowly(feed: Callable[..., None], unit: LiveUnit, *args: Any, **named: Any) -> None:
+    def slowly(feed: Callable[[Update], None], update: Update) -> None:
         begun.set()
         assert end.wait(SOON_S)
-        updated.append(unit.index)
-        feed(unit, *args, **named)
+        updated.append(update.unit.index)
+        feed(update)
 
     monkeypatch.setattr(stream, "feed", partial(slowly, stream.feed))
     train(model, optimizer, "step")
@@ -94,6 +95,21 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
     gc.collect()
     assert threads() == set()
     assert len(updated) <= 2, "the one under way, and the one whose gradient had been loaded"
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_nothing_is_kept_of_the_steps_that_are_over(speculate: bool) -> None:
+    settings: dict[str, Any] = {"clip_grad_norm": 1e6, "accumulation_steps": 1} if speculate else {}
+    model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=RESIDENT, speculate=speculate or None, **settings)
+    kept = []
+    for _ in range(4):
+        train(model, optimizer, "step")
+        optimizer.drain()
+        gc.collect()
+        kept.append(sum(type(each) is UnitGradient for each in gc.get_objects()))
+    assert (optimizer.stats.updates_kept > 0) == speculate
+    optimizer.close()
+    assert kept == [kept[0]] * 4
 
 
 @pytest.mark.parametrize("kept", ["model", "a layer", "optimizer", "graph"])

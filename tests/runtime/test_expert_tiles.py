@@ -24,7 +24,7 @@ from pagoda.models.expert_tiles import TiledExperts
 from pagoda.models.moe import build_mixture
 from pagoda.models.tiles import TiledLinear
 from pagoda.plan.layout import WEIGHT
-from pagoda.runtime.operator_tiles import Tiling
+from pagoda.transforms.operator_tiles import Tiling
 
 SIZES = {
     "vocab_size": zoo.VOCABULARY,

@@ -33,7 +33,7 @@ from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.models.moe import build_mixture
 from pagoda.optim.reference import split, update
 from pagoda.plan.trace import STEP, Access, Phase, Trace
-from pagoda.runtime.routed import Steadiness
+from pagoda.schedule.experts import Steadiness
 
 STEPS = 6
 GPT = replace(MIXTURE_SHAPES["gpt-moe-15m"], layers=2, hidden=64, heads=4, ffn=128, vocab=VOCABULARY, seq_len=32)

@@ -19,9 +19,9 @@ from zoo import ALL_ON_SSD, squeeze
 
 import pagoda
 from pagoda.memory import Arena
-from pagoda.memory.lock import DirectoryLock
+from pagoda.memory.ssd.lock import DirectoryLock
+from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.lanes import Handle
-from pagoda.runtime.optimizer import PagedOptimizer
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, RESIDENT, Outcome, llama, run, squeeze, take_step
 
 import pagoda
-from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.optimizer import PagedOptimizer
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers

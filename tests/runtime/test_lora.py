@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import PAGE, least_host
 
 import pagoda
+from pagoda.construction.construct import describe
 from pagoda.optim import flat
+from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options
-from pagoda.runtime.construct import describe
-from pagoda.runtime.optimizer import PagedOptimizer
 
 STEPS = 4
 RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)

@@ -27,7 +27,7 @@ from zoo import (
 
 import pagoda
 from pagoda.optim.reference import join, split
-from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.optimizer import PagedOptimizer
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers

@@ -9,10 +9,10 @@ import torch
 from zoo import ARENA_ALL_ON_SSD, PAGE, PLACEMENTS, RESIDENT, Outcome, Recipe, assert_placed, squeeze, train
 
 import pagoda
+from pagoda.construction.construct import describe
 from pagoda.optim import Moments
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
-from pagoda.runtime.construct import describe
 
 RECIPE = Recipe("llama", clip=0.5, steps=4)
 codecs = pytest.mark.parametrize("moments", ["bf16", "8bit"])
@@ -78,11 +78,11 @@ def test_the_seed_is_that_of_the_rounding() -> None:
 
 @codecs
 def test_a_state_dict_is_fp32_and_loads_without_a_changed_bit(moments: Moments) -> None:
-    def wrapped(of: Moments) -> tuple[torch.nn.Module, pagoda.runtime.optimizer.PagedOptimizer]:
+    def wrapped(of: Moments) -> tuple[torch.nn.Module, pagoda.optimizer.PagedOptimizer]:
         torch.manual_seed(0)
         return pagoda.wrap(torch.nn.Linear(100, 70), pagoda.AdamW(lr=1e-2, moments=of), memory=RESIDENT)
 
-    def steps(model: torch.nn.Module, optimizer: pagoda.runtime.optimizer.PagedOptimizer) -> None:
+    def steps(model: torch.nn.Module, optimizer: pagoda.optimizer.PagedOptimizer) -> None:
         for scale in (1.0, 0.5, 2.0):
             model(torch.full((1, 100), scale, dtype=torch.bfloat16)).float().square().sum().backward()
             optimizer.step()

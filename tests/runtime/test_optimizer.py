@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from zoo import ALL_ON_SSD, RESIDENT, ConvNet, Outcome, batch, squeeze
 
 import pagoda
+from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.ops import LANES
-from pagoda.runtime.optimizer import PagedOptimizer
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers

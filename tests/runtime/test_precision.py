@@ -11,10 +11,10 @@ from torch import nn
 from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, Outcome, least_host, llama, loss_of, run
 
 import pagoda
+from pagoda.construction.construct import describe
 from pagoda.optim.rule import kept_dtype
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options
-from pagoda.runtime.construct import describe
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers

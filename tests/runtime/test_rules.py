@@ -27,10 +27,10 @@ from zoo import (
 )
 
 import pagoda
+from pagoda.construction.construct import describe
 from pagoda.optim import AdamW, Rule, reference
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, make_plan
-from pagoda.runtime.construct import describe
 
 RECIPE = Recipe("llama", clip=0.5, steps=3)
 ELEMENTWISE: dict[str, Rule] = {
@@ -209,7 +209,7 @@ def test_the_adapter_runs_torchs_muon_on_a_model_of_matrices() -> None:
 
 @every_rule
 def test_a_checkpoint_resumes_every_rule_elsewhere_without_a_changed_bit(rule: Rule, tmp_path: Path) -> None:
-    def wrapped(memory: pagoda.Memory) -> tuple[nn.Module, pagoda.runtime.optimizer.PagedOptimizer]:
+    def wrapped(memory: pagoda.Memory) -> tuple[nn.Module, pagoda.optimizer.PagedOptimizer]:
         return pagoda.wrap(build(), rule, memory=memory, clip_grad_norm=1.0)
 
     def build() -> nn.Module:

@@ -28,12 +28,12 @@ from zoo import (
 )
 
 import pagoda
+from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import Precision
 from pagoda.optim.reference import split
 from pagoda.plan.placement import BOUNCE_ELEMENTS, Budgets
 from pagoda.plan.planner import Options
-from pagoda.runtime.construct import describe
 
 from .loops import CASES, WIDTH, Nested, built
 
@@ -119,6 +119,7 @@ def test_the_matrix_trains_what_it_says(model: str) -> None:
         assert changed == (name not in kept), name
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
     "recipe",
@@ -140,6 +141,7 @@ def test_updates_under_backward_equal_updates_at_the_step(recipe: Recipe, placem
     outcome.assert_same_bits(resident(unannounced))
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("placement", [HOST_WEIGHTS, ARENA_ALL_ON_SSD])
 @pytest.mark.parametrize("model", ["llama", "t5", "conv"])
 def test_placement_does_not_change_a_bit_in_fp32(model: str, placement: str, tmp_path: Path) -> None:

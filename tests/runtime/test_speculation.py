@@ -27,15 +27,16 @@ from zoo import (
 )
 
 import pagoda
+from pagoda.checkpoint.rank_files import Files
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
 from pagoda.memory.page import Run
-from pagoda.memory.ssd_tier import SSDTier
+from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optim import Rule
+from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import UNDO
-from pagoda.runtime import speculation
-from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.runtime.saver import Saver
+from pagoda.runtime.undo import Undo
+from pagoda.schedule import updates
 
 LIMIT = 0.5
 CLIPPED, CALM = 30.0, 1e-3
@@ -49,7 +50,7 @@ Between = Callable[[nn.Module, Any, Outcome], None]
 
 @pytest.fixture(autouse=True)
 def always_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "CALM_STEPS", 0)
+    monkeypatch.setattr(updates, "CALM_STEPS", 0)
 
 
 def built() -> nn.Module:
@@ -71,9 +72,9 @@ def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.
 
 
 class Training:
-    """Steps some of which are clipped, with something done between the backward and the step of one of them."""
+    """Steps some of which are clipped, with something done between the backward and the step of one of them, or all."""
 
-    def __init__(self, pattern: str, accumulation: int = 1, between: Between | None = None, at: int = 2) -> None:
+    def __init__(self, pattern: str, accumulation: int = 1, between: Between | None = None, at: int | None = 2) -> None:
         self.pattern, self.accumulation, self.between, self.at = pattern, accumulation, between, at
         self.counts: list[tuple[int, int]] = []
         """Updates kept and undone in each step."""
@@ -85,7 +86,7 @@ class Training:
                 loss = loss_of(model(**batch("llama", generator))) * (CLIPPED if sign == "x" else CALM)
                 loss.backward()
                 outcome.losses.append(loss.item())
-            if self.between is not None and step == self.at:
+            if self.between is not None and self.at in (None, step):
                 self.between(model, optimizer, outcome)
             optimizer.step()
             optimizer.zero_grad()
@@ -186,7 +187,7 @@ def test_without_it_no_update_is_begun_and_the_bits_are_the_same(tmp_path: Path)
 
 
 def test_it_pauses_until_some_steps_were_not_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "CALM_STEPS", 3)
+    monkeypatch.setattr(updates, "CALM_STEPS", 3)
     training = Training(".x..x......")
     train(training, memory_of(ALL_ON_SSD, tmp_path)).assert_same_bits(reference(training.pattern, 1))
     assert [bool(kept) for kept, _ in training.counts] == [True] + [False] * 7 + [True] * 3
@@ -333,17 +334,24 @@ def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, w
 
 
 def test_nothing_is_begun_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = False
-    monkeypatch.setattr(Saver, "pending", property(lambda _: pending))
-    counts = []
+    finish, go_on, counts = Files.finish, threading.Event(), []
+
+    def wait(files: Files) -> Any:
+        assert go_on.wait(30)
+        return finish(files)
+
+    monkeypatch.setattr(Files, "finish", wait)
 
     def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        nonlocal pending
         for written in (False, True, False):
-            pending = written
+            if written:
+                optimizer.save_checkpoint(tmp_path / "checkpoint", wait=False)
             training = Training(".")
             training(model, optimizer, outcome)
             counts.append(bool(training.counts[0][0]))
+            if written:
+                go_on.set()
+                optimizer.wait_for_checkpoint()
 
     run(built(), memory_of(ALL_ON_SSD, tmp_path), loop, clip_grad_norm=LIMIT, accumulation_steps=1, speculate=True)
     assert counts == [True, False, True]
@@ -354,20 +362,16 @@ def test_an_update_that_failed_before_the_step_is_done_anew(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every speculated update some block's state cannot be written; those that `step()` queues can be."""
-    store, submit = SSDTier.store, speculation.Speculation.begin
+    store, begin = SSDTier.store, Undo.begin
     doomed: set[int] = set()
 
-    def begin(self: speculation.Speculation, record: Any, segments: Any, urgency: float) -> None:
-        before = self._updater.pending().get(record.unit.index)  # type: ignore[union-attr]
-        if before is not None:
-            before.wait()
-        doomed.update(run.start for run in runs(self, record.unit.index))
-        submit(self, record, segments, urgency)
-        self._open[record.unit.index].written.wait_until_done()
+    def begin_doomed(undo: Undo) -> None:
+        runs = (undo._store.run(undo._unit, state) for state in ("exp_avg", "exp_avg_sq"))
+        doomed.update(run.start for run in runs if run is not None)
+        begin(undo)
 
-    def runs(self: speculation.Speculation, unit: int) -> list[Run]:
-        owned = (self._gradients._store.run(unit, state) for state in ("exp_avg", "exp_avg_sq"))
-        return [run for run in owned if run is not None]
+    def let_them_fail(_model: nn.Module, optimizer: Any, _outcome: Outcome) -> None:
+        optimizer._engine.accesses.wait_until_idle()
 
     def broken(tier: SSDTier, run: Run, offset_bytes: int, data: memoryview) -> None:
         if run.start in doomed:
@@ -375,9 +379,9 @@ def test_an_update_that_failed_before_the_step_is_done_anew(
             raise StorageError("the disk failed")
         store(tier, run, offset_bytes, data)
 
-    monkeypatch.setattr(speculation.Speculation, "begin", begin)
+    monkeypatch.setattr(Undo, "begin", begin_doomed)
     monkeypatch.setattr(SSDTier, "store", broken)
-    training = Training("...")
+    training = Training("...", between=let_them_fail, at=None)
     train(training, memory_of(placement, tmp_path)).assert_same_bits(reference(training.pattern, 1))
     assert all(undone and not kept for kept, undone in training.counts)
     assert len(training.counts) == 3
@@ -409,10 +413,44 @@ def test_an_error_of_the_update_before_is_not_taken_for_one_of_the_speculated_on
     optimizer.drain()
     broken.set()
     Training("x")(model, optimizer, Outcome())
-    for written in optimizer._engine._updater.pending().values():  # type: ignore[union-attr]
+    for written in optimizer._engine._executor.pending().values():
         written.wait_until_done()
     broken.clear()
     with pytest.raises(StorageError, match="the disk failed"):
         Training("..")(model, optimizer, Outcome())
+    with suppress(StorageError):
+        optimizer.close()
+
+
+def test_an_update_that_fails_after_the_step_has_let_it_stand_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SSDTier.store
+    broken, stepped = threading.Event(), threading.Event()
+
+    def fail(tier: SSDTier, run: Run, offset_bytes: int, data: memoryview) -> None:
+        if broken.is_set():
+            assert stepped.wait(30)
+            raise StorageError("the disk failed")
+        store(tier, run, offset_bytes, data)
+
+    monkeypatch.setattr(SSDTier, "store", fail)
+    model, optimizer = pagoda.wrap(
+        built(),
+        pagoda.AdamW(lr=1e-2),
+        memory=memory_of(HOST_WEIGHTS, tmp_path),
+        clip_grad_norm=LIMIT,
+        accumulation_steps=1,
+        speculate=True,
+    )
+    broken.set()
+    training = Training(".")
+    training(model, optimizer, Outcome())
+    stepped.set()
+    assert training.counts[0][0]
+    with pytest.raises(StorageError, match="the disk failed"):
+        optimizer.drain()
+    with pytest.raises(StorageError, match="that of no step"):
+        training(model, optimizer, Outcome())
     with suppress(StorageError):
         optimizer.close()

@@ -1,5 +1,6 @@
 """`optimizer.stats.accesses` tells weights that were there from those that compute waited for."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,6 @@ import pagoda
 from pagoda.runtime.lanes import Handle
 
 KINDS = {"in_place", "arrived", "late", "fault"}
-
-
-class EndsWhenAwaited(Handle):
-    """Work that is under way until somebody waits for it."""
-
-    def __init__(self, work: Handle) -> None:
-        super().__init__(work.lane)
-        self._work = work
-
-    def _wait_for(self, state: int) -> None:
-        self._work.wait_until_done()
-        if not self.done:
-            self.finish()
 
 
 Steps = Callable[..., list[Any]]
@@ -62,14 +50,13 @@ def test_weights_that_live_where_compute_reads_them_are_in_place(steps: Steps) -
 
 def test_weights_that_were_fetched_before_they_are_needed_have_arrived(steps: Steps) -> None:
     def wait_for_fetches(engine: Any) -> None:
-        lease = engine._pilot.lease
+        begin = engine.accesses.begin
 
-        def patient(*access: Any, **how: Any) -> Any:
-            for fetch in engine.leases.fetches():
-                fetch.wait_until_done()
-            return lease(*access, **how)
+        def patient(*access: Any) -> Any:
+            engine.accesses.wait_until_idle()
+            return begin(*access)
 
-        engine._pilot.lease = patient
+        engine.accesses.begin = patient
 
     for stats in steps(ssd=True, change=wait_for_fetches)[2:]:
         assert stats.accesses["arrived"] > 0
@@ -79,8 +66,31 @@ def test_weights_that_were_fetched_before_they_are_needed_have_arrived(steps: St
 
 def test_weights_that_are_still_on_their_way_are_late_and_no_hit(steps: Steps) -> None:
     def never_in_time(engine: Any) -> None:
-        fill = engine.leases._fill
-        engine.leases._fill = lambda *lease: EndsWhenAwaited(fill(*lease))
+        """A fetch is under way until compute waits for something."""
+        fill, wait = engine.leases._fill, engine._driver.wait
+        lock, held, waiting = threading.Lock(), list[tuple[Handle, Handle]](), False
+
+        def slowly(*lease: Any) -> Handle:
+            work = fill(*lease)
+            late = Handle(work.lane)
+            with lock:
+                if not waiting:
+                    held.append((work, late))
+                    return late
+            work.then(late.finish)
+            return late
+
+        def release(*condition: Any) -> None:
+            nonlocal waiting
+            with lock:
+                waiting = True
+            for work, late in held:
+                work.then(late.finish)
+            held.clear()
+            wait(*condition)
+            waiting = False
+
+        engine.leases._fill, engine._driver.wait = slowly, release
 
     for stats in steps(ssd=True, change=never_in_time)[2:]:
         found = stats.accesses

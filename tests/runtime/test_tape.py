@@ -14,13 +14,13 @@ from torch import nn
 
 import pagoda
 from pagoda.optim.adamw import AdamW
-from pagoda.plan.ops import Kind
+from pagoda.optimizer import PagedOptimizer
+from pagoda.plan.layout import GRAD
+from pagoda.plan.ops import SSD
+from pagoda.plan.trace import Access
 from pagoda.runtime.lanes import wait_all
-from pagoda.runtime.leases import Leases
-from pagoda.runtime.optimizer import PagedOptimizer
-from pagoda.runtime.pilot import Pilot
 from pagoda.runtime.tape import Tape
-from pagoda.runtime.updates import Updater
+from pagoda.schedule.scheduler import Scheduler
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import COMPUTE, Span
 from tests.forecast.machines import SMALL
@@ -108,67 +108,69 @@ def test_measured_and_predicted_have_the_same_lanes_and_the_same_work(
         steps(model, optimizer, llama_loss, 3)
         settle(optimizer)
         tape = Tape()
-        for lane in optimizer._engine._lanes.values():  # beyond the end of the step, for what it leaves to the next
+        for lane in optimizer._engine._lanes.values():  # beyond the end of a step, for what it leaves to the next
             lane.tape = tape
-        steps(model, optimizer, llama_loss, 1)
-        faults = optimizer.stats.faults
+        steps(model, optimizer, llama_loss, 2)
         settle(optimizer)
         plan = pagoda.plan_of(model)
         real = tape.timeline({}, {}, None, 0)
     step = simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
     spans = [span for span in real.spans if span.name != span.lane]  # `settle` gives its work no label
     assert {span.lane for span in spans} | {COMPUTE} == {span.lane for span in step.spans}
-    streams = ("read", "write", "spill")  # how many gradients are still in their buffers depends on timing
+    streams = ("read", "write")
     assert set(count(spans, *streams)) - set(count(step.spans, *streams)) == set()
-    if not faults:
-        assert count(spans, "fetch") == count(step.spans, "fetch")
-    assert count(spans, "update") == count(step.spans, "update")
-    params = {("d2h", f"offload {unit.name}"): len(unit.slots) for unit in plan.units}
-    assert count(spans, "offload") == params, "one copy for each parameter"
-    assert set(count(step.spans, "offload")) == set(params)
+    # How often a unit is fetched or its gradient spilled depends on when other operations end.
+    on_ssd = {("ssd_write", f"spill {u.name}") for u in plan.units if plan.placement.home(u.index, GRAD) == SSD}
+    assert set(count(spans, "spill")) <= on_ssd
+    # In two steps, though, each is fetched: the first one's update ends a lease that was there.
+    assert set(count(spans, "fetch")) == set(count(step.spans, "fetch"))
+    assert count(spans, "update") == {span: 2 * blocks for span, blocks in count(step.spans, "update").items()}
+    offloads = {("d2h", f"offload {unit.name}"): 2 for unit in plan.units}
+    assert count(spans, "offload") == offloads, "the gradients of a unit travel together"
+    assert set(count(step.spans, "offload")) == set(offloads)
 
 
-@pytest.mark.parametrize("clip", [None, 1e6])  # nothing is clipped: then every speculated update stands
+@pytest.mark.parametrize("clip", [None, 1e6])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("kind", ["chain", "llama"])
-def test_the_runtime_executes_the_plans_ops_in_the_plans_order(
+def test_compute_tells_the_scheduler_what_the_simulated_one_does(
     kind: str, placement: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    issued: list[tuple[Kind, int]] = []
-    ends: list[int] = []
+    """Operations are the same then, but for what depends on when others end."""
+    told: list[Any] = []
+    access, gradient, scale_known = Scheduler.access, Scheduler.gradient, Scheduler.scale_known
 
-    def note(owner: type, method: str, kind: Kind, unit_of: Callable[[Any], Any]) -> None:
-        original = getattr(owner, method)
+    def accessed(scheduler: Scheduler, to: Access, recorded: bool = True) -> None:
+        told.append(to)
+        access(scheduler, to, recorded)
 
-        def call(self: Any, first: Any, *rest: Any) -> Any:
-            issued.append((kind, unit_of(first).index))
-            return original(self, first, *rest)
+    def made(scheduler: Scheduler, unit: int, complete: bool, last: bool) -> None:
+        if complete and kind == "chain":  # elsewhere, the gradients of a unit may come after the next one is used
+            told.append((unit, last))
+        gradient(scheduler, unit, complete, last)
 
-        monkeypatch.setattr(owner, method, call)
+    def stepped(scheduler: Scheduler, *decided: Any) -> None:
+        told.append("step")
+        scale_known(scheduler, *decided)
 
-    def end_of_step(pilot: Pilot, original: Callable[[Pilot], bool] = Pilot.end_of_step) -> bool:
-        ends.append(len(issued))
-        return original(pilot)
+    monkeypatch.setattr(Scheduler, "access", accessed)
+    monkeypatch.setattr(Scheduler, "gradient", made)
+    monkeypatch.setattr(Scheduler, "scale_known", stepped)
 
-    note(Leases, "fetch", Kind.FETCH, lambda unit: unit)
-    note(Leases, "evict", Kind.EVICT, lambda unit: unit)
-    note(Updater, "submit", Kind.UPDATE, lambda record: record.unit)
-    note(Updater, "speculate", Kind.UPDATE, lambda record: record.unit)
-    monkeypatch.setattr(Pilot, "end_of_step", end_of_step)
+    def last_step() -> list[Any]:
+        (*_, start, end) = (at for at, what in enumerate(told) if what == "step")
+        of_step = [what for what, _ in groupby(told[start:end])]
+        told.clear()
+        return of_step
+
     torch.manual_seed(0)
     model, loss = (llama(), llama_loss) if kind == "llama" else (Chain(), chain_loss)
     with wrapped(model, placement, tmp_path, clip) as optimizer:
-        steps(model, optimizer, loss, 5)
+        steps(model, optimizer, loss, 4)
         plan = pagoda.plan_of(model)
-    live = issued[ends[3] : ends[4]]
-    moves = [(op.kind, op.unit, op.tick) for op in plan.ops if op.kind in (Kind.FETCH, Kind.EVICT)]
-    last = len(plan.trace.accesses) - 1
-    # The tick of `step()` is the last one of a trace, and what is legal then is issued first of all.
-    in_order = sorted(moves, key=lambda move: (move[2] + 1) % (last + 1))
-    assert [op for op in live if op[0] is not Kind.UPDATE] == [move[:2] for move in in_order]
-    if kind == "chain":
-        updates = [(op.kind, op.unit) for op in plan.ops if op.kind is Kind.UPDATE]
-        assert [op for op in live if op[0] is Kind.UPDATE] == updates
+    live = last_step()
+    simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
+    assert live == last_step()
 
 
 def test_compute_is_at_work_between_accesses_but_for_its_waits(tmp_path: Path) -> None:

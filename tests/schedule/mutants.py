@@ -9,9 +9,12 @@ import time
 from dataclasses import dataclass
 from types import ModuleType
 
-from pagoda.schedule import gradients, leases, scheduler, updates
+from pagoda.schedule import checkpoints, gradients, leases, order, scheduler, updates
 
 from . import worlds
+
+MODULES = ("experts", "order", "frames", "gradients", "versions", "checkpoints", "leases", "updates", "scheduler")
+"""Each imports only those before it."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +28,24 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("a unit in use may be evicted", leases, "or self.users[lease.unit] or useful", "or useful"),
-    Mutant(
-        "a fetch under way may be evicted",
-        leases,
-        "lease.state is not State.READY or self.users[lease",
-        "self.users[lease",
-    ),
+    # leases
     Mutant(
         "frames that something refers to are free",
         leases,
         "        if freed:\n            self._free(lease)",
         "        self._free(lease)",
+    ),
+    Mutant(
+        "frames are free before they are filled",
+        leases,
+        "        if lease.filled or self._plan.agreed:\n            self._reclaim(lease)",
+        "        self._reclaim(lease)",
+    ),
+    Mutant(
+        "a fetch ahead of its update names none",
+        updates,
+        "if not self._plan.agreed or weights.version == weights.due",
+        "if True or weights.version == weights.due",
     ),
     Mutant(
         "a lease stays when the weights change",
@@ -50,13 +59,72 @@ MUTANTS = (
         "        if version is None:\n            return True",
         "        version = version or 0",
     ),
+    Mutant("a unit in use may be evicted", leases, "settled and not self.users[lease.unit] and", "settled and"),
+    Mutant("a fetch under way may be evicted", leases, "settled = lease.state is State.READY or", "settled = True or"),
     Mutant("what compute waits for is not fetched first", leases, "for wanted in [*self._wanted]", "for wanted in ()"),
     Mutant(
         "a fetch that ends is ready, though the weights have changed",
         leases,
-        "if lease.state is State.FILLING and not failed",
-        "if True",
+        "if lease.state is State.FILLING:\n            lease.state",
+        "if True:\n            lease.state",
     ),
+    Mutant("a fetch that fails is ready", leases, "if failed and lease.state is not State.ENDED", "if False"),
+    Mutant(
+        "compute reads before the fetch is issued",
+        leases,
+        "(lease is not None and lease.state is State.READY)",
+        "(lease is not None)",
+    ),
+    Mutant(
+        "weights are read no more once they are issued",
+        leases,
+        "        lease.filled = True\n        if lease.state",
+        "        lease.filled = True\n        self._fetching[lease.unit] = []\n        if lease.state",
+    ),
+    # leases that ranks agree on
+    Mutant(
+        "an update waits for a fetch that waits for it",
+        leases,
+        "return version in self._fetching[unit]",
+        "return bool(self._fetching[unit])",
+    ),
+    Mutant(
+        "ranks prefetch by how many fetches are under way",
+        leases,
+        "(self._plan.agreed or self._filling <",
+        "(self._filling <",
+    ),
+    Mutant(
+        "ranks fetch when their own update has ended",
+        scheduler,
+        "weights[unit].due if self.plan.agreed else",
+        "weights[unit].due if False else",
+    ),
+    Mutant(
+        "the end of an update lists a unit on a rank alone",
+        scheduler,
+        "        if not self.plan.agreed:  # else",
+        "        if True:  # else",
+    ),
+    Mutant(
+        "what makes room depends on when a rank issues",
+        leases,
+        "            if not self._plan.agreed:\n                self._note_idle",
+        "            if True:\n                self._note_idle",
+    ),
+    Mutant(
+        "a lease that is being filled makes no room on a rank",
+        leases,
+        "(self._plan.agreed and lease.state is State.FILLING)",
+        "False",
+    ),
+    Mutant(
+        "whether an update is early depends on a rank's fetches",
+        scheduler,
+        "freed and not self._used(operation.unit)",
+        "freed and not self._in_use(operation.unit)",
+    ),
+    # gradients
     Mutant(
         "a gradient buffer is taken while it moves",
         gradients,
@@ -67,7 +135,7 @@ MUTANTS = (
         "a gradient buffer is taken while an update reads it",
         gradients,
         "return self.arriving > 0 or self.transferring or self.in_use",
-        "return self.arriving > 0 or self.transfer",
+        "return self.arriving > 0 or self.transferring",
     ),
     Mutant(
         "what SSD holds counts though more has arrived",
@@ -88,7 +156,8 @@ MUTANTS = (
         "            if record.clean:\n                self._free(record)",
         "            if True:\n                self._free(record)",
     ),
-    Mutant("a buffer is never spilled to make room", gradients, "if self._idle and not self._busy:", "if False:"),
+    Mutant("a buffer is never spilled to make room", gradients, "if self._idle and not self._busy and", "if False and"),
+    Mutant("gradients are spilled where they cannot be", gradients, "is not None and self._plan.spills", "is not None"),
     Mutant("gradients arrive in a buffer that an update reads", gradients, "or (record.in_use and record.made)", ""),
     Mutant(
         "a dropped gradient keeps its buffer",
@@ -96,6 +165,21 @@ MUTANTS = (
         "        if record.dropped and not record.busy:\n            self._free(record)",
         "        pass",
     ),
+    Mutant("a gradient's home has no end", gradients, "homes.pop(0) if homes else None", "homes[0] if homes else 0"),
+    Mutant("two gradients share a home", gradients, "record.home = homes.pop(0)", "record.home = homes[0]"),
+    Mutant(
+        "a gradient's home is not given back",
+        gradients,
+        "            insort(self._homes",
+        "            0 and insort(self._homes",
+    ),
+    Mutant(
+        "the norm is known before gradients have arrived",
+        scheduler,
+        "return self._gradients.unsettled == 0",
+        "return True",
+    ),
+    # updates
     Mutant(
         "weights are read while their update is due",
         updates,
@@ -124,43 +208,71 @@ MUTANTS = (
         "weights are exchanged while they are used", updates, " or updating or self._in_use(unit):", " or updating:"
     ),
     Mutant(
+        "weights are read while they are exchanged", updates, "if self.failed or weights.publishing:", "if self.failed:"
+    ),
+    Mutant(
+        "a dropped step has read the weights for ever",
+        updates,
+        "        self.undo_all()\n        self._step_over()",
+        "        self.undo_all()\n        self._early.clear()",
+    ),
+    Mutant(
         "an update does not wait for who reads the weights",
         updates,
-        "            if self._in_use(unit):\n                return\n",
+        "        elif self._in_use(unit):\n            return\n",
         "",
     ),
     Mutant(
-        "an update does not ask who refers to the weights",
+        "an early update does not wait until nothing refers to the weights",
         updates,
-        "if not of_unit.lease_frames and not update.unreferenced",
-        "if False",
+        "        if not free:\n            return\n",
+        "",
     ),
     Mutant(
-        "an update does not wait for the checkpoint",
+        "what is due early is not said",
         updates,
-        "for_checkpoint = weights.newest == weights.to_save and not weights.kept_for_checkpoint",
-        "for_checkpoint = False",
+        "            self._early.add(asked.unit)\n",
+        "",
     ),
     Mutant(
-        "the reserve has no end",
+        "what was due early is said of the step after one that was dropped",
         updates,
-        "(for_checkpoint and weights.saving) or self._reserve < pages",
-        "(for_checkpoint and weights.saving)",
+        "        self.undo_all()\n        self._step_over()",
+        "        self.undo_all()",
     ),
     Mutant(
-        "states that are being saved are overwritten",
-        updates,
-        "(for_checkpoint and weights.saving) or self._reserve < pages",
-        "self._reserve < pages",
+        "an update that stood is done again",
+        scheduler,
+        "elif not updates.stands(unit):",
+        "elif not updates.stands(unit) or True:",
     ),
-    Mutant("a checkpoint reads states of another step", updates, "or busy or not there:", "or busy:"),
-    Mutant("a checkpoint reads what is being written", updates, "or busy or not there:", "or not there:"),
     Mutant(
-        "what waits for the checkpoint is forgotten",
+        "an update begins before its gradients have arrived",
         updates,
-        "weights.kept_for_checkpoint = None, False, False\n        self.retry(unit)",
-        "weights.kept_for_checkpoint = None, False, False",
+        "        if not all(record.arrived for record in update.records):\n            return\n",
+        "",
     ),
+    Mutant(
+        "a skipped step is applied",
+        scheduler,
+        "                gradients.drop(record)\n            elif not",
+        "                updates.queue(record)\n            elif not",
+    ),
+    Mutant(
+        "an update that has just begun to move is not waited for",
+        updates,
+        "weights.version = weights.newest\n            if self.readable",
+        "weights.version = weights.due\n            if self.readable",
+    ),
+    Mutant("a second update of a unit is lost", updates, "        if weights.later:", "        if False:"),
+    Mutant(
+        "more updates than two are under way",
+        updates,
+        "while self._admitted[updater] < MOST_ADMITTED and",
+        "while",
+    ),
+    Mutant("updaters wait for each other", updates, "while self._admitted[updater] <", "while sum(self._admitted) <"),
+    # updates that may be undone
     Mutant(
         "a speculative update stands though gradients are clipped",
         scheduler,
@@ -172,12 +284,6 @@ MUTANTS = (
         scheduler,
         "        for unit in changed:\n            updates.undo(unit)",
         "",
-    ),
-    Mutant(
-        "an update that stood is done again",
-        scheduler,
-        "elif not updates.stands(unit):",
-        "elif not updates.stands(unit) or True:",
     ),
     Mutant(
         "an access does not undo",
@@ -198,36 +304,170 @@ MUTANTS = (
         "self._gradients.used(record, last=True)",
     ),
     Mutant(
-        "an update begins before its last gradient",
-        scheduler,
-        "if not (record.last and record.settled) or",
-        "if not record.last or",
-    ),
-    Mutant(
-        "a skipped step is applied",
-        scheduler,
-        "            if skipped:\n                gradients.drop(record)\n            elif not",
-        "            if not",
-    ),
-    Mutant(
-        "an update that has just begun to move is not waited for",
+        "drained updates may still be undone",
         updates,
-        "weights.version = weights.newest\n            if self.readable",
-        "weights.version = weights.due\n            if self.readable",
+        "            self.undo_all()\n            for unit",
+        "            for unit",
     ),
-    Mutant("a second update of a unit is lost", updates, "        if weights.later:", "        if False:"),
+    # updates that fail, or are refused
     Mutant(
-        "the norm is known before gradients have arrived",
+        "a speculative update that failed is not undone",
+        updates,
+        "update.withdrawn, self._calm = True, 0",
+        "self._calm = 0",
+    ),
+    Mutant(
+        "a failed update that stands is undone",
+        updates,
+        "        if not update.speculative:\n            self.failed = True\n            return\n        update.w",
+        "        update.w",
+    ),
+    Mutant(
+        "training goes on after a failed update",
+        updates,
+        "            self.failed = True\n            return\n        update.w",
+        "            return\n        update.w",
+    ),
+    Mutant(
+        "a failed update keeps its gradients for ever",
+        updates,
+        "self._gradients.used(record, last=True)",
+        "self._gradients.drop(record)",
+    ),
+    Mutant(
+        "what has failed stays so",
+        updates,
+        "self.pending, self.failed, self._ahead = [0, 0], 0, False, -1",
+        "self.pending, self._ahead = [0, 0], 0, -1",
+    ),
+    Mutant(
+        "updates that had been admitted stay so",
+        updates,
+        "self._admitted, self.pending, self.failed, self._ahead = [0, 0], 0,",
+        "self.pending, self.failed, self._ahead = 0,",
+    ),
+    Mutant(
+        "old leases outlive what has been restored",
         scheduler,
-        "return self._gradients.unsettled == 0",
-        "return True",
+        "            self._weights_changed(unit)\n            self._weights_readable(unit)\n",
+        "            pass\n",
     ),
     Mutant(
-        "compute reads before the fetch has ended",
-        leases,
-        "(lease is not None and lease.state is State.READY)",
-        "(lease is not None)",
+        "old leases outlive what has been overwritten",
+        scheduler,
+        "        self._weights_changed(unit)\n        self._weights_readable(unit)\n        self._pump()",
+        "        self._pump()",
     ),
+    Mutant("a refused gradient counts as applied", updates, "        weights.due -= len(update.records)\n", ""),
+    Mutant(
+        "an update that was refused stands",
+        updates,
+        "            self._calm = 0\n            self._over(update)\n            return",
+        "            self._calm = 0\n            self._finish(weights)\n            return",
+    ),
+    Mutant(
+        "an update that was refused stays admitted",
+        updates,
+        "        self._admitted[self._plan.units[unit].updater] -= 1\n        self.gradient_used(unit)",
+        "        self.gradient_used(unit)",
+    ),
+    Mutant("a lost gradient is applied", updates, "if any(record.lost for record in update.records):", "if False:"),
+    # reading ahead
+    Mutant(
+        "a unit whose update is queued is read ahead",
+        updates,
+        "if self.weights[unit].update is None and unit not",
+        "if unit not",
+    ),
+    Mutant(
+        "what may be undone is read ahead",
+        updates,
+        "update is None and unit not in self._speculative:",
+        "update is None:",
+    ),
+    Mutant(
+        "states are read ahead while updates are drained",
+        updates,
+        "or self._asynchronous or self.draining or self.failed:",
+        "or self._asynchronous or self.failed:",
+    ),
+    Mutant(
+        "states are read ahead for the other updater",
+        updates,
+        "        if not self._plan.units[unit].updater:\n            self._after",
+        "        if True:\n            self._after",
+    ),
+    # checkpoints
+    Mutant(
+        "an update does not wait for the checkpoint",
+        checkpoints,
+        "needed = of_unit.version == version and not of_unit.kept",
+        "needed = False",
+    ),
+    Mutant(
+        "the reserve has no end",
+        checkpoints,
+        "(needed and of_unit.reading) or self.reserve < pages",
+        "(needed and of_unit.reading)",
+    ),
+    Mutant(
+        "states that are being saved are overwritten",
+        checkpoints,
+        "(needed and of_unit.reading) or self.reserve < pages",
+        "self.reserve < pages",
+    ),
+    Mutant(
+        "a checkpoint reads states of another step",
+        checkpoints,
+        "if version == of_unit.version or of_unit.kept:",
+        "if True:",
+    ),
+    Mutant("a checkpoint reads what is being written", updates, "return None if busy else", "return"),
+    Mutant("a save is forgotten while an update runs", updates, "        self.checkpoint.retry(unit)\n", ""),
+    Mutant(
+        "what waits for the checkpoint is forgotten",
+        updates,
+        "        self.checkpoint.ended(unit)\n        self.retry(unit)",
+        "        self.checkpoint.ended(unit)",
+    ),
+    Mutant(
+        "what the reserve has kept stays there",
+        checkpoints,
+        "        if self._units[unit].kept:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "what was kept for an undo stays in the reserve",
+        updates,
+        "            self.checkpoint.give_back(update.unit)\n",
+        "",
+    ),
+    Mutant(
+        "a checkpoint waits for an update that was refused",
+        checkpoints,
+        "if wanted is not None and wanted > version:",
+        "if False:",
+    ),
+    Mutant(
+        "the checkpoint outlives a restore",
+        updates,
+        "        self.checkpoint = Checkpoint(self._plan,",
+        "        Checkpoint(self._plan,",
+    ),
+    # order
+    Mutant(
+        "an evaluation is expected of every step",
+        order,
+        "        if recorded:\n            self._recorder",
+        "        if True:\n            self._recorder",
+    ),
+    Mutant(
+        "steps that have become others are not followed",
+        order,
+        "        if replaced:\n            self._follow",
+        "        if False:\n            self._follow",
+    ),
+    Mutant("a step that departs once is followed", order, "(not known and (persists or", "(not known and (True or"),
 )
 
 
@@ -235,7 +475,7 @@ class _Patched:
     """The modules of the scheduler, one of them changed, apart from those that are imported."""
 
     def __init__(self, mutant: Mutant, source: str) -> None:
-        names = [f"pagoda.schedule.{name}" for name in ("gradients", "leases", "updates", "scheduler")]
+        names = [f"pagoda.schedule.{name}" for name in MODULES]
         before = {name: sys.modules.pop(name) for name in names}
         package = sys.modules["pagoda.schedule"]
         try:

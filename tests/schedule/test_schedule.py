@@ -92,6 +92,8 @@ def run_all(scheduler: Scheduler) -> list[Operation]:
             if op.kind is Kind.RECLAIM:
                 scheduler.reclaimed(op, freed=True)
                 continue
+            if op.kind is Kind.READ_AHEAD:
+                continue  # it is not reported
             if op.kind is Kind.UPDATE:
                 scheduler.gradient_used(op)
                 scheduler.weights_written(op)
@@ -172,3 +174,64 @@ def test_an_update_whose_gradient_cannot_be_read_back_never_begins() -> None:
             scheduler.ended(op)
     assert reloads == 1
     assert not scheduler.drained
+
+
+def test_compute_goes_on_once_a_fetch_is_issued_but_an_update_waits_until_it_has_ended() -> None:
+    scheduler = Scheduler(plan(frames=4))
+    (fetch, _) = run_first(scheduler)
+    scheduler.issued(fetch)
+    assert scheduler.ready(0)
+    scheduler.gradient(0, complete=True, last=True)
+    scheduler.release(0)
+    scheduler.step_asked()
+    scheduler.ended(next(op for op in scheduler.take() if op.kind is Kind.OFFLOAD))
+    scheduler.scale_known()
+    assert Kind.UPDATE not in {op.kind for op in scheduler.take()}
+    scheduler.ended(fetch)
+    assert Kind.UPDATE in {op.kind for op in scheduler.take()}
+
+
+def test_updaters_do_not_wait_for_each_other() -> None:
+    units = [UnitPlan(updater=int(unit == 3)) for unit in range(4)]
+    scheduler = Scheduler(SchedulePlan(units, plan(frames=0).trace))
+    for unit in range(4):
+        scheduler.gradient(unit, complete=True, last=True)
+    for op in scheduler.take():
+        scheduler.ended(op)
+    scheduler.scale_known()
+    assert [op.unit for op in scheduler.take() if op.kind is Kind.UPDATE] == [0, 1, 3]
+
+
+def with_experts() -> Scheduler:
+    """Unit 0 is followed by two of the experts 1 to 3. Frames are for four units."""
+    units = [UnitPlan(lease_frames=1, routed=unit > 0) for unit in range(4)]
+    return Scheduler(SchedulePlan(units, plan(frames=4).trace, frame_pool=4))
+
+
+def test_experts_are_fetched_when_a_router_has_chosen_them() -> None:
+    scheduler = with_experts()
+    scheduler.access(Access(0, Phase.FORWARD))
+    (first,) = scheduler.take()
+    scheduler.ended(first)
+    assert scheduler.take() == []
+    scheduler.expect([3, 1])
+    assert fetched(scheduler.take()) == [3, 1]
+
+
+def test_experts_that_every_step_uses_alike_are_fetched_ahead_of_their_router() -> None:
+    scheduler = with_experts()
+    for _ in range(4):
+        for phase, units in ((Phase.FORWARD, (0, 1, 2)), (Phase.BACKWARD, (2, 1, 0))):
+            for unit in units:
+                scheduler.access(Access(unit, phase))
+                run_all(scheduler)
+                if phase is Phase.FORWARD and unit == 0:
+                    scheduler.expect((1, 2))
+                if phase is Phase.BACKWARD:
+                    scheduler.gradient(unit, complete=True, last=True)
+                scheduler.release(unit)
+                run_all(scheduler)
+        scheduler.step_asked()
+        scheduler.scale_known()
+        ahead = fetched(run_all(scheduler))
+    assert ahead == [0, 1, 2]

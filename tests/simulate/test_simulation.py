@@ -1,5 +1,6 @@
 """The simulator moves every byte of a plan, at no more than the rates there are, within the budgets."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,13 +13,16 @@ from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import search
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
-from pagoda.plan.ops import DEVICE, HOST, SSD, Kind
+from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Options, Plan, make_plan
 from pagoda.plan.split import Split
+from pagoda.plan.trace import STEP, Access, Phase, Trace, gradients_of
+from pagoda.plan.traffic import traffic_of
+from pagoda.plan.units import ModuleSpec, ParamSpec
 from pagoda.simulate.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
 from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
-from pagoda.simulate.simulation import simulate
+from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import COMPUTE, Timeline
 from tests.plan.strategies import STATES, Draw, figure, hardware, large_trees
 from tests.plan.test_planner import tower
@@ -78,32 +82,72 @@ def simulated(draw: Draw) -> Case:
     return plan, machine, times, simulate(plan, machine, times)
 
 
-def bytes_of_ops(plan: Plan) -> dict[str, int]:
-    """lane -> bytes of a step; what comes from SSD to a device of its own passes two lanes."""
+def trained(plan: Plan) -> frozenset[int]:
+    return frozenset(unit.index for unit in plan.units if unit.trainable_numel)
+
+
+def least_bytes(plan: Plan) -> dict[str, int]:
+    """lane -> bytes that no step goes without. Gradients may be in their buffers still, and need not be read then."""
     lanes: dict[str, int] = {}
-    for op in plan.ops:
-        lanes[op.lane] = lanes.get(op.lane, 0) + op.nbytes
-        if op.kind is Kind.FETCH and op.lane == "h2d" and plan.placement.home(op.unit, WEIGHT) == SSD:
-            lanes["ssd_read"] = lanes.get("ssd_read", 0) + op.nbytes
+
+    def add(lane: str, nbytes: int) -> None:
+        lanes[lane] = lanes.get(lane, 0) + nbytes
+
+    traffic, placement = traffic_of(plan), plan.placement
+    for unit in trained(plan) & {access.unit for access in plan.trace.accesses}:
+        on_ssd = placement.home(unit, WEIGHT) == SSD
+        if traffic[unit].fetched and plan.budgets.device is not None:  # its update ends a lease
+            add("h2d", traffic[unit].fetched)
+        if traffic[unit].fetched and on_ssd:
+            add(READ, traffic[unit].fetched)
+        passes = unit in placement.updated_on_device
+        add("h2d" if passes else READ, traffic[unit].streamed + traffic[unit].brought)
+        add("d2h" if passes else WRITE, traffic[unit].streamed)
+    for gradient in gradients_of(plan.trace, trained(plan)):
+        add("d2h", traffic[gradient.unit].offloaded)
     return lanes
 
 
-def gradient_reads(plan: Plan) -> int:
-    """Bytes of gradients that a step may find in the staging region still, and then does not read."""
-    layout = plan.layout
-    spilled = {op.unit for op in plan.ops if op.kind is Kind.SPILL}
-    return sum(layout.pages(plan.units[unit], GRAD) * plan.page_bytes for unit in spilled)
-
-
 @settings(deadline=None)
-@given(simulated())
-def test_every_byte_of_the_plans_ops_is_moved_and_no_other(case: Case) -> None:
-    plan, _, _, timeline = case
-    asked = bytes_of_ops(plan)
-    moved = {lane: nbytes for lane, nbytes in timeline.bytes_moved.items() if lane != COMPUTE}
-    read, moved_read = asked.pop("ssd_read", 0), moved.pop("ssd_read", 0)
-    assert moved == {lane: nbytes for lane, nbytes in asked.items() if nbytes}
-    assert read - gradient_reads(plan) <= moved_read <= read
+@given(data=st.data(), machine=hardware(), steps=st.integers(1, 4))
+def test_every_operation_moves_its_bytes_as_often_as_a_step_has_it(
+    data: st.DataObject, machine: Hardware, steps: int
+) -> None:
+    plan = data.draw(plans(separate=machine.device is not None or data.draw(st.booleans())))
+    ticks = [data.draw(st.floats(0.0, 1e-2)) / len(plan.trace.accesses)] * (len(plan.trace.accesses) - 1)
+    simulation = Simulation(plan, Rates(machine), ticks)
+    for _ in range(steps):
+        simulation.step()
+    moved: dict[str, int] = {}
+    for span in simulation.drain():
+        moved[span.name] = moved.get(span.name, 0) + span.nbytes
+    made = Counter(gradient.unit for gradient in gradients_of(plan.trace, trained(plan)))
+    uses = Counter(access.unit for access in plan.trace.accesses)
+    names: set[str] = set()
+
+    def of(verb: str, unit: int) -> int:
+        name = f"{verb} {plan.units[unit].name}"
+        names.add(name)
+        return moved.get(name, 0)
+
+    for unit, traffic in enumerate(traffic_of(plan)):
+        used = steps * (unit in made)
+        assert of("offload", unit) == steps * made[unit] * traffic.offloaded
+        assert of("update", unit) == used * traffic.touched
+        assert of("write", unit) == used * traffic.streamed
+        streamed = traffic.streamed + traffic.brought
+        assert used * streamed <= of("read", unit) <= (used + 1) * streamed, "one may be read ahead"
+        lanes = 2 if plan.budgets.device is not None and plan.placement.home(unit, WEIGHT) == SSD else 1
+        fetches, rest = divmod(of("fetch", unit), lanes * traffic.fetched) if traffic.fetched else (0, 0)
+        assert not rest
+        assert fetches <= steps * uses[unit] + 1
+        if traffic.fetched and uses[unit]:
+            assert fetches >= (used or 1)
+        spilled = traffic.buffer if plan.placement.home(unit, GRAD) == SSD else 0
+        if not plan.options.update_under_backward:
+            assert of("spill", unit) == steps * made[unit] * spilled
+        assert of("gradient", unit) <= of("spill", unit) <= steps * made[unit] * spilled
+    assert {name for name in moved if name.split()[0] not in ("forward", "backward")} <= names
 
 
 @settings(deadline=None)
@@ -141,9 +185,8 @@ def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_it
         UPDATE: rates.update_seconds(on_cpu),
         DEVICE_UPDATE: rates.device_update_seconds(on_device),
     }
-    for lane, nbytes in bytes_of_ops(plan).items():
-        if lane not in least:
-            least[lane] = rates.seconds(lane, nbytes - (gradient_reads(plan) if lane == READ else 0))
+    for lane, nbytes in least_bytes(plan).items():
+        least[lane] = rates.seconds(lane, nbytes)
     assert timeline.step_s >= max(least.values()) * (1 - 1e-6)
 
 
@@ -200,6 +243,50 @@ def test_times_that_do_not_belong_to_the_trace_are_refused() -> None:
         simulate(plan, FAST, [1.0])
 
 
+# --- what the scheduler decides -----------------------------------------------------------------------------
+
+GPU = replace(
+    FAST, device=Device(figure(1e12), figure(1e12), _RATE, _RATE, figure(1e12)), link=Link(*[figure(1e12)] * 3)
+)
+
+
+def step_of(plan: Plan, machine: Hardware) -> Timeline:
+    return simulate(plan, machine, [1e-3] * (len(plan.trace.accesses) - 1))
+
+
+@pytest.mark.parametrize(
+    ("steps", "clipping", "under_backward"),
+    [(None, False, False), (1, False, True), (4, False, True), (4, True, False)],
+)
+def test_updates_run_under_backward_only_when_passes_are_announced_and_nothing_clips(
+    steps: int | None, clipping: bool, under_backward: bool
+) -> None:
+    options = Options(accumulation_steps=steps, clipping=clipping, speculate=False)
+    plan = make_plan(tower(4, 256), STATES["bf16"], Budgets(LARGE), options)
+    step = step_of(plan, FAST)
+    backward = max(span.start_s for span in step.spans if span.name.startswith("forward"))
+    during = [span for span in step.spans if span.lane == UPDATE and span.start_s > backward]
+    assert bool(during) is under_backward
+
+
+def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
+    pages = {0: 5, **dict.fromkeys(range(1, 7), 2)}  # an embedding and six layers
+    root = ModuleSpec(
+        "", (), tuple(ModuleSpec(f"m{i}", (ParamSpec(f"m{i}.w", (n * 2048,)),)) for i, n in pages.items())
+    )
+    plan = make_plan(root, STATES["bf16"], Budgets(LARGE, LARGE), Options(page_bytes=4096, unit_limit=4096))
+    assert plan.leased_pages() == pages
+    fetched = [span.name for span in step_of(plan, GPU).spans if span.name.startswith("fetch")]
+    assert sorted(fetched) == sorted(f"fetch {unit.name}" for unit in plan.units)
+
+
+def test_a_step_that_uses_one_unit_fetches_no_other() -> None:
+    plan = make_plan(tower(3, 64), STATES["bf16"], Budgets(1 << 30, 1 << 20, None), Options(page_bytes=4096))
+    one = plan.retraced(Trace((Access(0, Phase.FORWARD), Access(0, Phase.BACKWARD), STEP)))
+    fetched = {span.name for span in step_of(one, GPU).spans if span.name.startswith("fetch")}
+    assert fetched == {f"fetch {plan.units[0].name}"}
+
+
 # --- asynchronous updates ------------------------------------------------------------------------------------
 
 
@@ -213,7 +300,7 @@ def streaming(max_staleness: int | None, passes: float) -> tuple[float, float, f
     budget = (pages + ring + layout.piece_pages) * layout.page_bytes
     plan = make_plan(tower(12, 256), STATES["bf16"], Budgets(budget, ssd=LARGE), options)
     assert all(plan.placement.home(unit.index, WEIGHT) == HOST for unit in plan.units)
-    moved = sum(op.nbytes for op in plan.ops if op.lane in (READ, WRITE))
+    moved = sum(2 * traffic.streamed for traffic in traffic_of(plan))
     assert moved > 0
     sweep = moved / 1e10
     ticks = len(plan.trace.accesses) - 1

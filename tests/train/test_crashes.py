@@ -24,8 +24,8 @@ import pytest
 import xxhash
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
-from pagoda.checkpoint.tensors import tensor_bytes
 from pagoda.errors import CheckpointError
+from pagoda.memory.arena import tensor_bytes
 from pagoda.train import MemoryConfig, TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from pagoda.errors import NonFiniteGradientError
-from pagoda.runtime.optimizer import PagedOptimizer
+from pagoda.optimizer import PagedOptimizer
 from pagoda.train import MemoryConfig, TrainConfig, run
 from pagoda.train.metrics import read_metrics
 from tests.tiny import write_model

@@ -8,13 +8,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from pagoda.construction.construct import describe
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.subject import find_subject
 from pagoda.models import build_model
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.plan.units import ModuleSpec
-from pagoda.runtime.construct import describe
 from pagoda.train import MemoryConfig, TrainConfig, run
 from pagoda.train.metrics import read_metrics
 

@@ -1,0 +1,357 @@
+"""Snapshots: every state of a live model, parameter by parameter, to and from a checkpoint."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagoda.checkpoint.contents import Contents
+from pagoda.checkpoint.directory import Removable, check_absent, remove_leftovers, write_manifest
+from pagoda.checkpoint.groups import NamedGroup, check_groups
+from pagoda.checkpoint.kept_pages import KeptPages, paged_unit
+from pagoda.checkpoint.model_config import model_record
+from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages, with_ranks
+from pagoda.checkpoint.rank_files import Files
+from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
+from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
+from pagoda.checkpoint.shards import read_part
+from pagoda.checkpoint.tensors import TensorSpec, chunks
+from pagoda.errors import CheckpointError, UsageError
+from pagoda.memory.arena import tensor_bytes
+from pagoda.memory.identity import MANIFEST, new_checkpoint_id
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.committed import CommittedPages
+from pagoda.optim.rule import StateSpec, plain_setting
+from pagoda.plan.packed import Span
+from pagoda.runtime.capture import Capture, Piece
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.unit import LiveUnit
+
+_log = logging.getLogger("pagoda")
+
+
+class Snapshot:
+    """Reads and writes states by parameter name, so that a checkpoint knows nothing of units, pages or tiers.
+
+    A checkpoint holds one safetensors file per state (`weight.safetensors` is the model's, in its compute dtype),
+    the persistent buffers, and a manifest with step counts, hyperparameters and RNG states.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model = model
+        self._engine = engine
+        self._states = engine.plan.layout.states
+
+    def save(
+        self, directory: Path, groups: list[dict[str, Any]], extra: dict[str, Any], replaces: Sequence[Path] = ()
+    ) -> None:
+        """Start writing a checkpoint of the state after the last `step()`; the saver's thread finishes it.
+
+        One at a time: waits for the one before, and raises its error. `replaces` are checkpoints to delete once this
+        one is complete. Raises UsageError where updates under backward have left the state after `step()` behind
+        already.
+        """
+        if any(unit.updated for unit in self._engine.units):
+            raise UsageError(
+                "save_checkpoint() between backward and step(): with accumulation_steps announced, some units have had "
+                "this step's update already and others have not. Call optimizer.step() first."
+            )
+        self._engine.check_usable()
+        saver = self._engine.saver
+        saver.wait()
+        check_absent(directory)
+        buffers = self._buffers()
+        self._buffer_specs(buffers)
+        generators = self._generators()
+        contents = Contents.of(self._engine.units, self._engine.plan.layout, groups, self._engine.together)
+        content = {
+            "states": [state.name for state in self._states],
+            "parameters": list(contents.stored),
+            "steps": contents.steps,
+            TILES: contents.tiles(),
+            SHARDS: contents.shards(),
+            "param_groups": [{key: _plain(value) for key, value in group.items()} for group in contents.groups(groups)],
+            "loss_scale": self._engine.stepper.scaler.state_dict(),
+            "rng": generators[0],
+            "rank_rng": generators[1:],
+            "model": model_record(self._model),
+            "extra": extra,
+        }
+        content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
+        copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+        self._engine.prepare_capture()
+        replaces, content["id"] = self._agreed(replaces)
+        kept = KeptPages.of(self._engine, replaces)
+        capture = self._engine.capture(
+            lambda unit: self._pieces(unit, kept),
+            {unit: list(paged.extents.values()) for unit, paged in kept.units.items()},
+        )
+        specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
+        saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
+
+    def _write(
+        self,
+        directory: Path,
+        capture: Capture,
+        kept: KeptPages,
+        specs: dict[str, list[TensorSpec]],
+        buffers: dict[str, torch.Tensor],
+        content: dict[str, Any],
+        replaces: Sequence[Path],
+    ) -> None:
+        """On the saver's thread: fill the directory and commit it."""
+        together = self._engine.together
+        wire = together.saver_wire if together is not None else None
+        files = Files(directory, content["id"], {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
+        complete = False
+        try:
+            with files.open():
+                self._engine.saver.divide(partial(_write_pieces, capture, files))
+                for name, buffer in buffers.items() if files.first else ():
+                    for start, count in chunks(buffer.numel()):
+                        files.write(BUFFERS, name, start, tensor_bytes(buffer.reshape(-1)[start : start + count]))
+                content["hashes"] = files.finish()
+                if any(kept.names.values()):
+                    content[PAGED] = self._commit_pages(directory, content["id"], capture, kept, files)
+                if files.first:
+                    write_manifest(files.folder, content)
+            complete = True
+            self._remove(replaces, files)
+        finally:
+            self._engine.end_capture(capture)
+            if capture.frozen is not None:  # last: stores may wait for the slots of what was replaced
+                capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
+
+    def _agreed(self, mine: Sequence[Path]) -> tuple[list[Path], str]:
+        """What the first rank wants to replace, and the new checkpoint's id."""
+        together, said = self._engine.together, [[str(path) for path in mine], new_checkpoint_id()]
+        if together is not None:
+            by_rank = together.announce("the checkpoints that one replaces", json.dumps(said).encode())
+            said = json.loads(by_rank[0])
+        return [Path(name) for name in said[0]], str(said[1])
+
+    def _remove(self, replaced: Sequence[Path], files: Files) -> None:
+        """Delete checkpoints; each rank frees the slots that they kept of its own store."""
+        places = with_ranks(self._engine.ssd_directories)
+        removable: list[Removable] = []
+        with files.together():
+            for path in replaced:
+                try:
+                    removable.append(Removable.of(path))
+                except CheckpointError as error:
+                    _log.warning("checkpoint %s was not deleted: %s", path, error)
+        with files.together():
+            for old in removable if files.first else ():
+                old.retire()
+        with files.together():
+            for old in removable:
+                old.forget(places)
+        with files.together():
+            for old in removable if files.first else ():
+                old.delete()
+            for parent in {path.parent for path in replaced} if files.first else ():
+                remove_leftovers(parent, places)
+
+    def _commit_pages(
+        self, directory: Path, checkpoint_id: str, capture: Capture, kept: KeptPages, files: Files
+    ) -> dict[str, Any]:
+        """Make the pages that are kept durable, for a checkpoint that is yet to be named; what the manifest says of
+        those of all ranks."""
+        mine = None
+        if capture.frozen is not None:
+            mine = describe_pages(list(kept.units.values()), capture.frozen.commit(directory, checkpoint_id))
+        dtypes = {state.name: state.dtype for state in self._states}
+        return joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
+
+    def load(self, directory: Path, groups: list[NamedGroup]) -> tuple[list[NamedGroup], dict[str, Any]]:
+        """Restore a checkpoint into the run whose param groups are given; returns its own groups and extra.
+
+        Nothing changes before all that can be checked without reading its data has been. Where data turns out to be
+        damaged, the optimizer is of no use until another checkpoint is loaded.
+        """
+        buffers = self._buffers()
+        contents = Contents.of(self._engine.units, self._engine.plan.layout, groups, self._engine.together)
+        with Checkpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
+            self._check_fits(checkpoint, contents, groups)
+            self._check_pages(checkpoint)
+            for state in self._states:
+                checkpoint.check(state.name, contents.whole_specs(state))
+            checkpoint.check(BUFFERS, self._buffer_specs(buffers))
+            manifest = checkpoint.manifest
+            with self._engine.replacing():
+                for unit in self._engine.units:
+                    for state in self._states:
+                        if not self._adopt(checkpoint, unit, state.name):
+                            self._copy_in(checkpoint, unit, state)
+                for name, buffer in buffers.items():
+                    buffer.detach().copy_(checkpoint.read(BUFFERS, name, 0, buffer.numel()).view(buffer.shape))
+                for unit in self._engine.units:
+                    for param in unit.params:
+                        param.grad = None
+                    unit.steps = [manifest["steps"][_whole(unit, slot)[0]] for slot in range(unit.trainable)]
+                    self._engine.weights_changed(unit)
+                self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
+        self._restore_generators(manifest)
+        defaults = self._engine.rule.defaults()
+        for group in manifest["param_groups"]:  # JSON has no tuples
+            group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
+        return manifest["param_groups"], manifest["extra"]
+
+    def _check_pages(self, checkpoint: Checkpoint) -> None:
+        """Pages that have to be copied can be found. Raises CheckpointError."""
+        pages = checkpoint.pages
+        if pages is None:
+            return
+        for unit in self._engine.units:
+            names = {part for slot in range(len(unit.params)) for part in checkpoint.parts(_whole(unit, slot)[0])}
+            for state in self._states:
+                in_pages = not names.isdisjoint(pages.sources[state.name].specs)
+                if in_pages and self._adoptable(pages, unit, state.name) is None:
+                    pages.check()
+
+    def _adoptable(self, pages: Pages, unit: LiveUnit, state: str) -> tuple[CommittedPages, Run] | None:
+        """The committed pages of this very store that an extent can have as they are."""
+        ssd = self._engine.store.ssd
+        if ssd is None or not self._engine.store.runs(unit.index, state):
+            return None
+        found = pages.like(paged_unit(self._engine, unit), state)
+        return next(((committed, run) for committed, run in found if committed.commit in ssd.commits), None)
+
+    def _adopt(self, checkpoint: Checkpoint, unit: LiveUnit, state: str) -> bool:
+        """Let an extent have the pages that the checkpoint keeps in this very store; False where it does not."""
+        ssd, runs = self._engine.store.ssd, self._engine.store.runs(unit.index, state)
+        found = None if checkpoint.pages is None else self._adoptable(checkpoint.pages, unit, state)
+        return ssd is not None and found is not None and all(ssd.adopt(run, *found) for run in runs)
+
+    def _copy_in(self, checkpoint: Checkpoint, unit: LiveUnit, state: StateSpec) -> None:
+        """Copy one state of a unit from the checkpoint, parameter by parameter."""
+        for slot, span in self._spans(unit, state):
+            name, before = _whole(unit, slot)
+            for start, count in chunks(span.count):
+                first = span.first + start
+                if not self._engine.store.holds(unit.spec, state.name, first, first + count):
+                    continue
+                read = partial(checkpoint.read, state.name, name)
+                shard = unit.spec.slots[slot].param.shard
+                if shard is None:
+                    values = read(state.elements(before) + start, count)
+                else:
+                    values = read_part(read, shard, unit.part_index(slot), start, count)
+                self._engine.store.write(unit.index, state.name, first, values)
+
+    def _spans(self, unit: LiveUnit, state: StateSpec) -> Iterator[tuple[int, Span]]:
+        """Each slot of a unit that has a state, and where it lies."""
+        for slot in range(len(unit.params)):
+            span = self._engine.plan.layout.span(unit.spec, slot, state)
+            if span is not None:
+                yield slot, span
+
+    def _pieces(self, index: int, kept: KeptPages) -> Iterator[Piece]:
+        """Every piece of every state of a unit that this rank writes, without what is kept as pages."""
+        unit = self._engine.units[index]
+        for state in self._states:
+            if kept.has(index, state.name):
+                continue
+            mine = self._engine.store.shards.responsible(unit.spec, state.name)
+            for slot, span in self._spans(unit, state):
+                placed, name = unit.spec.slots[slot], unit.stored_name(slot)
+                if not self._engine.store.shards.writes(unit.spec, slot):
+                    continue
+                for start, count in chunks(span.count):
+                    first = span.first + start
+                    for part in filter(None, (here.within(first, first + count) for here in mine)):
+                        begins = start + part.start - first
+                        changed = placed.offset, placed.offset + placed.param.numel
+                        if state.shape_of is None:
+                            changed = part.start * state.per, part.stop * state.per
+                        numel = part.stop - part.start
+                        yield Piece(index, state.name, name, begins, part.start, numel, part.at, *changed)
+
+    def _generators(self) -> list[dict[str, Any]]:
+        """The state of every rank's random number generators, as JSON."""
+        mine, together = rng_state(), self._engine.together
+        if together is None:
+            return [mine]
+        return [json.loads(said) for said in together.announce("save_checkpoint()", json.dumps(mine).encode())]
+
+    def _restore_generators(self, manifest: dict[str, Any]) -> None:
+        """Put the generators back; those of a rank that the writing run did not have stay as they are."""
+        together = self._engine.together
+        rank = together.rank if together is not None else 0
+        states = [manifest["rng"], *manifest["rank_rng"]]
+        if rank < len(states):
+            restore_rng(states[rank])
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers, by name, and parameters that are not floating-point: no unit holds those."""
+        buffers = {
+            f"{prefix}.{name}".lstrip("."): buffer
+            for prefix, module in self._model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+        return buffers | {n: p.data for n, p in self._model.named_parameters() if not p.is_floating_point()}
+
+    def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
+        for name, buffer in buffers.items():
+            if buffer.layout is not torch.strided:
+                raise CheckpointError(
+                    f"Buffer {name!r} is {buffer.layout}, which a checkpoint cannot hold. Register it with "
+                    "persistent=False."
+                )
+        return [TensorSpec(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+
+    def _check_fits(self, checkpoint: Checkpoint, contents: Contents, groups: list[NamedGroup]) -> None:
+        """Everything the manifest says can be restored into this model and optimizer."""
+        directory, manifest = checkpoint.directory, checkpoint.manifest
+        path = directory / MANIFEST
+        wanted = [state.name for state in self._states]
+        if manifest["states"] != wanted:
+            raise CheckpointError(
+                f"{directory} holds the states {manifest['states']}, this run keeps {wanted}: "
+                "wrap with the precision, optimizer and moments of the run that saved it."
+            )
+        differing = checkpoint.steps.keys() ^ contents.steps.keys()
+        if differing:
+            raise CheckpointError(
+                f"{directory} does not belong to this model: only one of the two trains {min(differing)!r}."
+            )
+        try:
+            for group in manifest["param_groups"]:
+                self._engine.rule.with_group(group)
+                iter(group["params"])
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{path} is damaged: 'param_groups' cannot be used: {error!r}") from error
+        check_groups(str(path), manifest["param_groups"], contents.groups(groups))
+        try:
+            self._engine.stepper.scaler.check_state(manifest.get("loss_scale", {}))
+            for state in (manifest["rng"], *manifest["rank_rng"]):
+                check_rng(state)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _write_pieces(capture: Capture, files: Files) -> None:
+    """Write pieces until none are left, as one of several threads; an error of one ends the work of all."""
+    try:
+        for piece, data in capture.pieces():
+            files.write(piece.state, piece.name, piece.start, data)
+    except BaseException:
+        capture.end()
+        raise
+
+
+def _whole(unit: LiveUnit, slot: int) -> tuple[str, int]:
+    """Name of the parameter that a parameter was cut from, or its own, and its first element there."""
+    spec = unit.spec.slots[slot].param
+    return (spec.name, 0) if spec.part is None else (spec.part.whole, spec.part.start)
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as JSON has it: torch allows tensors of one element."""
+    return value.item() if isinstance(value, torch.Tensor) else value

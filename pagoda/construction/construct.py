@@ -1,0 +1,345 @@
+"""Construction: from an `nn.Module`, real or on meta, to units whose states are in their tiers."""
+
+import hashlib
+import sys
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from pagoda.checkpoint.pretrained import values_by_name, values_of
+from pagoda.checkpoint.shards import read_part
+from pagoda.checkpoint.tensors import chunks
+from pagoda.construction.loaded_values import KeepCopiedValues, keep_loaded_values, remember_versions
+from pagoda.errors import ConfigError
+from pagoda.models.expert_tiles import TiledExperts
+from pagoda.models.mixture import Experts
+from pagoda.models.tiles import Tiled
+from pagoda.parallel.tensors import as_dtensor, local, shard_of
+from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
+from pagoda.runtime.reads import has_forward, params_read_in
+from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit, Owner
+from pagoda.transforms.adapters import adapter_initialiser
+from pagoda.transforms.operator_tiles import Tiling
+
+_LARGE_ELEMENTS = 1 << 20
+"""Elements from which on a parameter of a transformers module waits on meta."""
+
+
+@contextmanager
+def init() -> Iterator[None]:
+    """Build a model inside without holding it in RAM: `wrap` initialises it unit by unit, straight into its tier.
+
+    Parameters of modules that can initialise themselves later go to the meta device, and so do large ones of
+    transformers' modules; buffers and all other parameters stay real. `wrap` runs the model's own
+    `_init_weights(module)` (as transformers' models and many others have), or the modules' `reset_parameters()`. What
+    a constructor draws or fills into the parameters of a child that has one of these is not repeated: put it in
+    `_init_weights`, or build the model outside `init()`.
+
+    Values that are loaded are kept, in RAM: what `from_pretrained`, `load_state_dict`, `copy_` and the assignment of a
+    parameter give. `pagoda.load` leaves those of a Hugging Face directory in its files. Raises UsageError for a `copy_`
+    into a view of a parameter that waits; `wrap` raises ConfigError for one that was written to after the block.
+    """
+    waiting: list[nn.Parameter] = []
+
+    def to_meta(module: nn.Module, name: str, param: Any) -> nn.Parameter | None:
+        if not isinstance(param, nn.Parameter) or param.is_meta or not _can_wait(module, param):
+            return None
+        if module._parameters.get(name) is not None:  # its constructor has made it: this one has been loaded
+            return None
+        meta = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        meta.__dict__.update(param.__dict__)
+        keep_loaded_values(module)
+        waiting.append(meta)
+        return meta
+
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # torch's says None
+    try:
+        with KeepCopiedValues():
+            yield
+    finally:
+        handle.remove()
+        remember_versions(waiting)
+
+
+def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleSpec:
+    """The model as the planner sees it: every floating-point parameter once, under the first module that reads it.
+
+    `trained` names the parameters with optimizer state, by default those that require a gradient. Of a parameter that
+    tensor-parallel ranks divide, it is this rank's part. Raises ConfigError for one that they divide unequally.
+    """
+    first_names = {id(param): name for name, param in model.named_parameters()}
+
+    def visit(module: nn.Module, name: str, read_above: bool = False) -> ModuleSpec:
+        params, tied = [], []
+        for full, param in () if read_above else params_read_in(module, name):
+            if not param.is_floating_point():
+                continue
+            if first_names[id(param)] != full:
+                tied.append(first_names[id(param)])
+                continue
+            if full in placed:  # in the unit of a module around this one, which reads it too
+                continue
+            placed.add(full)
+            has_state = param.requires_grad if trained is None else full in trained
+            shape, shard = shard_of(full, param)
+            params.append(ParamSpec(full, shape, has_state, parts.get(id(param)), shard))
+        visited.add(module)
+        if isinstance(module, Tiled):
+            for short, shape in module.shapes.items():
+                whole = _join(name, short), shape
+                parts.update({id(param): Part(*whole, start) for param, start in module.parts(short)})
+            tiles.update(module.tiles)
+        if isinstance(module, TiledExperts):
+            routed.add(module.tiles)
+        children = tuple(
+            visit(child, _join(name, short), read_above=not has_forward(child))
+            for short, child in module.named_children()
+            if child not in visited
+        )
+        return ModuleSpec(
+            name,
+            tuple(params),
+            children,
+            tuple(dict.fromkeys(tied)),
+            apart=module in tiles,
+            routed=isinstance(module, Experts) or module in routed,
+        )
+
+    placed: set[str] = set()
+    parts: dict[int, Part] = {}
+    tiles: set[nn.Module] = set()
+    routed: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
+    return visit(model, "")
+
+
+def live_units(
+    model: nn.Module, specs: tuple[UnitSpec, ...], dtype: torch.dtype, device: torch.device
+) -> list[LiveUnit]:
+    """The units of a model, on its own parameters (meta ones are still to be built)."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    owners = owners_of(model)
+    units = []
+    for spec in specs:
+        held = [params[slot.param.name] for slot in spec.slots]
+        units.append(LiveUnit(spec, held, [owners[id(param)] for param in held], dtype, device))
+    return units
+
+
+def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
+    """Identity of a parameter -> all who hold it."""
+    owners: dict[int, list[Owner]] = {}
+    for module in model.modules():
+        for short, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append((module, short))
+    return owners
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put every buffer, and every parameter that is not in pages, where compute runs, each once: shared ones stay so.
+
+    In pages are floating-point parameters only.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    for param in model.parameters():
+        if not param.is_floating_point() and param.device != device:
+            param.data = param.data.to(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
+class Builder:
+    """Brings the parameters of a model into a store: real ones, those still in files, and those to be initialised.
+
+    What is in files is read in pieces; the others are in RAM one at a time.
+
+    Random initialisation is seeded per parameter and initialiser, by one draw from torch's default generator and
+    their names, and every initialiser runs with that one parameter real and all others on meta, where it changes
+    and draws nothing. Values thus depend on the seed alone, not on units, budgets, tiers or order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        tiling: Tiling | None = None,
+        from_first: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        """`tiling`: what was replaced in `model`, which is untiled now and until all is built. `from_first` gives every
+        rank the first one's values of a tensor, or those of the first that has it; each keeps its slices of them."""
+        self._store = store
+        self._tiling = tiling
+        self._from_first = from_first or (lambda mine, having=None: mine)
+        self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
+        self._owners = owners_of(model)
+        self._values = values_by_name(model)
+        self._seed: int | None = None
+        self._initial: dict[int, nn.Parameter] = {}
+        """Identity of a parameter on meta that is being built in tiles -> its values."""
+
+    def build(self, units: list[LiveUnit]) -> None:
+        """Write every unit's master weights to their home; its parameters are placeholders afterwards."""
+        wholes = [[self._whole(param)[0] for param in unit.params] for unit in units]
+        if any(whole.is_meta and values_of(whole) is None for of_unit in wholes for whole in of_unit):
+            self._seed = int(self._from_first(torch.randint(2**62, (1,))).item())
+            for whole in {id(whole): whole for of_unit in wholes for whole in of_unit}.values():
+                self._install(whole, _on_meta(whole))
+        for unit in units:
+            for slot, param in enumerate(unit.params):
+                unit.replace_param(slot, self._build(unit, slot, param))
+        for unit in units:
+            for param, owners in zip(unit.params, unit.owners, strict=True):
+                for module, short in owners:
+                    module._parameters[short] = param
+
+    def _build(self, unit: LiveUnit, slot: int, param: nn.Parameter) -> nn.Parameter:
+        """Write one parameter's master; returns it, or what takes its place if it was on meta or is a DTensor, whose
+        dtype cannot be changed, as a placeholder."""
+        whole, first = self._whole(param)
+        spec = unit.spec.slots[slot].param
+        values = values_of(whole)
+        if as_dtensor(param) is not None and param.is_meta:
+            values = self._values.get(spec.name)
+        if values is not None:
+            for start, count in chunks(spec.numel):
+                if not self._store.holds_master(unit.spec, slot, start, count):
+                    continue
+                if spec.shard is None:
+                    read = values.read(first + start, count)
+                else:
+                    read = read_part(values.read, spec.shard, unit.part_index(slot), start, count)
+                self._store.write_master(unit.spec, slot, read, start)
+            return nn.Parameter(unit.as_param(slot, unit.placeholders[slot]), param.requires_grad)
+        source = unit.part_of(slot, self._initialised(whole, spec)) if whole.is_meta else local(whole)
+        mine = source.detach().reshape(-1)[first : first + spec.numel]
+        if not whole.is_meta:
+            mine = self._from_first(mine.cpu(), self._store.shards.having(unit.spec, slot))
+        self._store.write_master(unit.spec, slot, mine)
+        if param.is_meta or as_dtensor(param) is not None:
+            return unit.new_param(slot, unit.placeholders[slot])
+        param.data = unit.placeholders[slot]
+        return param
+
+    def _whole(self, param: nn.Parameter) -> tuple[nn.Parameter, int]:
+        """The parameter of the untiled model that `param` is of, and where it starts there."""
+        return (param, 0) if self._tiling is None else self._tiling.whole(param)
+
+    def _initialised(self, meta: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
+        """A real parameter in place of one on meta. Of one in tiles, the values stay until the last is built."""
+        if spec.part is None:
+            return self._initialise(meta, spec.name)
+        real = self._initial.pop(id(meta), None)
+        if real is None:
+            real = self._initialise(meta, spec.part.whole)
+        if spec.part.start + spec.numel < meta.numel():
+            self._initial[id(meta)] = real
+        return real
+
+    def _install(self, param: nn.Parameter, shown: nn.Parameter) -> None:
+        """Let the modules that hold `param` show another parameter in its place."""
+        for module, short in self._owners[id(param)]:
+            module._parameters[short] = shown
+
+    @torch.no_grad()
+    def _initialise(self, meta: nn.Parameter, name: str) -> nn.Parameter:
+        """A real parameter in place of a meta one, filled by the initialisers that eager construction would run.
+
+        The model's own `_init_weights` has the last word, so it goes first, and mostly alone; what it leaves open
+        is for the modules' `reset_parameters`. Ancestors run after their children, as in `nn.Module.apply`, because
+        some (T5's attention, MultiheadAttention) initialise what their children hold.
+        """
+        real = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad)
+        real.__dict__.update(meta.__dict__)
+        self._install(meta, real)
+        chain = [module for owner, _ in self._owners[id(meta)] for module in self._upwards(owner)]
+        by_model = [(m, partial(f, m)) for m in chain if (f := self._model_initialiser(m)) is not None]
+        own = [(m, g) for m in chain if (g := _own_initialiser(m)) is not None]
+        attempts: tuple[list[tuple[nn.Module, Callable[[], Any]]], ...] = ([*by_model], [*own, *by_model])
+        around = [(self._names[module], module) for module in self._upwards(self._owners[id(meta)][0][0])]
+        if (adapter := adapter_initialiser(name, around)) is not None:
+            attempts = ([adapter],)
+        for attempt in attempts:
+            for module, initialise in attempt:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(self._seed_of(self._names[module], name))
+                    initialise()
+            if not real.isnan().any():
+                break
+        else:
+            raise ConfigError(
+                f"Parameter {name!r} was left uninitialised: neither its module's reset_parameters() nor the model's "
+                "_init_weights(module) fills it. Define one, or build the model outside pagoda.init()."
+            )
+        self._install(meta, _on_meta(meta))
+        return real
+
+    def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
+        """A module and its ancestors, up to the model."""
+        path = self._names[module].split(".") if self._names[module] else []
+        for length in range(len(path), -1, -1):
+            yield self._modules[".".join(path[:length])]
+
+    def _model_initialiser(self, module: nn.Module) -> Callable[[nn.Module], Any] | None:
+        """`_init_weights` of the nearest enclosing module that has one."""
+        candidates = (getattr(ancestor, "_init_weights", None) for ancestor in self._upwards(module))
+        return next((initialiser for initialiser in candidates if callable(initialiser)), None)
+
+    def _seed_of(self, module: str, param: str) -> int:
+        text = f"{self._seed}:{module}:{param}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    """A parameter itself if it is a plain one on meta, else a plain one there of its shape."""
+    if param.is_meta and as_dtensor(param) is None:
+        return param
+    return nn.Parameter(torch.empty(param.shape, device="meta"))
+
+
+def _can_wait(module: nn.Module, param: nn.Parameter) -> bool:
+    """True where something will initialise the parameter later.
+
+    Models of transformers have to initialise in `_init_weights` whatever their modules hold. Some leave out small
+    parameters that only a constructor knows (CLIP's logit scale), so those stay: they take next to no memory.
+    """
+    if not param.is_floating_point():
+        return False
+    if _own_initialiser(module) is not None:
+        return True
+    return type(module).__module__.startswith("transformers.") and param.numel() >= _LARGE_ELEMENTS
+
+
+def _own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        initialiser = getattr(module, name, None)
+        if callable(initialiser):
+            return initialiser  # type: ignore[no-any-return]
+    if _is_conv1d(module):
+        return partial(_reset_conv1d, module)
+    return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """True for GPT's linear layer in transformers: torch's are not without `reset_parameters`, this one is."""
+    known = sys.modules.get("transformers.pytorch_utils")
+    return known is not None and isinstance(module, known.Conv1D)
+
+
+def _reset_conv1d(module: nn.Module) -> None:
+    """What its constructor does; not all of the models that use it do so in their `_init_weights`."""
+    nn.init.normal_(module.get_parameter("weight"), std=0.02)
+    nn.init.zeros_(module.get_parameter("bias"))
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

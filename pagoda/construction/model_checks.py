@@ -1,0 +1,124 @@
+"""What a model must be for `wrap` to train it."""
+
+import warnings
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from pagoda.checkpoint.gathered import is_paged
+from pagoda.construction.loaded_values import is_overwritten
+from pagoda.errors import ConfigError, UsageError
+
+
+def check_model(model: object) -> None:
+    """Raises as `wrap` does for a model that cannot be trained, whatever the settings."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"wrap() takes a torch.nn.Module, and {model!r} is none.")
+    if any(is_paged(param) for param in model.parameters()):
+        raise UsageError("This model is wrapped already, or part of one that is: build a new one and wrap it whole.")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError("The model has no parameters: there is nothing to train.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            what = f"{name!r} is a module" if name else "The model is one"
+            raise ConfigError(
+                f"{what} of TorchScript (torch.jit.script or trace), whose code reads parameters past Python, where no "
+                "hook can put pages in their place: build the model without it; to compile, use torch.compile."
+            )
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise ConfigError(f"{name!r} has no shape yet: run a forward of the model first, then wrap it.")
+        if param.requires_grad and not param.is_floating_point():
+            raise ConfigError(f"{name!r} is {param.dtype}: only real floating-point parameters can be trained.")
+        if is_overwritten(param):
+            raise ConfigError(
+                f"{name!r} was written to while it was on the meta device, after pagoda.init(), where the values are "
+                "lost. Write inside _init_weights(module) or reset_parameters(), which wrap runs; use load_state_dict, "
+                "which keeps what it is given; or build the model outside pagoda.init()."
+            )
+        if param.is_inference():
+            raise ConfigError(f"{name!r} was made under torch.inference_mode(), so autograd cannot train it.")
+    _check_memory_is_apart(model)
+
+
+def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Compute has one dtype for all weights, so a model that mixes them would not be the one that was given.
+
+    Adapters in fp32 over frozen weights of 16 bits are the exception: what is trained has an fp32 master in any case.
+    That all of it computes in `dtype` is a warning there, and ConfigError for any other mixture.
+    """
+    names: dict[tuple[bool, torch.dtype], str] = {}
+    for name, param in model.named_parameters():
+        if param.is_floating_point():
+            names.setdefault((param.requires_grad, param.dtype), name)
+    dtypes = {of for _, of in names}
+    if len(dtypes) <= 1:
+        return
+    examples = " and ".join(f"{name!r} in {of}" for (_, of), name in names.items())
+    if {of for trained, of in names if trained} == {torch.float32} and len(names) == 2:
+        warnings.warn(
+            f"The model has {examples}; wrap computes with all of them in {dtype}, as precision says. What is trained "
+            "keeps its master in fp32.",
+            stacklevel=3,
+        )
+        return
+    raise ConfigError(
+        f"The model mixes dtypes: it has {examples}. wrap computes with all weights in {dtype}, as precision says, and "
+        "a part that is in another dtype may need that. To accept it, give all parameters one dtype first, by "
+        "model.float(), which loses nothing: what is trained has an fp32 master."
+    )
+
+
+def _check_memory_is_apart(model: nn.Module) -> None:
+    """Parameters that share memory move together under any optimizer of torch, but in pages each has its own."""
+    plain = ((name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta)
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name, p) for name, p in plain if p.is_contiguous())
+    for (_, end, name, param), (start, _, other, beside) in pairwise(spans):
+        if start < end and (param.requires_grad or beside.requires_grad):
+            raise ConfigError(
+                f"{name!r} and {other!r} are two parameters over the same memory, and would be trained apart. To tie "
+                "them, assign one parameter to both modules (a.weight = b.weight); else clone one."
+            )
+
+
+def check_step(model: nn.Module, stepped: list[nn.Parameter]) -> None:
+    """Raises UsageError where a step would train nothing, or not all that requires a gradient.
+
+    `stepped`: the parameters in the optimizer's groups.
+    """
+    if any(
+        p.requires_grad and not is_paged(p) for m in model.modules() for p in m._parameters.values() if p is not None
+    ):
+        unseen = [name for name, param in model.named_parameters() if param.requires_grad and not is_paged(param)]
+        names = ", ".join(map(repr, unseen[:3])) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
+        raise UsageError(
+            f"{names} came into the model after wrap(), so this optimizer does not train them, and its checkpoints do "
+            "not have them. Change the model first (peft.get_peft_model, new layers or heads), then wrap it; or freeze "
+            "them by requires_grad_(False)."
+        )
+    if not any(param.requires_grad or param.grad is not None for param in stepped):
+        raise UsageError(
+            "Every parameter of the optimizer is frozen (requires_grad=False) and none has a gradient, so this step "
+            "trains nothing. If peft.get_peft_model or other code froze them after wrap(), call it before wrap(); else "
+            "call requires_grad_(True) on what is to be trained."
+        )
+
+
+def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raises ConfigError for a batch norm that torch's CPU kernels, unlike CUDA's, refuse with weights of `dtype`.
+
+    `model.bfloat16()` would cast the statistics too, and they would stop moving once a step changes less than a
+    rounding: with momentum 0.01, far from where they should be. So they keep their dtype, as all buffers do.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or module.weight is None or module.running_mean is None:
+            continue
+        if module.running_mean.dtype is torch.float32 and dtype is not torch.float32:
+            raise ConfigError(
+                f"{name!r} is a {type(module).__name__} with running statistics in fp32, which torch's CPU kernels do "
+                f"not take beside {dtype} weights. Wrap with precision='fp32', or use a norm without running "
+                "statistics (GroupNorm, or track_running_stats=False)."
+            )

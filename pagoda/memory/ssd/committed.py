@@ -1,0 +1,85 @@
+"""Reading what a commit keeps, whoever made it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pagoda.errors import StorageError
+from pagoda.memory.arena import Arena
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.commits import Commit, Reference, table_hash
+from pagoda.memory.ssd.record import StoreRecord, locate, open_pages
+
+
+class CommittedPages:
+    """The pages of one commit, read-only and verified. Thread-safe; to be closed.
+
+    They need no lock: nobody overwrites them as long as the commit exists, and a page of one that was deleted
+    meanwhile is a CorruptPageError at worst.
+    """
+
+    def __init__(self, record: StoreRecord, commit: Commit) -> None:
+        """Raises StorageError when a page file is missing or shorter than its store says."""
+        self.store = record.id
+        self.commit = commit.commit
+        self.page_bytes = record.page_bytes
+        self.pages = len(commit.table.slots)
+        self._table = commit.table
+        self._file = open_pages(record, read_only=True)
+
+    def load(self, run: Run, offset_bytes: int, into: memoryview) -> None:
+        """Fill `into` with whole pages from byte `offset_bytes` of `run` on; the run is one of the committed tier.
+
+        Raises ValueError for bytes outside the run or the commit, and for parts of pages; CorruptPageError and
+        StorageError as `SSDTier.load` does.
+        """
+        first, odd = divmod(offset_bytes, self.page_bytes)
+        count, rest = divmod(into.nbytes, self.page_bytes)
+        if odd or rest or offset_bytes < 0 or first + count > run.count or run.stop > self.pages:
+            raise ValueError(
+                f"asked for {into.nbytes} bytes at offset {offset_bytes} of {run} in a commit of {self.pages} pages of "
+                f"{self.page_bytes} bytes"
+            )
+        self._file.read(self._table.part(run.start + first, count), into)
+
+    def damaged(self) -> Iterator[str]:
+        """Read every page; yields what is wrong with each that is not as it was written."""
+        arena = Arena(self.page_bytes)
+        into = arena.view(0, self.page_bytes)
+        for page in range(self.pages):
+            try:
+                self.load(Run(page, 1), 0, into)
+            except StorageError as error:
+                yield f"page {page}: {error}"
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_commit(reference: Mapping[str, Any], directories: Sequence[str | Path] = ()) -> CommittedPages:
+    """The pages that `FrozenPages.commit` gave this reference for.
+
+    They are looked for in `directories`, then where they were written. Raises StorageError when store or commit is not
+    there, its page table or files are damaged, or the page table is not the one that the reference was given for.
+    """
+    wanted = Reference.from_json(reference)
+    record = locate(wanted.store, [*map(Path, directories), *map(Path, wanted.directories)])
+    if record is None:
+        raise StorageError(
+            f"the pages of store {wanted.store} are not in {', '.join(wanted.directories)}"
+            f"{''.join(f' or {d}' for d in directories)}: give the directory that has pagoda-{wanted.store}"
+        )
+    commit = record.read_commit(wanted.commit)
+    if table_hash(commit.to_bytes()) != wanted.table or len(commit.table.slots) != wanted.pages:
+        raise StorageError(
+            f"{record.commit_path(wanted.commit)} is not the page table that the checkpoint was saved with: it was "
+            "replaced; put the original back, or use another checkpoint"
+        )
+    return CommittedPages(record, commit)

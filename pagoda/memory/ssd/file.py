@@ -1,0 +1,337 @@
+"""A preallocated file of pages on one drive."""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+
+from pagoda.errors import ConfigError, StorageError
+from pagoda.memory.files import SyncError, inside, open_regular, storage_errors, sync_descriptor
+from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.sizes import format_bytes
+
+_log = logging.getLogger("pagoda")
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+_MOST_BUFFERS = 1024
+"""IOV_MAX: buffers of one vectored call."""
+
+
+class PageFile:
+    """`pages` slots of `page_bytes` in a file inside `directory`.
+
+    Invariants: the space is reserved before the constructor returns, so no later write runs out of disk; until
+    `link` the file has no name, so it vanishes with the process however that ends; a slot never written reads as
+    zeros.
+
+    Direct I/O (O_DIRECT) where the file system takes it, else buffered with one warning: `direct` says which,
+    `fallback_reason` why not (None when direct). Both ask the same alignment of callers, so that a program
+    that runs on one runs on the other.
+
+    Thread-safe: I/O is positional and releases the GIL. `close` after the last transfer, not during it.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        pages: int,
+        page_bytes: int,
+        *,
+        existing: Path | None = None,
+        fallback: Callable[[], Path] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """A new file; or `existing`, which has a name, and of which `pages` are used.
+
+        `fallback` makes the name that a new file gets at once where the file system has no files without one that could
+        be named later; left out, such a file stays nameless for good.
+
+        Raises ConfigError when `pages` is below 1 or `page_bytes` is not a multiple of 4096. Raises StorageError when
+        the directory is missing, cannot be written or has not the space, or when an existing file is missing, shorter
+        than its pages, a symbolic link or no regular file, or has a second name (a hard link) and is to be written to.
+        """
+        if pages < 1 or page_bytes < 1 or page_bytes % PAGE_ALIGN:
+            raise ConfigError(
+                f"a page file needs at least 1 page of a multiple of {PAGE_ALIGN} bytes, not {pages} of {page_bytes}"
+            )
+        self.directory = Path(directory)
+        self.path = existing
+        """Its name, once it has one."""
+        self.pages = pages
+        self.page_bytes = page_bytes
+        self.fallback_reason: str | None = None
+        self._sync_error = ""
+
+        if existing is None:
+            self._check_free_space(self.nbytes)
+            self._fd = self._create(fallback)
+        else:
+            self._fd = self._open(existing, os.O_RDONLY if read_only else os.O_RDWR)
+        # Also closes when the object is dropped, which gives the disk space of a file without a name back.
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        try:
+            if existing is None:
+                self._reserve()
+            elif (size := os.fstat(self._fd).st_size) < self.nbytes:
+                raise StorageError(
+                    f"the page file {existing} is truncated: it has {size} bytes where its store recorded {self.nbytes}"
+                )
+            self.fallback_reason = self._refusal_of_direct(writes=existing is None)
+        except BaseException:
+            self.close()
+            raise
+        if self.fallback_reason is not None:
+            _log.warning(
+                "SSD directory %s: %s; using buffered I/O, which is slower and fills the page cache",
+                self.directory,
+                self.fallback_reason,
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers bypass the page cache."""
+        return self.fallback_reason is None
+
+    def is_in(self, folder: Path, name: str) -> bool:
+        """Whether `name` in a folder is this very file, with all of its pages."""
+        try:
+            with inside(folder.parent, folder.name) as descriptor:
+                there = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self._fd)) and there.st_size >= self.nbytes
+
+    def pread(self, page: int, view: memoryview, offset: int = 0) -> None:
+        """Fill `view` from byte `offset` of slot `page` on; it may reach into the slots that follow. Raises as
+        `transfer` does."""
+        self.transfer("read", page, [view], offset)
+
+    def pwrite(self, page: int, view: memoryview, offset: int = 0) -> None:
+        """Write `view` at byte `offset` of slot `page` on; it may reach into the slots that follow.
+
+        Raises as `transfer` does. On return the drive has the bytes (or, buffered, the kernel); they are safe from a
+        loss of power after `sync`.
+        """
+        self.transfer("write", page, [view], offset)
+
+    def transfer(self, verb: Literal["read", "write"], page: int, views: Sequence[memoryview], offset: int = 0) -> None:
+        """Read or write buffers, in order, from byte `offset` of slot `page` on, with as few calls as possible.
+
+        Raises ValueError when the bytes leave the file, or address, offset or length is not a multiple of
+        4096; StorageError, naming offset, size and cause, when the disk fails.
+        """
+        position = page * self.page_bytes + offset
+        buffers = [view.cast("B") for view in views]
+        end = position + sum(buffer.nbytes for buffer in buffers)
+        self._check_transfer(verb, position, end, buffers)
+        call = os.preadv if verb == "read" else os.pwritev
+        # After a short direct transfer, go on from the last whole block: direct I/O cannot start inside one.
+        block = PAGE_ALIGN if self.direct else 1
+        while position < end:
+            try:
+                moved = call(self._fd, buffers[:_MOST_BUFFERS], position)
+            except OSError as error:
+                raise self._failed(verb, position, end, str(error.strerror)) from error
+            whole = moved if position + moved == end else moved - moved % block
+            if not whole:
+                cause = "end of file" if verb == "read" else "the disk took no more"
+                raise self._failed(verb, position, end, f"{cause} after {moved} bytes")
+            position += whole
+            buffers = list(_without(buffers, whole))
+
+    def grow(self, pages: int) -> None:
+        """Have `pages` slots. Raises StorageError when the disk has not the space; then it keeps those it has."""
+        if pages <= self.pages:
+            return
+        before, self.pages = self.pages, pages
+        try:
+            self._check_free_space((pages - before) * self.page_bytes)
+            self._reserve()
+        except BaseException:
+            self.pages = before
+            raise
+
+    def link(self, path: Path) -> None:
+        """Give a file without a name this one, durably; a file that has a name keeps it.
+
+        Raises StorageError, also when the folder is a symbolic link, and SyncError.
+        """
+        what = f"the page file {path} cannot be given its name"
+        with storage_errors(what), inside(path.parent.parent, path.parent.name) as folder:
+            if self.path is None:
+                # A directory descriptor, though the path is absolute, because only linkat follows the symbolic link.
+                os.link(f"/proc/self/fd/{self._fd}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+                self.path = path
+            sync_descriptor(folder, path)
+
+    def sync(self) -> None:
+        """Make what was written safe from a loss of power.
+
+        Raises SyncError; from then on every sync of this file does, because the kernel may have dropped what it could
+        not write and report success the next time.
+        """
+        if not self._sync_error:
+            try:
+                os.fdatasync(self._fd)
+                return
+            except OSError as error:
+                self._sync_error = (
+                    f"page file in {self.directory}: failed to sync: {error.strerror}; check the disk (dmesg), then "
+                    "resume from the last checkpoint"
+                )
+        raise SyncError(self._sync_error)
+
+    def close(self) -> None:
+        """Close the file; the disk space of one without a name is free again. Idempotent."""
+        self._closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_free_space(self, nbytes: int) -> None:
+        try:
+            free = _free_bytes(self.directory)
+        except OSError as error:
+            raise StorageError(
+                f"SSD directory {self.directory} cannot be used: {error.strerror}; "
+                "create it (mkdir -p) or name another in ssd="
+            ) from error
+        if not self.directory.is_dir():
+            raise StorageError(f"SSD directory {self.directory} is not a directory; name another in ssd=")
+        if free < nbytes:
+            raise self._too_full(nbytes, free)
+
+    def _create(self, fallback: Callable[[], Path] | None) -> int:
+        try:
+            if _O_TMPFILE:
+                try:
+                    return os.open(self.directory, os.O_RDWR | _O_TMPFILE, 0o600)
+                except OSError as error:
+                    if error.errno not in _NO_TMPFILE:
+                        raise
+            named = None if fallback is None else fallback()
+            path = named or self.directory / f"pagoda-{os.getpid()}-{secrets.token_hex(6)}.pages"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StorageError(
+                f"SSD directory {self.directory} cannot be written: {error.strerror}; "
+                "make it writable for this user or name another in ssd="
+            ) from error
+        if named is None:
+            os.unlink(path)  # the open descriptor keeps the bytes
+        self.path = named
+        return fd
+
+    def _open(self, path: Path, flags: int) -> int:
+        with storage_errors(f"the page file {path} cannot be opened"):
+            with inside(path.parent.parent, path.parent.name) as folder:
+                descriptor = open_regular(path.name, flags, dir_fd=folder, follow=False)
+            if flags != os.O_RDONLY and os.fstat(descriptor).st_nlink != 1:
+                os.close(descriptor)
+                raise StorageError(
+                    f"the page file {path} has a second name (a hard link), and writing to it would change that one too"
+                )
+        return descriptor
+
+    def _reserve(self) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, self.nbytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # Read while the descriptor still holds what it got: that part is ours too.
+                got = os.fstat(self._fd).st_blocks * 512
+                raise self._too_full(self.nbytes, _free_bytes(self.directory) + got) from error
+            raise StorageError(
+                f"SSD directory {self.directory} cannot reserve {format_bytes(self.nbytes)}: "
+                f"{error.strerror}; name a directory on a local file system in ssd="
+            ) from error
+
+    def _too_full(self, nbytes: int, free: int) -> StorageError:
+        # A quota refuses although the disk looks free enough; then the shortfall is unknown.
+        short = f"{format_bytes(nbytes - free)} short" if free < nbytes else "refused by a quota"
+        return StorageError(
+            f"SSD directory {self.directory} is too full: asked {format_bytes(nbytes)} "
+            f"({nbytes // self.page_bytes} pages), free {format_bytes(max(free, 0))}, {short}; "
+            "free some space, lower ssd=, or name a directory on a larger disk"
+        )
+
+    def _refusal_of_direct(self, writes: bool) -> str | None:
+        """Switch to direct I/O and prove it by one aligned (write and) read. None, or why it stays buffered."""
+        if not _O_DIRECT:
+            return "this system has no O_DIRECT"
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        with mmap.mmap(-1, PAGE_ALIGN) as block:  # zeros, so the slot still reads as never written
+            try:
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | _O_DIRECT)
+                # Some file systems take the flag and refuse the transfer.
+                moved = [os.pwritev(self._fd, [block], 0)] if writes else []
+                moved.append(os.preadv(self._fd, [block], 0))
+                if set(moved) == {PAGE_ALIGN}:
+                    return None
+                reason = f"direct I/O moved {moved} instead of {PAGE_ALIGN} bytes"
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise StorageError(
+                        f"SSD directory {self.directory} failed a first transfer of {PAGE_ALIGN} "
+                        f"bytes: {error.strerror}; check the disk or name another directory in ssd="
+                    ) from error
+                reason = f"the file system refuses direct I/O ({error.strerror})"
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+        return reason
+
+    def _check_transfer(self, verb: str, position: int, end: int, buffers: Sequence[memoryview]) -> None:
+        if not self._closer.alive:
+            raise self._failed(verb, position, end, "the page file is closed")
+        if position < 0 or end > self.nbytes:
+            raise ValueError(
+                f"asked to {verb} {end - position} bytes at offset {position} of a page file of {self.nbytes} bytes"
+            )
+        for buffer in buffers:
+            address = _address(buffer)
+            if position % PAGE_ALIGN or buffer.nbytes % PAGE_ALIGN or address % PAGE_ALIGN:
+                raise ValueError(
+                    f"direct I/O needs multiples of {PAGE_ALIGN}: asked to {verb} {buffer.nbytes} bytes "
+                    f"at offset {position}, memory address {address:#x}; take the buffer from an Arena"
+                )
+
+    def _failed(self, verb: str, position: int, end: int, cause: str) -> StorageError:
+        return StorageError(
+            f"page file in {self.directory}: failed to {verb} {end - position} bytes at offset {position}: {cause}; "
+            "check the disk (dmesg), then resume from the last checkpoint"
+        )
+
+
+def _address(buffer: memoryview) -> int:
+    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] if buffer.nbytes else 0
+
+
+def _without(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
+    """What is left of buffers whose first `nbytes` have been moved."""
+    for buffer in buffers:
+        if nbytes < buffer.nbytes:
+            yield buffer[nbytes:]
+        nbytes = max(0, nbytes - buffer.nbytes)
+
+
+def _free_bytes(directory: Path) -> int:
+    """Bytes an unprivileged user may still take on the file system of `directory`."""
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize

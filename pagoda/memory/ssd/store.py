@@ -1,0 +1,255 @@
+"""A page store in its directories: found or made, locked, named at its first commit, deleted when nothing is kept."""
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from pagoda.errors import BudgetError, ConfigError, StorageError
+from pagoda.memory.files import SyncError, sync_directory
+from pagoda.memory.sizes import format_bytes
+from pagoda.memory.ssd.commits import Commit, Reference, table_hash
+from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.lock import DirectoryLock
+from pagoda.memory.ssd.orphans import gc_hint, why_abandoned
+from pagoda.memory.ssd.record import (
+    PAGES,
+    RECORD,
+    StoreRecord,
+    bytes_of_stores,
+    locate,
+    open_pages,
+    read_store,
+    remove_temporary_files,
+    stores_in,
+    unknown_in,
+)
+from pagoda.memory.ssd.slots import PageTable, slots_of
+from pagoda.memory.ssd.striped import StripedFile, portion_of
+
+_log = logging.getLogger("pagoda")
+
+
+class PageStore:
+    """Slots for `pages` pages and `spare` more, striped over directories that nobody else may use meanwhile.
+
+    Until the first commit the files have no name, where the file system can do that, so that a process that ends
+    before leaves nothing behind. A store of the same page size that commits have left in the same directories is used
+    on, and grown until it has free slots for all pages beside what they keep. Stores of another page size or other
+    stripes are left alone, and what they take counts against the limits.
+
+    **What it deletes.** Opening deletes nothing but what a crash left of Pagoda's own files, in folders whose record is
+    valid and whose directory is locked: files that were being written (`remove_temporary_files`), and page tables of a
+    checkpoint that was never completed, or that Pagoda was deleting, which its directory shows (`why_abandoned`).
+    `close` deletes this store's own files if no page table is left. Nothing is deleted
+    along a path read from a file, or through a symbolic link.
+
+    Thread-safe.
+    """
+
+    record: StoreRecord
+    """Identity and geometry."""
+    file: StripedFile
+    """The slots."""
+
+    def __init__(self, directories: Mapping[Path, int | None], pages: int, page_bytes: int, spare: int) -> None:
+        """`directories` has most bytes of each, None for no limit.
+
+        Raises StorageError when a directory is missing, held by somebody else, cannot be written or has not the
+        space, BudgetError when the limits leave too little beside what commits in the directories keep.
+        """
+        self._limits = dict(directories)
+        self._pages = pages
+        self._spare = spare
+        self._page_bytes = page_bytes
+        self.commits: list[Commit] = []
+        """Those found when it was opened, oldest first."""
+        self._recorded = False
+        """Whether the files have names and the record is on disk."""
+        self._committing = threading.Lock()
+        self._sync_error: SyncError | None = None
+        """Why nothing can be committed any more."""
+        self._lock = DirectoryLock(list(directories))
+        try:
+            for directory in directories:
+                _tidy(directory)
+            if not self._reuse():
+                self._create()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def commit(self, table: PageTable, checkpoint: Path, checkpoint_id: str) -> Reference:
+        """Make pages durable, then the table that refers to them.
+
+        Raises StorageError when that fails, or when a file of the store was deleted or replaced since it was opened;
+        then nothing is committed. After a sync that failed, every commit fails.
+        """
+        with self._committing:
+            if self._sync_error is not None:
+                raise SyncError(f"nothing more can be kept on SSD by this run: {self._sync_error}")
+            try:
+                if not self._recorded:
+                    self._record()
+                self.file.sync()
+                self._check_in_place()
+                commit = f"{time.time_ns():016x}-{secrets.token_hex(4)}"
+                place = str(checkpoint.absolute())
+                content = Commit(self.record.id, commit, self._page_bytes, checkpoint_id, place, table).to_bytes()
+                self.record.write_commit(commit, content)
+            except SyncError as error:
+                self._sync_error = error
+                raise
+        directories = [str(directory) for directory in self.record.directories]
+        return Reference(self.record.id, commit, self._page_bytes, len(table.slots), table_hash(content), directories)
+
+    def close(self) -> None:
+        """Close the files, delete them if nothing is committed, and unlock the directories."""
+        self.file.close()
+        with suppress(StorageError):  # what cannot be read is kept
+            if not self.record.commit_ids():
+                self.record.remove()
+        self._lock.close()
+
+    def _record(self) -> None:
+        """Give the store its name, at its first commit: the record first, so that no file is ever without one."""
+        self.record.write()
+        for file, folder in zip(self.file.files, self.record.folders, strict=True):
+            file.link(folder / PAGES)
+        for directory in self.record.directories:
+            with suppress(PermissionError):  # the directory may have been made just now, as those of ranks are
+                sync_directory(directory.parent)
+        self._recorded = True
+
+    def _check_in_place(self) -> None:
+        """Raises StorageError where the files that this process writes to are not those that others will find."""
+        for stripe, (file, folder) in enumerate(zip(self.file.files, self.record.folders, strict=True)):
+            if not self.record.is_written(stripe):
+                missing = RECORD
+            elif not file.is_in(folder, PAGES):
+                missing = PAGES
+            else:
+                continue
+            raise StorageError(
+                f"{folder / missing} was deleted, moved or replaced while it was in use: this run's state on SSD can "
+                "no longer be kept. Start again with --resume, from the last checkpoint"
+            )
+
+    def _create(self) -> None:
+        directories = list(self._limits)
+        portion = self._portion(self._pages + self._spare, [0] * len(directories))
+        resolved = tuple(directory.resolve() for directory in directories)
+        self.record = StoreRecord(secrets.token_hex(8), self._page_bytes, resolved, (portion,))
+        files = (
+            PageFile(directory, pages, self._page_bytes, fallback=partial(self._named, stripe))
+            for stripe, (directory, pages) in enumerate(zip(directories, portion, strict=True))
+        )
+        try:
+            self.file = StripedFile(files, self.record.portions)
+        except BaseException:
+            self.record.remove()
+            raise
+
+    def _named(self, stripe: int) -> Path:
+        """The name of a page file that must have one from the start, in a folder that says whose it is."""
+        self.record.write()
+        return self.record.folders[stripe] / PAGES
+
+    def _reuse(self) -> bool:
+        """Open the newest store of this geometry that is here; False when there is none."""
+        here = [directory.resolve() for directory in self._limits]
+        for found, _ in reversed(stores_in(here[0])):
+            record = locate(found.id, here)
+            if record is None or list(record.directories) != here or record.page_bytes != self._page_bytes:
+                continue
+            try:
+                _check_no_copy(record)
+                commits = [record.read_commit(commit) for commit in record.commit_ids()]
+                self.file = open_pages(record)
+            except (StorageError, ConfigError) as error:
+                _log.warning("%s. Its store is left alone, and a new one made beside it", error)
+                continue
+            self.record, self.commits, self._recorded = record, commits, True
+            try:
+                if not all(map(record.is_written, range(len(here)))):  # moved, or cut short by a crash
+                    record.write()
+                self._make_room()
+            except BaseException:
+                self.file.close()
+                raise
+            return True
+        return False
+
+    def _make_room(self) -> None:
+        """Grow until all pages fit beside what the commits keep. The record follows once the new slots are durable."""
+        kept = len(slots_of(commit.table for commit in self.commits))
+        more = self._pages + max(self._spare, kept) - self.file.slots
+        if more > 0:
+            self.file.grow(self._portion(more, [file.pages for file in self.file.files], kept, self.record.id))
+            self.file.sync()
+            self.record = replace(self.record, portions=self.file.portions)
+            self.record.write()
+
+    def _portion(self, slots: int, have: Sequence[int], kept: int = 0, own: str = "") -> tuple[int, ...]:
+        """How many of `slots` each directory gets beside the `have` slots of the store `own`."""
+        page = self._page_bytes
+        others = [bytes_of_stores(directory, but=own) for directory in self._limits]
+        limits = [
+            None if limit is None else max(0, (limit - other) // page - has)
+            for limit, other, has in zip(self._limits.values(), others, have, strict=True)
+        ]
+        portion = portion_of(slots, limits)
+        if portion is None:
+            room = sum(limit for limit in limits if limit is not None)
+            taken = [f"checkpoints there keep {format_bytes(kept * page)}"] if kept else []
+            if any(others):
+                taken.append(f"stores of another page size or other directories take {format_bytes(sum(others))}")
+            raise BudgetError(
+                f"SSD {', '.join(map(str, self._limits))}: {format_bytes(slots * page)} more are needed and "
+                f"{format_bytes(room * page)} are allowed"
+                f"{'; ' + ' and '.join(taken) + ': delete checkpoints (see pagoda inspect),' if taken else ':'} "
+                f"raise memory.ssd='DIR:SIZE', or name another directory.{gc_hint(self._limits)}",
+                tier="ssd",
+            )
+        return portion
+
+
+def _tidy(directory: Path) -> None:
+    """Delete what a crash left of Pagoda's own files in a locked directory; `PageStore` says what that may be, and why.
+
+    Warns of what looks like a store and is none, and of what looks orphaned.
+    """
+    for reason in unknown_in(directory):
+        _log.warning("%s; the folder is left alone", reason)
+    for store, stripe in stores_in(directory):
+        remove_temporary_files(store, stripe)
+        for commit in store.readable_commits() if stripe == 0 else ():
+            why = why_abandoned(commit)
+            if why is not None:
+                _log.warning("checkpoint %s: %s; its pages on SSD are free again", commit.checkpoint, why)
+                with suppress(StorageError):  # then the next to open it does
+                    store.remove_commit(commit.commit)
+    if hint := gc_hint([directory], stores=False):
+        _log.warning("SSD directory %s:%s", directory, hint)
+
+
+def _check_no_copy(record: StoreRecord) -> None:
+    """Raises StorageError for a store of several stripes of which one may be a copy of another that is still in use:
+    the stripes that the two share must not be written to for the one, because the other needs them as they are."""
+    here = record.directories
+    written = {read_store(directory, record.id)[0].directories for directory in here}
+    if len(written) > 1:
+        raise StorageError(f"{record.folders[0]}: its stripes were last used with other ones, perhaps copies of these")
+    for stripe, place in enumerate(written.pop()) if len(here) > 1 else ():
+        try:
+            copied = read_store(place, record.id)[1] == stripe and not os.path.samefile(place, here[stripe])
+        except OSError:  # a StorageError is one: nothing of the store is there
+            continue
+        if copied:
+            raise StorageError(f"{record.folders[stripe]} is a copy: the store's own stripe is still in {place}")

@@ -1,0 +1,124 @@
+"""Verified pages over the files of several drives."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import CorruptPageError
+from pagoda.memory.ssd.file import PageFile
+from pagoda.memory.ssd.slots import UNWRITTEN, PageTable, Slots, stretches
+from pagoda.memory.ssd.xxh3 import hashes_of
+
+
+class StripedFile:
+    """Slots [0, slots) over the page files of several drives, so that adjoining slots lie on different ones.
+
+    Slots were laid in `portions`, each a number of slots on every drive: round robin, and past the drives whose
+    share is full. A file that grows gets one portion more, so no slot ever moves.
+
+    Thread-safe as `PageFile` is; transfers of a call follow each other, one for each drive and stretch of slots that
+    adjoin there, so what keeps several drives busy is several threads.
+    """
+
+    def __init__(self, files: Iterable[PageFile], portions: Iterable[Sequence[int]]) -> None:
+        """Takes the files over, which may be opened one by one as they are asked for: when one cannot be, or the
+        portions are not those of these files (ValueError), all are closed.
+        """
+        with contextlib.ExitStack() as opened:
+            self.files = tuple(opened.enter_context(file) for file in files)
+            self._lay(portions)
+            opened.pop_all()
+        self.page_bytes = self.files[0].page_bytes
+
+    def read(self, table: PageTable, into: memoryview) -> None:
+        """Fill `into` with the pages of `table`, those never written with zeros.
+
+        Raises CorruptPageError for the first page whose bytes have another hash, StorageError when the disk fails.
+        """
+        page = self.page_bytes
+        written = table.slots != UNWRITTEN
+        for start, stop in stretches(written):
+            for file, first, views in self._stretches(table.slots[start:stop], into[start * page : stop * page]):
+                file.transfer("read", first, views)
+        for start, stop in stretches(~written):
+            np.frombuffer(into, np.uint8)[start * page : stop * page] = 0
+        found = hashes_of(into, page)
+        for index in np.flatnonzero(written & (found != table.hashes)).tolist():
+            slot = int(table.slots[index])
+            file = self.files[self._drive[slot]]
+            raise CorruptPageError(
+                f"{file.path or f'the page file in {file.directory}'} at offset {self._page[slot] * page} does not "
+                f"hold what was written there: {page} bytes have the hash {int(found[index]):016x} where "
+                f"{int(table.hashes[index]):016x} was stored; check the disk (dmesg), then resume from another "
+                "checkpoint"
+            )
+
+    def write(self, slots: Slots, data: memoryview) -> None:
+        """Write whole pages to these slots. Raises as `PageFile.transfer` does."""
+        for file, first, views in self._stretches(slots, data):
+            file.transfer("write", first, views)
+
+    def grow(self, portion: Sequence[int]) -> None:
+        """Add a portion. Raises StorageError when a disk has not the space."""
+        for file, more in zip(self.files, portion, strict=True):
+            file.grow(file.pages + more)
+        self._lay([*self.portions, portion])
+
+    def sync(self) -> None:
+        """Make what was written safe from a loss of power, on every drive."""
+        for file in self.files:
+            file.sync()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def _lay(self, portions: Iterable[Sequence[int]]) -> None:
+        """Compute the drive and the page of its file for every slot."""
+        self.portions = tuple(map(tuple, portions))
+        drives: list[npt.NDArray[np.int64]] = []
+        for portion in self.portions:
+            turns = np.concatenate([np.arange(count) for count in portion])
+            drive = np.repeat(np.arange(len(portion)), portion)
+            drives.append(drive[np.lexsort((drive, turns))])
+        self._drive = np.concatenate(drives)
+        self.slots = len(self._drive)
+        self._page = np.empty_like(self._drive)
+        for index, file in enumerate(self.files):
+            mine = self._drive == index
+            if mine.sum() != file.pages:
+                raise ValueError(f"{mine.sum()} slots in a file of {file.pages} pages")
+            self._page[mine] = np.arange(file.pages)
+
+    def _stretches(self, slots: Slots, data: memoryview) -> Iterator[tuple[PageFile, int, list[memoryview]]]:
+        """(file, first page, buffers) of every stretch of pages that adjoin on a drive."""
+        size = self.page_bytes
+        drives, pages = self._drive[slots].tolist(), self._page[slots].tolist()
+        for index, file in enumerate(self.files):
+            mine = [i for i, drive in enumerate(drives) if drive == index]
+            start = stop = 0
+            while start < len(mine):
+                while stop < len(mine) and pages[mine[stop]] - pages[mine[start]] == stop - start:
+                    stop += 1
+                part, start = mine[start:stop], stop
+                if part[-1] - part[0] == len(part) - 1:
+                    views = [data[part[0] * size : (part[-1] + 1) * size]]
+                else:
+                    views = [data[i * size : (i + 1) * size] for i in part]
+                yield file, pages[part[0]], views
+
+
+def portion_of(slots: int, limits: Sequence[int | None]) -> tuple[int, ...] | None:
+    """How many of `slots` go to each drive: as equal as `limits` (slots; None for no limit) allow. None: too many."""
+    most = [slots if limit is None else limit for limit in limits]
+    if sum(most) < slots:
+        return None
+    counts = [0] * len(most)
+    while left := slots - sum(counts):
+        open_drives = [drive for drive, limit in enumerate(most) if counts[drive] < limit]
+        share = -(-left // len(open_drives))
+        for drive in open_drives:
+            counts[drive] += min(share, most[drive] - counts[drive], slots - sum(counts))
+    return tuple(counts)

@@ -1,0 +1,59 @@
+"""XXH3-64 of many pages in one call that holds no GIL.
+
+The xxhash package takes a call a page, and each gives the GIL up and waits for it again. Beside busy threads that took
+a tenth of a millisecond, as long as hashing 1 MiB; a transfer of 4 MiB may have 32 pages. So a Numba loop calls the
+function of the C library that the package's extension contains and exports.
+"""
+
+import ctypes
+import importlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from pagoda.jit import kernel
+
+
+def _address_of_xxh3() -> int | None:
+    """Where the extension has XXH3_64bits(data, bytes), best the one that picks the widest vectors of this CPU."""
+    library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    for name in ("XXH3_64bits_dispatch", "XXH3_64bits"):
+        if hasattr(library, name):
+            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    return None
+
+
+_XXH3 = _address_of_xxh3()
+
+
+def _call_intrinsic(_context: Any, _function: Any, _data: Any, _nbytes: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        return builder.call(builder.inttoptr(args[0], ir.FunctionType(word, [word, word]).as_pointer()), args[1:])
+
+    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
+
+
+_call = intrinsic(_call_intrinsic)
+
+
+@kernel
+def _hash_pages(function: int, address: int, page_bytes: int, hashes: Any) -> None:
+    for page in range(len(hashes)):
+        hashes[page] = _call(function, address + page * page_bytes, page_bytes)
+
+
+def hashes_of(data: memoryview, page_bytes: int) -> npt.NDArray[np.uint64]:
+    """XXH3-64 of each page of `data`, shape [pages]; pages are whole."""
+    hashes = np.empty(data.nbytes // page_bytes, np.uint64)
+    if _XXH3 is None:  # an extension that exports nothing: slower beside busy threads
+        hashes[:] = [xxhash.xxh3_64_intdigest(data[at : at + page_bytes]) for at in range(0, data.nbytes, page_bytes)]
+    elif len(hashes):
+        address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+        _hash_pages(_XXH3, address, page_bytes, hashes)
+    return hashes

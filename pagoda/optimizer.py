@@ -1,0 +1,373 @@
+"""The optimizer the user holds: a real `torch.optim.Optimizer` whose state lives in pages."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pagoda.checkpoint.gathered import home_of
+from pagoda.checkpoint.groups import NamedGroup, check_groups
+from pagoda.checkpoint.rule_states import RuleStates
+from pagoda.checkpoint.snapshot import Snapshot
+from pagoda.checkpoint.state_dicts import WeightStateDicts
+from pagoda.checkpoint.torch_file import torch_file
+from pagoda.construction.model_checks import check_step
+from pagoda.errors import UsageError
+from pagoda.models.hidden import as_plain
+from pagoda.optim.rule import Rule
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.hooks import ModelHooks
+from pagoda.runtime.next_update import Group
+from pagoda.runtime.stats import StepStats
+from pagoda.runtime.unit import LiveUnit
+from pagoda.simulate.timeline import Timeline
+from pagoda.transforms.adapters import guard_merging
+
+
+class PagedOptimizer(torch.optim.Optimizer):
+    """Steps a wrapped model; made by `pagoda.wrap`.
+
+    LR schedulers, `param_groups`, closures and `state_dict` work as with any torch optimizer. Two things differ:
+    `step()` consumes the gradients (`zero_grad()` after it does nothing more), and it returns before the weights
+    are updated: each unit is updated just before something next needs it.
+
+    As a context manager, it is closed at the end of the block.
+    """
+
+    def __init__(self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup]) -> None:
+        self._warned_of_no_gradient = False
+        self._slots = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
+        params = {unit.name(slot): unit.params[slot] for unit, slot in self._slots.values()}
+        super().__init__(
+            [{**group, "params": [params[name] for name in group["params"]]} for group in groups], rule.defaults()
+        )
+        self._mark_grouped()
+        _refuse_other_optimizers()
+        self._grouped: list[dict[str, Any]] | None = None
+        self._groups: dict[int, Group] = {}
+        self._engine = engine
+        engine.stepper.group_of = self._group_of
+        engine.stepper.groups = lambda: self.param_groups
+        self._model = model
+        self._hooks = ModelHooks(model, engine)
+        guard_merging(model)
+        self._weights = WeightStateDicts(model, engine)
+        self._snapshot = Snapshot(model, engine)
+        self._states = RuleStates(engine.store, rule)
+
+    @property
+    def stats(self) -> StepStats:
+        """Figures of the last step."""
+        return self._engine.stats
+
+    def trace_next_step(self) -> None:
+        """Record what compute and every lane do from now until the end of the next `step()`; see `timeline`.
+
+        Call it right after a `step()`. Of the steps of a run, the third is the first in steady state: the first one
+        shows the order in which units are used, and the second is planned for it.
+        """
+        self._engine.trace_next_step()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The step that `trace_next_step` recorded, once it has ended; `forecast.chrome_trace` writes it to a file."""
+        return self._engine.timeline
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Queue the update of every parameter that has a gradient.
+
+        Without any gradient it changes nothing, as in torch, and warns the first time.
+
+        Raises UsageError for trainable parameters that came into the model after `wrap`, and where all that it could
+        update are frozen.
+
+        Raises NonFiniteGradientError, with weights unchanged and gradients dropped, when a gradient is NaN or
+        infinite (with updates under backward, units updated before it was found keep their update).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine.saver.check()
+        self._check_members()
+        self._engine.check_open()
+        check_step(self._model, [param for group in self.param_groups for param in group["params"]])
+        self._engine.step()
+        if self.stats.grad_norm is None and not self.stats.skipped and not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            warnings.warn(
+                "optimizer.step() was called without a gradient and changed nothing: no backward() has run since the "
+                "last step(), or zero_grad() came after it.",
+                stacklevel=3,
+            )
+        return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward()` on: with `precision="fp16"` multiplied by the loss scale, else as it is."""
+        scaler = self._engine.stepper.scaler
+        scaler.used = True
+        return loss.float() * scaler.scale if scaler.active else loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that no `step()` has consumed. `set_to_none` is accepted and always true."""
+        self._engine.check_open()
+        self._engine.stepper.zero_grad()
+        with as_plain():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the global 2-norm of this step's gradients; returns the norm before, as torch's function does.
+
+        On one rank `torch.nn.utils.clip_grad_norm_` does the same. With `wrap(clip_grad_norm=...)` the smaller of the
+        two limits holds. Raises UsageError where units are updated under backward (`accumulation_steps` announced, no
+        clipping): pass `wrap(clip_grad_norm=...)` then.
+        """
+        return self._engine.stepper.clip(max_norm)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters that `wrap(reserve=...)` placed; from their next gradient on they are updated.
+
+        Raises UsageError for others: only `wrap` makes room for optimizer state.
+        """
+        if not hasattr(self, "_engine"):  # torch's constructor adds the groups that `wrap` was given
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        params = [given] if isinstance(given, torch.Tensor) else list(given)
+        for param in (entry[1] if isinstance(entry, tuple) else entry for entry in params):
+            unit, slot = self._slots.get(id(param), (None, -1))
+            if unit is None:
+                raise UsageError(
+                    f"A parameter of shape {tuple(param.shape)} was not placed by wrap(): build the whole model, then "
+                    "wrap it."
+                )
+            if slot >= unit.trainable:
+                raise UsageError(
+                    f"{unit.name(slot)!r} has no room for optimizer state: pass it to wrap(reserve=...) first."
+                )
+            if slot in unit.grouped:
+                raise UsageError(f"{unit.name(slot)!r} is in a param group already.")
+        super().add_param_group({**param_group, "params": params})
+        self._mark_grouped()
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's own format, with every state in RAM: AdamW's takes 8 bytes a parameter. See `save_state_dict`."""
+        self._engine.drain()
+        plain = super().state_dict()
+        states: dict[int, dict[str, Any]] = {}
+        for index, (unit, slot) in enumerate(self._members()):
+            if unit.steps[slot] and (state := self._states.read(unit, slot)):
+                states[index] = state
+        return {**plain, "state": states, **self._loss_scale()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, or the state of torch's class for the rule over the same parameters in order.
+
+        AdamW's moments are fp32 there, so they may come from a run that keeps them otherwise. What this one gave comes
+        back without a changed bit. Parameters may go by name, as in what `save_state_dict` wrote: `torch.load(path,
+        mmap=True)` then takes no RAM beyond one parameter's.
+
+        Raises CheckpointError, with nothing changed, for groups of other parameters and states of other shapes. An
+        error after the first change leaves a state that can be neither used nor saved until it is loaded again, whole.
+        """
+        states, groups = state_dict["state"], state_dict["param_groups"]
+        if any(isinstance(name, str) for group in groups for name in group["params"]):
+            live = self._named_groups()
+            check_groups("the state", groups, live)
+            order = [name for group in live for name in group["params"]]
+            states = {index: states[name] for index, name in enumerate(order) if name in states}
+            indices = iter(range(len(order)))
+            groups = [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
+        for index, (unit, slot) in enumerate(self._members()):
+            self._states.check(unit, slot, states.get(index, {}))
+        with self._engine.overwriting():
+            self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
+            super().load_state_dict({"state": {}, "param_groups": groups})
+            self._mark_grouped()
+            for index, (unit, slot) in enumerate(self._members()):
+                self._states.write(unit, slot, states.get(index, {}))
+            self._engine.optimizer_replaced()
+
+    def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and state, as torch has it, of each parameter that has been updated, one in RAM at a time.
+
+        Raises UsageError where a step was taken, or a backward updated units, before it has ended.
+        """
+        queued = self._engine.stepper.queued
+        for unit, slot in self._members():
+            if self._engine.stepper.queued != queued:
+                raise UsageError(
+                    "The parameters were updated while optimizer.named_states() was being read, so its states would be "
+                    "those of different steps: read all of it before the next step."
+                )
+            self._engine.drain()  # whoever reads may have done anything since
+            if unit.steps[slot] and (state := self._states.read(unit, slot)):
+                yield unit.name(slot), state
+
+    def save_state_dict(self, path: str | Path) -> None:
+        """Write `state` and `param_groups` by parameter name, as torch's `get_optimizer_state_dict` gives them, to a
+        file for `torch.load`.
+
+        One parameter's states are in RAM at a time. The file appears, or is replaced, whole. Raises StorageError;
+        UsageError where tensor-parallel ranks divide parameters.
+        """
+        if any(form is not None for unit in self._engine.units for form in unit.forms):
+            raise UsageError(
+                "Tensor-parallel ranks have a part of each state: use save_checkpoint, or torch.distributed.checkpoint "
+                "with pagoda.OptimizerState."
+            )
+        shapes = {}
+        for unit, slot in self._members():
+            if unit.steps[slot] and (blank := self._states.blank(unit, slot)):
+                shapes[unit.name(slot)] = blank
+        named = {"state": shapes, "param_groups": self._named_groups(), **self._loss_scale()}
+        with torch_file(Path(path), named) as (content, write):
+            for name, state in self.named_states():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        write(content["state"][name][key], value)
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        replaces: Iterable[str | Path] = (),
+    ) -> None:
+        """Write weights, master, moments, step counts, hyperparameters and RNG states to `directory`.
+
+        Atomic: `directory` appears complete or not at all. RAM used does not depend on the model's size. `extra`
+        must be JSON-able; `load_checkpoint` returns it.
+
+        Raises UsageError between backward and `step()` where units are updated under backward (`accumulation_steps`
+        announced, no clipping): some have had this step's update by then, and others have not.
+
+        With `wait` False it returns at once, training goes on while the state of now is written, and an error of that
+        is raised by the next `step()`, `save_checkpoint()`, `wait_for_checkpoint()` or `close()`. One checkpoint is
+        written at a time: the next waits for it.
+
+        State on SSD stays where it is, and later updates go elsewhere, as long as no more checkpoints keep pages than
+        `wrap(keep_checkpoints=...)` says; else it is copied. `replaces` are checkpoints to delete once this one is
+        complete; one that is a symbolic link, cannot be read or holds other files is kept, with a warning.
+        """
+        groups = self._named_groups()
+        self._snapshot.save(Path(directory), groups, extra or {}, [Path(old) for old in replaces])
+        if wait:
+            self.wait_for_checkpoint()
+
+    @property
+    def checkpoint_pending(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._engine.saver.pending
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is on disk; raises its error."""
+        self._engine.saver.wait()
+
+    def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote, into whatever tiers this optimizer was wrapped with.
+
+        Raises CheckpointError when the directory is incomplete or holds another model; UsageError between backward
+        and `step()` where units are updated under backward, as `save_checkpoint`. Gradients that no `step()` has
+        consumed are dropped.
+        """
+        groups, extra = self._snapshot.load(Path(directory), self._named_groups())
+        for mine, saved in zip(self.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in saved.items() if key != "params"})
+        return extra
+
+    def drain(self) -> None:
+        """Wait until every queued update is done and written home."""
+        self._engine.drain()
+
+    def close(self) -> None:
+        """Drain, finish a checkpoint, join the threads, give memory and SSD space back.
+
+        The model holds no weights then: its forward, `state_dict`, and all else that would read them are a UsageError.
+
+        Raises the error of a checkpoint in the background that failed, with everything closed.
+        """
+        try:
+            self._engine.close()
+        finally:
+            self._hooks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._engine.__reduce_ex__(protocol)
+
+    def _members(self) -> Iterator[tuple[LiveUnit, int]]:
+        """Unit and slot of every parameter in a group, in torch's order."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield self._slots[id(param)]
+
+    def _loss_scale(self) -> dict[str, Any]:
+        """What a state dict has beside torch's entries: nothing where the loss is not scaled by what changes."""
+        scale = self._engine.stepper.scaler.state_dict()
+        return {"loss_scale": scale} if scale else {}
+
+    def _named_groups(self) -> list[NamedGroup]:
+        """The `param_groups`, with the names of their parameters."""
+        names = {id(unit.params[slot]): unit.name(slot) for unit, slot in self._slots.values()}
+        return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in self.param_groups]
+
+    def _mark_grouped(self) -> None:
+        """Tell the units which of their parameters are in a group."""
+        grouped = {id(param) for group in self.param_groups for param in group["params"]}
+        for unit, slot in self._slots.values():
+            if slot < unit.trainable:
+                (unit.grouped.add if id(unit.params[slot]) in grouped else unit.grouped.discard)(slot)
+        self._grouped = None
+        self._member_ids = [id(param) for group in self.param_groups for param in group["params"]]
+
+    def _check_members(self) -> None:
+        """Raises UsageError where somebody has edited the lists of parameters in `param_groups`."""
+        if self._member_ids != [id(param) for group in self.param_groups for param in group["params"]]:
+            raise UsageError(
+                "The parameters in optimizer.param_groups are others than wrap() and add_param_group() put there. To "
+                "add some, use wrap(reserve=...) and add_param_group(); to stop training some, use "
+                "requires_grad_(False)."
+            )
+
+    def _group_of(self, unit: LiveUnit, slot: int) -> Group:
+        if self._grouped is not self.param_groups:  # load_state_dict makes a new list
+            self._grouped = self.param_groups
+            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        return self._groups[id(unit.params[slot])]
+
+
+def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if isinstance(optimizer, PagedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            home = home_of(param)
+            if home is not None:
+                _, unit, slot = home
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() was called with {unit.name(slot)!r}, a parameter of a model "
+                    "that pagoda.wrap() wrapped: its weights and gradients are in pages, where only the optimizer that "
+                    "wrap() returned can step them. Pass the optimizer you want to wrap(model, pagoda.AdamW(...)); "
+                    "pagoda.Optim takes classes of torch and others."
+                )
+
+
+@cache
+def _refuse_other_optimizers() -> None:
+    """From the first wrapped model on, no other optimizer may step parameters that are in pages."""
+    register_optimizer_step_pre_hook(_refuse_foreign_step)

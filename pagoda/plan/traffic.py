@@ -1,0 +1,89 @@
+"""What each operation on a unit moves: the bytes of a plan, without when they move."""
+
+from dataclasses import dataclass
+
+from pagoda.plan.device_updates import state_bytes
+from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.ops import DEVICE, SSD
+from pagoda.plan.planner import Plan
+from pagoda.plan.ranks import ring_bytes
+from pagoda.plan.trace import gradients_of
+from pagoda.plan.units import UnitSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that each operation on one unit moves on one rank. Of a collective, what the rank sends."""
+
+    fetched: int
+    """FETCH: the weights, or this rank's slice of them, from their home to a lease; 0 if they are gathered in RAM."""
+    gathered: int
+    """FETCH: the slices of all ranks, until every rank has the unit's lease whole."""
+    reduced: int
+    """OFFLOAD: every rank's gradient, until every rank has the sum, or its slice of it."""
+    offloaded: int
+    """OFFLOAD: the gradient, from where autograd left it to its buffer; 0 where that is its home."""
+    buffer: int
+    """SPILL and RELOAD: the pages of the gradient's buffer."""
+    streamed: int
+    """UPDATE: states that come from another tier, and go back there."""
+    brought: int
+    """UPDATE: the gradient, where it comes with them."""
+    touched: int
+    """UPDATE: what its arithmetic reads and writes."""
+    published: int
+    """UPDATE: the new weights, where every rank keeps those of all slices."""
+
+
+def traffic_of(plan: Plan) -> tuple[Traffic, ...]:
+    """The traffic of every unit."""
+    leased = plan.leased_pages() if plan.needs_leases else {}
+    return tuple(_of_unit(plan, unit, leased.get(unit.index, 0)) for unit in plan.units)
+
+
+def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
+    layout, placement, page = plan.layout, plan.placement, plan.page_bytes
+    ranks, group, index = plan.ranks, layout.group(unit), unit.index
+    fetched, gathered, reduced = lease * page, 0, 0
+    if lease and ranks is not None and ranks.shards_weights:
+        gathered = ring_bytes(fetched, group)
+        moves = plan.lease_tier == DEVICE or placement.home(index, WEIGHT) == SSD
+        fetched = layout.pages(unit, WEIGHT) * page if moves else 0
+    if ranks is not None:
+        passes = 1 if ranks.shards_gradients else 2
+        reduced = passes * ring_bytes(unit.trainable_numel * layout.itemsize(GRAD), group)
+    published = unit.trainable_numel * layout.weight.dtype.itemsize if layout.gathers_after_update(unit) else 0
+    elements = layout.updated_elements(unit)
+    gradient = elements * layout.itemsize(GRAD)
+    resident, passes_device = index in placement.resident, index in placement.updated_on_device
+    if resident or passes_device:
+        states = state_bytes(layout.states, elements)
+        streamed = 0 if resident else states
+    else:
+        states = sum(layout.updated_bytes(unit, state) for state in layout.states)
+        on_ssd = (state for state in layout.states if placement.home(index, state.name) == SSD)
+        streamed = sum(layout.updated_bytes(unit, state) for state in on_ssd)
+    return Traffic(
+        fetched=fetched,
+        gathered=gathered,
+        reduced=reduced,
+        offloaded=0 if resident else layout.elements(unit, GRAD) * layout.offloaded_itemsize,
+        buffer=layout.pages(unit, GRAD) * page,
+        streamed=streamed,
+        brought=gradient if passes_device else 0,
+        touched=2 * states + gradient if unit.trainable_numel else 0,
+        published=ring_bytes(published, group),
+    )
+
+
+def bytes_written_to_ssd(plan: Plan) -> int:
+    """What one rank writes to SSD in a step at most: states; gradients, unless they are used as soon as they are
+    complete; and activations."""
+    traffic, placement = traffic_of(plan), plan.placement
+    trained = frozenset(unit.index for unit in plan.units if unit.trainable_numel)
+    states = sum(traffic[unit].streamed for unit in trained - placement.updated_on_device)
+    under_backward = plan.options.update_under_backward
+    made = (g for g in gradients_of(plan.trace, trained) if not (under_backward and g.last))
+    gradients = sum(traffic[g.unit].buffer for g in made if placement.home(g.unit, GRAD) == SSD)
+    ops = (op for at_tick in plan.activations_at.values() for op in at_tick)
+    return states + gradients + sum(op.nbytes for op in ops if op.lane == "ssd_write")

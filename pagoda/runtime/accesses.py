@@ -1,0 +1,244 @@
+"""Accesses: compute's way to a unit's weights, and what it has to wait for."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.errors import BudgetError, UsageError
+from pagoda.plan.trace import Access, Phase
+from pagoda.process import check_not_forked, forks
+from pagoda.runtime.device import Device
+from pagoda.runtime.executor import Executor, update_lane
+from pagoda.runtime.lanes import labelled
+from pagoda.runtime.leases import Lease, Leases
+from pagoda.runtime.stats import Found, Meter, Staleness
+from pagoda.runtime.store import Store
+from pagoda.runtime.tape import Tape
+from pagoda.runtime.unit import LiveUnit
+from pagoda.schedule.scheduler import Scheduler
+
+
+@dataclass
+class _Observed:
+    """Staleness of one unit at its first use in each step so far."""
+
+    last: int = 0
+    most: int = 0
+    total: int = 0
+    steps: int = 0
+
+    def note(self, staleness: int) -> None:
+        self.last = staleness
+        self.most = max(self.most, staleness)
+        self.total += staleness
+        self.steps += 1
+
+
+class Accesses:
+    """Tells the scheduler of compute's accesses, and waits where compute must. Only compute's thread calls it."""
+
+    def __init__(
+        self,
+        store: Store,
+        units: Sequence[LiveUnit],
+        executor: Executor,
+        leases: Leases,
+        device: Device,
+        meter: Meter,
+    ) -> None:
+        self._plan = store.plan
+        self._store = store
+        self._units = units
+        self._executor = executor
+        self._driver = executor.driver
+        self._scheduler: Scheduler = executor.driver.scheduler
+        self._leases = leases
+        self._device = device
+        self._meter = meter
+        self._last: Access | None = None
+        self._forks = forks()
+        self.closed = False
+        self.owner: object = None
+        """Lives as long as anything, such as a graph, can access weights."""
+        self._observed = {unit.index: _Observed() for unit in units if unit.trainable}
+        self._used: set[int] = set()
+        """Units used in this step, where updates are asynchronous."""
+
+    def check_open(self) -> None:
+        """Raises UsageError once closed, and in a forked process."""
+        check_not_forked(self._forks)
+        if self.closed:
+            raise UsageError(
+                "The optimizer is closed, and the states of its model are gone with it. Evaluate the model, and take "
+                "state_dict() or save_checkpoint(), before optimizer.close()."
+            )
+
+    def check_usable(self) -> None:
+        """Raises UsageError once closed, StorageError where states are those of no step."""
+        self.check_open()
+        self._executor.damage.check()
+
+    def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
+        """Compute uses a unit until `end`: its weights, where compute can read them, after every update that is due."""
+        if phase is Phase.BACKWARD and unit.updated:
+            raise UsageError(
+                f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
+                "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
+            )
+        self.check_usable()
+        unit.used = True
+        access = Access(unit.index, phase)
+        self._device.computing()
+        self._executor.poll()
+        self._executor.failures.pop(unit.index, None)
+        if access != self._last:
+            self._last = access
+            self._meter.accesses[self._found(unit)] += 1
+        recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
+        self._driver.tell(self._scheduler.access, access, recorded)
+        try:
+            if not self._scheduler.ready(unit.index):
+                self._wait(unit)
+            lease = self._leases.get(unit)
+            if lease.ready is not None and not lease.ready.succeeded:
+                self._device.wait_for(lease.ready.wait_until_issued())
+        except BaseException:
+            self.end(unit)
+            raise
+        if self._plan.options.max_staleness is not None:
+            self._note_staleness(unit, phase)
+        if self._meter.tape is not None:
+            self._note(self._meter.tape, unit, phase)
+        return lease
+
+    def end(self, unit: LiveUnit) -> None:
+        """One use of a unit has ended."""
+        self._driver.tell(self._scheduler.release, unit.index)
+
+    def read(self, unit: LiveUnit) -> torch.Tensor:
+        """A unit's weights for an operation of backward: whoever keeps the tensor keeps them in place."""
+        base = self.begin(unit, Phase.BACKWARD).base
+        self.end(unit)
+        return base
+
+    def expect(self, units: Sequence[LiveUnit]) -> None:
+        """Units of experts that a router has just chosen, in the order in which they will run."""
+        self._driver.tell(self._scheduler.expect, [unit.index for unit in units])
+
+    def overwritten(self, unit: LiveUnit) -> None:
+        """A unit's weights were written at home, or in reach of compute, by other means than an update."""
+        unit.version += 1
+        self._driver.tell(self._scheduler.overwritten, unit.index)
+
+    def before_evaluation(self) -> None:
+        """A forward without gradients begins. Between steps, it sees all of asynchronous training."""
+        if self._plan.options.max_staleness is not None and not self._used:
+            self.check_usable()
+            self.drain()
+
+    def end_of_step(self) -> None:
+        """`step()` was called."""
+        self._used.clear()
+        self._last = None
+
+    def wait(self, until: Callable[[], bool], lane: str, stuck: Callable[[], None] | None = None) -> None:
+        """Wait until something is true of the scheduler, or an update has failed, and account for the time as spent on
+        a lane. `stuck` is called where nothing is under way that could make it true."""
+        if until():
+            return
+        start = time.perf_counter()
+        with labelled(f"pagoda::wait_{lane}"):
+            self._driver.wait(lambda: until() or self._scheduler.has_failed, stuck or self._collect)
+        self._meter.stalled(lane, time.perf_counter() - start)
+        if not until():
+            self._executor.damage.raise_cause()
+
+    def drain(self) -> None:
+        """Wait until every update that was asked for has ended, and every other has been undone."""
+        scheduler = self._scheduler
+        self._executor.poll()
+        self._driver.tell(scheduler.drain, True)
+        try:
+            self.wait(lambda: scheduler.drained, "update")
+        finally:
+            self._driver.tell(scheduler.drain, False)
+        for feeder in self._executor.feeders:
+            feeder.drop_ahead()
+
+    def wait_until_idle(self) -> None:
+        """Wait until no operation is under way, whatever has failed."""
+        self._executor.poll()
+        self._driver.wait(lambda: self._scheduler.idle, lambda: None)
+
+    def staleness(self) -> dict[str, Staleness]:
+        """By name of unit."""
+        return {
+            self._units[index].spec.name: Staleness(seen.last, seen.most, seen.total / seen.steps)
+            for index, seen in self._observed.items()
+            if seen.steps
+        }
+
+    def _wait(self, unit: LiveUnit) -> None:
+        index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
+        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, update_lane(self._store, index))
+        if not scheduler.ready(index) and not self._leases.in_place(unit):
+            lane = self._lane_of_fetch(unit)
+            self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._make_room(unit))
+        else:
+            self.wait(lambda: scheduler.ready(index), update_lane(self._store, index))
+        if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
+            raise error
+
+    def _lane_of_fetch(self, unit: LiveUnit) -> str:
+        lease = self._leases.latest(unit)
+        if lease is not None and lease.ready is not None:
+            return lease.ready.lane
+        return "h2d" if self._plan.budgets.device is not None else "ssd_read"
+
+    def _found(self, unit: LiveUnit) -> Found:
+        """What an access to a unit finds, before it waits for anything."""
+        if self._leases.in_place(unit):
+            return Found.IN_PLACE
+        if (found := self._scheduler.found(unit.index)) is None:
+            return Found.LATE if self._scheduler.awaits_update(unit.index) else Found.FAULT
+        lease = self._leases.latest(unit)
+        arrived = found and lease is not None and lease.ready is not None and lease.ready.done
+        return Found.ARRIVED if arrived else Found.LATE
+
+    def _note(self, tape: Tape, unit: LiveUnit, phase: Phase) -> None:
+        tape.access(f"{phase.name.lower()} {unit.spec.name}")
+        if self._leases.region is not None:
+            tape.leased(self._scheduler.frames_in_use * self._leases.region.page_bytes)
+
+    def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
+        if unit.index not in self._used and phase is Phase.FORWARD and unit.index in self._observed:
+            self._observed[unit.index].note(self._scheduler.lag(unit.index))
+        self._used.add(unit.index)
+
+    def _collect(self) -> None:
+        """Nothing is under way: find references that have gone."""
+        self._executor.poll()
+        if self._scheduler.idle:
+            gc.collect()  # reference cycles may keep views of leases alive
+            self._executor.poll()
+        assert not self._scheduler.idle, "compute waits, and nothing is under way"
+
+    def _make_room(self, unit: LiveUnit) -> None:
+        self._executor.poll()
+        if self._scheduler.ready(unit.index) or not self._scheduler.idle:
+            return
+        gc.collect()  # reference cycles may keep views of leases alive
+        self._executor.poll()
+        if self._scheduler.ready(unit.index) or not self._scheduler.idle:
+            return
+        tier = self._plan.lease_tier
+        names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.holders())
+        raise BudgetError(
+            f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
+            f"memory.{tier}, or lower memory.unit_limit; with gradient checkpointing, everything inside one checkpoint "
+            "is in use at once.",
+            tier=tier,
+        )

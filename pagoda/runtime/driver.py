@@ -1,0 +1,73 @@
+"""The driver: tells the scheduler what happens, and gives the operations that it says to the executor."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pagoda.schedule.operations import Operation
+from pagoda.schedule.scheduler import Scheduler
+
+Event = tuple[Callable[..., None], tuple[Any, ...]]
+"""A method of the scheduler, and its arguments."""
+
+
+class Driver:
+    """The one queue of events.
+
+    Any thread appends to it, and works off what is there under the one lock, unless it holds that already: then it will
+    come to it. So the scheduler sees one event after another, and operations are in their lanes' queues before the lock
+    is released. Nothing under the lock waits, moves bytes or runs a user's code.
+    """
+
+    def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None]) -> None:
+        """`execute` gives an operation to its lane; it may report at once."""
+        self.scheduler = scheduler
+        self._execute = execute
+        self._events: deque[Event] = deque()
+        self._changed = threading.Condition(threading.Lock())
+        """Told after every event."""
+        self._holder: int | None = None
+        """The thread that works events off."""
+        self._broken: BaseException | None = None
+
+    def tell(self, event: Callable[..., None], *arguments: Any) -> None:
+        """An event. Unless it comes while this thread works off another, it has been worked off on return."""
+        self._events.append((event, arguments))
+        if self._holder != threading.get_ident():
+            with self._changed:
+                self._work_off()
+
+    def wait(self, until: Callable[[], bool], stuck: Callable[[], None]) -> None:
+        """Block until something is true of the scheduler.
+
+        `stuck` is called, without the lock, while it is not and no operation is under way: it must find a way out, or
+        raise.
+        """
+        while True:
+            with self._changed:
+                while not until() and not self.scheduler.idle:
+                    self._changed.wait()
+                    self._check()
+                if until():
+                    return
+            stuck()
+
+    def _work_off(self) -> None:
+        self._holder = threading.get_ident()
+        try:
+            while self._events:
+                event, arguments = self._events.popleft()
+                event(*arguments)
+                for operation in self.scheduler.take():
+                    self._execute(operation)
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            self._holder = None
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError("the scheduler has failed on another thread") from self._broken

@@ -1,0 +1,256 @@
+"""The executor: the real world, which does what the scheduler says and reports how it ended."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from pagoda.errors import NonFiniteGradientError
+from pagoda.optim.formats import update_kernel
+from pagoda.optim.rule import ElementwiseRule, Precision, Rule
+from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
+from pagoda.plan.ops import SSD
+from pagoda.runtime.damage import Damage
+from pagoda.runtime.device import Device
+from pagoda.runtime.device_updates import DeviceBlockStream, DeviceRing
+from pagoda.runtime.driver import Driver
+from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.leases import Leases
+from pagoda.runtime.store import Store
+from pagoda.runtime.tensor_stream import TensorStream
+from pagoda.runtime.undo import Undo
+from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.updates import IN_PLACE, BlockStream, Feeder, Part, Update, WeightPath
+from pagoda.schedule.operations import Kind, Operation
+from pagoda.schedule.scheduler import Scheduler
+
+
+class Executor:
+    """Gives each operation to its lanes. Called under the driver's lock, except for what compute asks."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: Store,
+        units: Sequence[LiveUnit],
+        leases: Leases,
+        gradients: Gradients,
+        streams: Sequence[BlockStream],
+        lanes: dict[str, Lane],
+        device: Device,
+    ) -> None:
+        self.driver = Driver(scheduler, self._execute)
+        self.damage = Damage()
+        self.feeders = [Feeder(stream) for stream in streams]
+        self._scheduler = scheduler
+        self._store = store
+        self._units = units
+        self._leases = leases
+        self._gradients = gradients
+        self._update_lane = lanes["update"]
+        self._device = device
+        self._on_device = store.plan.placement.updated_on_device | store.plan.placement.resident
+        self._asynchronous = store.plan.options.max_staleness is not None
+        self._held: list[Operation] = []
+        """Reclaims that were answered: still held."""
+        self._undos: dict[int, Undo] = {}
+        """unit -> what brings the states back that its update under backward has changed."""
+        self._updating: dict[int, UnitGradient] = {}
+        """unit -> the gradient of its latest UPDATE."""
+        self.latest: dict[int, UnitGradient] = {}
+        """unit -> the gradient that its latest update was asked for with."""
+        self.failures: dict[int, BaseException] = {}
+        """unit -> the error of its latest FETCH."""
+        self.spill_failure: BaseException | None = None
+        """The error of a SPILL, or of an OFFLOAD, since compute last asked."""
+        self._do = {
+            Kind.FETCH: self._fetch,
+            Kind.RECLAIM: self._reclaim,
+            Kind.OFFLOAD: lambda op: self._follow(op, gradients.offload(op)),
+            Kind.SPILL: self._spill,
+            Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
+            Kind.READ_AHEAD: lambda op: self.feeders[0].read_ahead(op.unit),
+            Kind.UPDATE: self._update,
+            Kind.UNDO: self._undo,
+            Kind.PUBLISH: self._publish,
+        }
+
+    # --- what compute asks ---
+
+    def poll(self) -> None:
+        """Tell the scheduler of everything that nothing refers to any more."""
+        for operation in [*self._held]:
+            if operation.run is None:
+                free = self._leases.reclaim(operation, self._units[operation.unit])
+            else:
+                free = not self._leases.is_held(operation)
+            if free and operation in self._held:
+                self._held.remove(operation)
+                self.driver.tell(self._let_go, operation)
+
+    def step_decided(self) -> None:
+        """`step()` has asked for updates: give up the old states of those that had begun before."""
+        for unit in [*self._undos]:
+            if not self._scheduler.speculates(unit) and (undo := self._undos.pop(unit, None)) is not None:
+                undo.keep()
+                self._gradients.forget(self._updating[unit])
+        if self._scheduler.has_failed:
+            self.driver.tell(self._end_pending)
+
+    def updated(self, unit: LiveUnit) -> Handle | None:
+        """What ends when the latest update of a unit that was asked for has written its weights."""
+        record = self.latest.get(unit.index)
+        return None if record is None else record.updated
+
+    def close(self) -> bool:
+        """Let go of all memory, once every lane has ended; returns whether someone still holds weights of a lease."""
+        self.latest.clear()
+        self._updating.clear()
+        self._gradients.close()
+        return self._leases.close()
+
+    def pending(self) -> dict[int, Handle]:
+        """unit -> what ends when the update that `step()` asked for last has been written, where it has not been."""
+        return {unit: record.written for unit, record in self.latest.items() if not record.written.succeeded}
+
+    # --- operations ---
+
+    def _execute(self, operation: Operation) -> None:
+        self._do[operation.kind](operation)
+
+    def _follow(self, operation: Operation, handle: Handle) -> None:
+        """Report the end of an operation."""
+        handle.then(partial(self._ended, operation))
+
+    def _ended(self, operation: Operation, error: BaseException | None) -> None:
+        if error is None:
+            self.driver.tell(self._scheduler.ended, operation)
+        else:
+            self.driver.tell(self._failed, operation, error)
+
+    def _failed(self, operation: Operation, error: BaseException) -> None:
+        if operation.kind is Kind.FETCH:
+            self.failures[operation.unit] = error
+        self._scheduler.failed(operation)
+        if self._scheduler.has_failed or operation.kind is Kind.RELOAD:
+            self.damage.note(error)
+        self._end_pending()
+
+    def _end_pending(self) -> None:
+        """Once one has failed, no other update begins: whoever waits for one learns of it."""
+        for record in [*self.latest.values()] if self._scheduler.has_failed else ():
+            if not record.begun and not record.written.done:
+                record.updated.finish(self.damage.cause)
+                record.written.finish(self.damage.cause)
+
+    def _fetch(self, operation: Operation) -> None:
+        record = self._gradients.find(operation) or self._updating.get(operation.unit) if operation.steps else None
+        after = (record.shown,) if record is not None and not record.shown.succeeded else ()
+        handle = self._leases.fetch(operation, self._units[operation.unit], after)
+        self._follow(operation, handle)
+        handle.when_issued(lambda: self.driver.tell(self._issued, operation, handle))
+
+    def _issued(self, operation: Operation, handle: Handle) -> None:
+        if not handle.done:  # else it has been reported as ended, or is about to be
+            self._scheduler.issued(operation)
+
+    def _reclaim(self, operation: Operation) -> None:
+        free = self._leases.reclaim(operation, self._units[operation.unit])
+        if not free:
+            self._held.append(operation)
+        self.driver.tell(self._scheduler.reclaimed, operation, free)
+
+    def _let_go(self, operation: Operation) -> None:
+        if operation.run is not None:
+            self._leases.reclaim(operation, self._units[operation.unit])
+        self._scheduler.let_go(operation)
+
+    def _spill(self, operation: Operation) -> None:
+        def ended(error: BaseException | None) -> None:
+            self.spill_failure = self.spill_failure or error
+
+        handle = self._gradients.spill(operation)
+        handle.then(ended)
+        self._follow(operation, handle)
+
+    def _update(self, operation: Operation) -> None:
+        records = self._gradients.of(operation)
+        unit, last = self._units[operation.unit], records[-1]
+        undo = None
+        if operation.keeps_old:
+            undo = self._undos[operation.unit] = Undo(self._store, operation.unit)
+        else:
+            for record in records:
+                self._gradients.forget(record)
+        path = IN_PLACE
+        if self._asynchronous:
+            path = WeightPath(self._store.newest[operation.unit], WEIGHT_BACK)
+        parts = [Part(record, record.segments) for record in records]
+        tell, scheduler = self.driver.tell, self._scheduler
+        on_device = operation.unit in self._on_device
+        if on_device:
+            last.issued = self._device.fence()
+        if last.written.done:
+            last.renew()  # an update of it was undone
+        last.begun = True
+        self._updating[operation.unit] = last
+
+        def shown(error: BaseException | None) -> None:
+            if error is None:
+                if self._asynchronous:
+                    self._store.newest[operation.unit] = WEIGHT_BACK
+                tell(scheduler.weights_written, operation)
+
+        def ended(error: BaseException | None) -> None:
+            for record in records[:-1]:
+                record.updated.finish(error)
+                record.written.finish(error)
+            if isinstance(error, NonFiniteGradientError):
+                self._undos.pop(operation.unit, None)  # it has changed nothing
+                tell(scheduler.refused, operation)
+            else:
+                self._ended(operation, error)
+
+        last.shown.then(shown)
+        Latch("ssd_write", [last.written, last.shown]).then(ended)
+        used = partial(tell, scheduler.gradient_used, operation)
+        update = Update(unit, parts, path, undo, last.updated, last.written, used)
+        self.feeders[on_device].submit(update)
+
+    def _undo(self, operation: Operation) -> None:
+        undo = self._undos.pop(operation.unit)
+        self._follow(operation, self._update_lane.submit(undo.revert, (), 0, "undo"))
+
+    def _publish(self, operation: Operation) -> None:
+        unit = self._units[operation.unit]
+        self._store.swap(operation.unit)
+        unit.version += 1
+        if self._leases.in_place(unit):
+            self._leases.add_home(unit, self._store.in_place(operation.unit, WEIGHT, unit.spec.numel))
+        self.driver.tell(self._scheduler.ended, operation)
+
+
+def open_streams(
+    store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
+) -> list[BlockStream]:
+    """What carries out the updates of a plan: the CPU's stream, then that of units that are updated on the device."""
+    if isinstance(rule, ElementwiseRule):
+        kernel = update_kernel(rule, precision, store.plan.layout.gradient_dtype)
+        streams = [BlockStream(store, kernel, lanes)]
+    else:
+        streams = [TensorStream(store, lanes)]
+    if store.plan.placement.updated_on_device | store.plan.placement.resident:
+        assert isinstance(rule, ElementwiseRule)
+        ring = DeviceRing(store)
+        streams.append(DeviceBlockStream(store, device.update_kernel(rule, precision), lanes, device, ring))
+    return streams
+
+
+def update_lane(store: Store, unit: int) -> str:
+    """The lane whose work ends last before a unit's new weights can be used, most likely."""
+    placement = store.plan.placement
+    if unit in placement.updated_on_device | placement.resident:
+        return "device_update"
+    homes = {state.name: store.plan.placement.home(unit, state.name) for state in store.plan.layout.states}
+    if homes[WEIGHT] == SSD:
+        return "ssd_write"
+    return "ssd_read" if SSD in homes.values() else "update"

@@ -1,0 +1,51 @@
+"""What the scheduler knows of a plan."""
+
+from pagoda.plan.layout import GRAD
+from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.placement import LEASES, STAGING
+from pagoda.plan.planner import Plan
+from pagoda.schedule.operations import SchedulePlan, UnitPlan
+
+
+def schedule_plan(plan: Plan) -> SchedulePlan:
+    """The scheduler's view of `plan`: sizes in pages, and which rules hold.
+
+    Undo needs no pages of the reserve: the plan has room of its own for it.
+    """
+    placement, tier = plan.placement, plan.lease_tier
+    staging = placement.pages(HOST, STAGING)
+    leased = plan.leased_pages() if plan.needs_leases else {}
+    on_device = placement.updated_on_device | placement.resident
+    units = tuple(
+        UnitPlan(
+            lease_frames=leased.get(unit.index, 0),
+            buffer_pages=_buffer_pages(plan, unit.index),
+            trained=unit.trainable_numel > 0,
+            speculated=unit.index in placement.speculated,
+            updater=int(unit.index in on_device),
+            routed=unit.index in plan.layout.expert_units,
+        )
+        for unit in plan.units
+    )
+    return SchedulePlan(
+        units,
+        plan.trace,
+        frame_pool=0 if tier is None else placement.pages(tier, LEASES),
+        frame_slab=plan.lease_slab if leased else 0,
+        buffer_pool=staging,
+        buffer_slab=staging if sum(unit.buffer_pages for unit in units) <= staging else 0,
+        spills=GRAD in placement.lines.get(SSD, {}),
+        under_backward=plan.options.update_under_backward,
+        max_staleness=plan.options.max_staleness,
+        agreed=plan.ranks is not None,
+    )
+
+
+def _buffer_pages(plan: Plan, unit: int) -> int:
+    """Pages of a shared buffer for a unit's gradient; 0 where it has room of its own.
+
+    Without SSD, gradients that updates under backward use at once have host RAM for a home, but only shared buffers.
+    """
+    home = plan.placement.home(unit, GRAD)
+    shared = home == SSD or (home == HOST and GRAD not in plan.placement.lines[HOST])
+    return plan.layout.pages(plan.units[unit], GRAD) if shared else 0

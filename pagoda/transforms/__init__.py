@@ -1,0 +1,1 @@
+"""One module into tiles, batches into micro-batches, adapters."""

@@ -1,0 +1,69 @@
+"""Adapters of peft: their first values on a model whose weights are on meta, and merging, which needs weights.
+
+peft moves an adapter to where the layer it adapts is, after having initialised it. On a model from `pagoda.load` or
+`pagoda.init` that is meta. Neither the model's `_init_weights` nor a module's `reset_parameters` would do instead: an
+adapter must start as zero beside its layer.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from pagoda.checkpoint.gathered import home_of
+from pagoda.errors import ConfigError, UsageError
+
+Initialise = Callable[[], Any]
+
+_INITIALISER = "reset_lora_parameters"
+_REPEATABLE = (True, "gaussian")
+"""What peft's configuration may ask for that needs nothing of the base weights."""
+
+
+def adapter_initialiser(name: str, around: Sequence[tuple[str, nn.Module]]) -> tuple[nn.Module, Initialise] | None:
+    """The adapted layer that a parameter belongs to, and what gives its adapter its first values; None for any other.
+
+    around: names and modules from the parameter's own up to the model. Raises ConfigError for values that only the base
+    weights would give.
+    """
+    adapted = next(((prefix, m) for prefix, m in around if callable(getattr(m, _INITIALISER, None))), None)
+    if adapted is None:
+        return None
+    prefix, layer = adapted
+    part, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+    if part == "base_layer":
+        return None
+    adapter = rest.partition(".")[0]
+    configs: Any = next((module.peft_config for _, module in around if hasattr(module, "peft_config")), {})
+    asked = getattr(configs.get(adapter), "init_lora_weights", None)
+    if not part.startswith(("lora_A", "lora_B", "lora_embedding_")) or asked not in _REPEATABLE:
+        raise ConfigError(
+            f"The first values of {name!r} (init_lora_weights={asked!r}) follow from the base weights, which wait on "
+            "meta, where peft has moved it and lost them: use init_lora_weights=True or 'gaussian', or build the base "
+            "model outside pagoda.init() and pagoda.load()."
+        )
+    return layer, partial(getattr(layer, _INITIALISER), adapter, asked)
+
+
+def guard_merging(model: nn.Module) -> None:
+    """Let peft's layers refuse to merge where their weights are not in memory, instead of failing inside."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, peft.BaseTunerLayer):
+            for method in ("merge", "unmerge"):
+                module.__dict__[method] = partial(_where_gathered, getattr(module, method), module, f"{name}.{method}")
+
+
+def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    for home in map(home_of, module.parameters()):
+        if home is not None and home[2] not in home[1].gathered:
+            raise UsageError(
+                f"{name}() needs weights that are not in memory. Call what merges (merge_and_unload, merge_adapter, "
+                "merge) inside `with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "
+                "`with pagoda.gathered(layer, modify=True):`, which takes less RAM."
+            )
+    return merge(*args, **kwargs)

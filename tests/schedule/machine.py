@@ -1,0 +1,203 @@
+"""A make-believe machine: lanes that do what the scheduler says, and end their operations at random moments."""
+
+from collections import Counter
+
+from pagoda.schedule.operations import Kind, Operation
+
+from .memory import TORN, Memory, require
+
+MAY_FAIL = frozenset(Kind) - {Kind.RECLAIM, Kind.READ_AHEAD}
+
+
+class Machine(Memory):
+    """Lanes, over memory."""
+
+    def advance(self) -> bool:
+        """Let one operation come a stage further; False if none can."""
+        self.collect()
+        ready = [
+            op for name, lane in self.lanes.items() if lane and name != self.stalled and (op := self.next_of(lane))
+        ]
+        if not ready:
+            return self.let_go_of_something()
+        op = self.haste.choice(ready)
+        if op.kind is Kind.UPDATE and self.stages[op] < 2:
+            self.advance_update(op)
+        elif op.kind is Kind.FETCH and not self.stages[op] and self.haste.random() < 0.5:
+            self.stages[op] = 1
+            self.fill(op)
+            self.note("  issued", op.kind, op.unit)
+            self.scheduler.issued(op)
+        else:
+            self.lanes[self.lane(op)].remove(op)
+            issued = op.kind is Kind.FETCH and self.stages[op]
+            if op.kind in MAY_FAIL and not issued and self.haste.random() < self.rules.failures:
+                self.fail(op)
+            else:
+                self.end(op)
+        self.collect()
+        return True
+
+    def next_of(self, lane: list[Operation]) -> Operation | None:
+        """The operation of a lane that comes further next: the first or the second. Where ranks agree, a FETCH begins
+        after the one before, and when the weights are there."""
+        first, second = lane[0], lane[1] if len(lane) > 1 and self.haste.random() < 0.3 else None
+        if self.plan.agreed and first.kind is Kind.FETCH:
+            if second is not None and self.stages.get(first) and self.has_begun(second):
+                return second
+            return first if self.has_begun(first) else None
+        return second or first
+
+    def advance_update(self, op: Operation) -> None:
+        self.stages[op] += 1
+        infinite = any((op.unit, step) in self.infinite for step in op.steps)
+        if infinite and (self.stages[op] == 2 or self.haste.random() < 0.5):
+            self.refuse(op)
+        elif self.haste.random() < self.rules.failures:
+            self.lanes[self.lane(op)].remove(op)
+            self.fail(op)
+        elif self.stages[op] == 1:
+            for step in op.steps:
+                found = self.gradients.get((op.unit, step))
+                dropped = step not in self.truths[op.unit].passes or (self.lost and step == self.steps)
+                unchanged = dropped or found == self.found[op, step]
+                require(unchanged, f"the gradient {step} of unit {op.unit} changed in use")
+            self.truths[op.unit].consumed.update(op.steps)
+            self.scheduler.gradient_used(op)
+        else:
+            home, truth = self.homes[op.unit], self.truths[op.unit]
+            home.newest = op.version
+            if self.plan.max_staleness is None:
+                home.weights = op.version
+            truth.applied += op.steps
+            self.scheduler.weights_written(op)
+
+    def refuse(self, op: Operation) -> None:
+        """An UPDATE has found a gradient that is not finite."""
+        self.note("  refused", op.unit)
+        self.lanes[self.lane(op)].remove(op)
+        del self.stages[op]
+        home, truth, (step,) = self.homes[op.unit], self.truths[op.unit], op.steps
+        home.weights = home.newest = home.states = op.version - 1
+        home.undo, home.undo_step = None, -1
+        truth.consumed.discard(step)
+        if self.plan.under_backward:
+            truth.asked -= step < self.steps
+            truth.passes.pop(step, None)
+            if self.checkpoint is not None and self.checkpoint[op.unit] >= op.version:
+                self.checkpoint[op.unit] -= 1
+        self.scheduler.refused(op)
+
+    def fill(self, op: Operation) -> None:
+        """What comes later in the device's queue finds the weights in their frames."""
+        assert op.run is not None
+        now = self.readings[op] if self.readings[op][1] == self.homes[op.unit].edition else None
+        if self.leases.get(op.run.start) is op:  # else others have the frames, and their weights come later
+            for frame in self.span(op):
+                self.frames[frame] = TORN if now is None else (op.unit, *now)
+
+    def end(self, op: Operation) -> None:
+        self.note("  ended", op.kind, op.unit)
+        home = self.homes[op.unit]
+        if op.kind is Kind.RECLAIM:
+            self.answer(op)
+            return
+        if op.kind is Kind.FETCH:
+            require(home.weights == op.version, f"unit {op.unit} was changed to {home.weights} while it was fetched")
+            if not self.stages.pop(op):
+                self.fill(op)
+            home.readers -= 1
+            del self.readings[op]
+        elif op.kind in (Kind.OFFLOAD, Kind.SPILL, Kind.RELOAD):
+            self.end_move(op, (op.unit, op.steps[0]))
+        elif op.kind is Kind.UPDATE:
+            home.states = op.version
+            del self.stages[op]
+        elif op.kind is Kind.UNDO:
+            assert home.undo is not None
+            truth = self.truths[op.unit]
+            truth.consumed -= {*truth.applied[home.undo :]}
+            del truth.applied[home.undo :]
+            home.weights = home.newest = home.states = home.undo
+            home.undo, home.undo_step = None, -1
+        elif op.kind is Kind.PUBLISH:
+            require(not home.readers, f"PUBLISH of unit {op.unit}, which somebody reads")
+            home.weights = home.newest
+        elif op.kind is Kind.SAVE:
+            version, edition = self.readings.pop(op)
+            same = self.kept_or_now(op, home) == version and home.edition == edition
+            require(same, f"unit {op.unit} changed while it was saved")
+            self.save_ended(op, version)
+        self.scheduler.ended(op)
+
+    def end_move(self, op: Operation, key: tuple[int, int]) -> None:
+        """A gradient has moved."""
+        if op.kind is Kind.OFFLOAD:
+            self.gradients.setdefault(key, Counter())[self.queued[key].popleft()] += 1
+            self.on_ssd.pop(key, None)
+            return
+        require({self.pages[page] for page in self.span(op)} == {key}, f"{op.kind} of {key} in another's pages")
+        if op.kind is Kind.SPILL and key in self.gradients:  # else it was dropped
+            self.on_ssd[key] = Counter(self.gradients[key])
+        elif op.kind is Kind.RELOAD and self.needed(*key):  # else it was dropped, or will be
+            require(key in self.on_ssd, f"RELOAD of {key}, of which SSD has no or old values")
+            self.gradients[key] = Counter(self.on_ssd[key])
+
+    def save_ended(self, op: Operation, version: int) -> None:
+        self.homes[op.unit].state_readers -= not op.keeps_old
+        self.homes[op.unit].kept = None
+        self.saved[op.unit] = version
+
+    def fail(self, op: Operation) -> None:
+        self.note("  failed", op.kind, op.unit)
+        home = self.homes[op.unit]
+        if op.kind is Kind.UPDATE:
+            self.fail_update(op)
+            return
+        if op.kind is Kind.FETCH:
+            home.readers -= 1
+            del self.stages[op], self.readings[op]
+        elif op.kind is Kind.OFFLOAD:
+            self.queued[op.unit, op.steps[0]].popleft()
+            self.lost = self.lost or op.steps[0] == self.steps
+        elif op.kind is Kind.SPILL:
+            self.spill_failed = True
+        elif op.kind is Kind.RELOAD:
+            self.lost = self.lost or op.steps[0] == self.steps
+        elif op.kind is Kind.SAVE:
+            del self.readings[op]
+            assert self.checkpoint is not None
+            self.save_ended(op, self.checkpoint[op.unit])  # the checkpoint has failed, which concerns nobody else
+        self.scheduler.failed(op)
+
+    def fail_update(self, op: Operation) -> None:
+        """It may have changed anything. One that is not known to stand is undone."""
+        home, truth = self.homes[op.unit], self.truths[op.unit]
+        if self.stages.pop(op) < 2 and self.plan.max_staleness is None:
+            home.weights = TORN
+        home.newest = home.states = TORN
+        step = op.steps[-1]
+        stands = self.plan.under_backward or (step < self.steps and truth.used_rules[step] == truth.rules.get(step))
+        if not stands:
+            truth.consumed -= {*op.steps}
+        self.scheduler.failed(op)
+        require(self.scheduler.has_failed or not stands, f"an UPDATE of unit {op.unit} has failed, and nobody cares")
+        require(stands or home.undo is not None, f"a failed UPDATE of unit {op.unit} cannot be undone")
+
+    def let_go_of_something(self) -> bool:
+        free = [op for op in self.held if not self.referred_to(op)]
+        if not free:
+            return False
+        op = free[0] if self.plan.agreed else self.haste.choice(free)
+        del self.held[op]
+        if op.run is not None:
+            self.free_frames(op)
+        self.note("  let go", op.unit)
+        self.scheduler.let_go(op)
+        self.collect()
+        return True
+
+    def dropped_a_reference(self) -> None:
+        """Where ranks agree, that is known at the same point of all programs."""
+        while self.plan.agreed and self.let_go_of_something():
+            pass

@@ -1,0 +1,360 @@
+"""The memory of a make-believe machine: it holds stamps in place of numbers.
+
+The home of a unit's weights holds their version, a frame holds which unit and version was copied there, a gradient
+buffer holds which backward passes have been added up. So whatever the scheduler overlooks shows as a wrong stamp,
+whatever its own books say.
+"""
+
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan
+from pagoda.schedule.updates import MOST_ADMITTED
+
+from .rules import Rules
+
+TORN = -1
+"""The stamp of what is being written."""
+LANES = {
+    Kind.FETCH: "h2d",
+    Kind.RECLAIM: "executor",
+    Kind.OFFLOAD: "d2h",
+    Kind.SPILL: "ssd_write",
+    Kind.RELOAD: "ssd_read",
+    Kind.PUBLISH: "executor",
+    Kind.SAVE: "saver",
+}
+"""UPDATE and UNDO are in the lane of the unit's updater."""
+
+
+class ViolationError(AssertionError):
+    """The scheduler has allowed something that must never be."""
+
+
+def require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ViolationError(message)
+
+
+@dataclass
+class Home:
+    """What a unit's home holds."""
+
+    weights: int = 0
+    """Version of the weights that are read."""
+    newest: int = 0
+    """Version of the newest weights, which asynchronous updates write beside them."""
+    states: int = 0
+    """Version of the other states."""
+    edition: int = 0
+    """How often the weights were replaced by other means than an update."""
+    kept: int | None = None
+    """Version of the states that the reserve keeps for a checkpoint."""
+    undo: int | None = None
+    """Version of the states that the reserve keeps for an undo."""
+    undo_step: int = -1
+    """The step of the update that may have to be undone."""
+    readers: int = 0
+    """Operations that read the weights now, and compute that does."""
+    state_readers: int = 0
+
+
+@dataclass
+class Truth:
+    """What the algorithm says of a unit, whatever the scheduler believes."""
+
+    asked: int = 0
+    """Steps that have asked for an update."""
+    applied: list[int] = field(default_factory=list)
+    """Steps whose gradients the newest weights contain."""
+    passes: dict[int, Counter[int]] = field(default_factory=dict)
+    """step -> the passes whose gradients autograd has made."""
+    read: int | None = None
+    """Version that this step has read."""
+    rules: dict[int, str] = field(default_factory=dict)
+    """step -> the clipping and hyperparameters that `step()` has asked for."""
+    used_rules: dict[int, str] = field(default_factory=dict)
+    """step -> those that its update was made with."""
+    consumed: set[int] = field(default_factory=set)
+    """Steps whose gradient an update has read for the last time."""
+
+
+class Memory:
+    """What is there, and what changes at once when an operation begins.
+
+    `rng` decides what the program does, `haste` when operations end.
+    """
+
+    def __init__(self, rules: Rules, make: Callable[[SchedulePlan], Any], rng: random.Random, haste: random.Random):
+        self.rules, self.plan, self.rng, self.haste = rules, rules.plan, rng, haste
+        self.scheduler = make(self.plan)
+        self.log: list[str] | None = None
+        units = range(len(self.plan.units))
+        self.homes = [Home() for _ in units]
+        self.truths = [Truth() for _ in units]
+        self.holds = [0] * len(units)
+        """References of graphs, and of compute, to weights in their home."""
+        self.frames: list[Any] = [None] * self.plan.frame_pool
+        """(unit, version, edition) of what each frame holds; TORN while it is being filled; None where it is free."""
+        self.leases: dict[int, Operation] = {}
+        """first frame -> the FETCH that was given it last."""
+        self.references: dict[Operation, int] = {}
+        """FETCH -> references of graphs, and of compute, to what it brought."""
+        self.used_now: Counter[Operation] = Counter()
+        """FETCH -> uses by compute now of what it brought."""
+        self.pages: list[Any] = [None] * self.plan.buffer_pool
+        """(unit, step) of the gradient that each page holds."""
+        self.gradient_homes: dict[tuple[int, int], tuple[int, int]] = {}
+        """(unit, home) -> (unit, step) of the gradient that it holds."""
+        self.gradients: dict[tuple[int, int], Counter[int]] = {}
+        """(unit, step) -> the passes that its buffer holds."""
+        self.on_ssd: dict[tuple[int, int], Counter[int]] = {}
+        self.queued: dict[tuple[int, int], deque[int]] = {}
+        """(unit, step) -> the passes that autograd has made and that wait for OFFLOAD."""
+        self.infinite: set[tuple[int, int]] = set()
+        """(unit, step) of gradients that are not finite."""
+        self.lanes: defaultdict[str, list[Operation]] = defaultdict(list)
+        self.stalled: str | None = None
+        """A lane in which nothing moves."""
+        self.stages: dict[Operation, int] = {}
+        """How far an UPDATE or a FETCH is."""
+        self.found: dict[tuple[Operation, int], Counter[int]] = {}
+        """(UPDATE, step) -> the gradient that it found."""
+        self.readings: dict[Operation, tuple[int, int]] = {}
+        """FETCH or SAVE -> (version, edition) that it reads."""
+        self.held: dict[Operation, None] = {}
+        """Reclaims that were answered: still held."""
+        self.ahead: tuple[int, int, int] | None = None
+        """(unit, version, edition) of the states that are read ahead."""
+        self.draining = False
+        self.checkpoint: dict[int, int] | None = None
+        """unit -> version that the checkpoint must have."""
+        self.saved: dict[int, int] = {}
+        self.steps = 0
+        self.lost = False
+        """Whether a gradient of this step did not arrive."""
+        self.dropped: frozenset[int] = frozenset()
+        """Units whose gradients of this step have been dropped."""
+        self.spill_failed = False
+        """Whether a SPILL has failed since compute last gave up."""
+        self.fetched: list[tuple[Any, ...]] = []
+        """What was fetched, in order."""
+        self.updated: defaultdict[int, set[int]] = defaultdict(set)
+        """step -> units that were updated by its gradients."""
+
+    def note(self, *words: object) -> None:
+        if self.log is not None:
+            self.log.append(" ".join(map(str, words)))
+
+    # --- operations begin ---
+
+    def collect(self) -> None:
+        """Give new operations to their lanes, where they begin at once. Only where ranks agree does a FETCH wait, and a
+        RECLAIM is answered before anything else happens."""
+        while new := self.scheduler.take():
+            for op in new:
+                self.note("  operation", op.kind, op.unit, op.run or "", op.version, op.steps, "keeps" * op.keeps_old)
+                if op.kind is Kind.RECLAIM and op.run is not None:
+                    require(not self.used_now[self.leases[op.run.start]], f"unit {op.unit} is evicted while it is used")
+                if op.kind is Kind.READ_AHEAD:
+                    self.read_ahead(op)
+                elif op.kind is Kind.RECLAIM and self.plan.agreed:
+                    self.answer(op)
+                else:
+                    self.lanes[self.lane(op)].append(op)
+                    self.begin(op)
+        self.check_ledger()
+
+    def lane(self, op: Operation) -> str:
+        return LANES.get(op.kind) or f"updater {self.plan.units[op.unit].updater}"
+
+    def begin(self, op: Operation) -> None:
+        home = self.homes[op.unit]
+        if op.kind is Kind.FETCH:
+            self.take_frames(op)
+            if not self.plan.agreed:
+                self.begin_fetch(op)
+        elif op.kind is Kind.UPDATE:
+            self.begin_update(op)
+        elif op.kind is Kind.SAVE:
+            home.state_readers += not op.keeps_old
+            self.readings[op] = self.kept_or_now(op, home), home.edition
+        elif op.kind is Kind.UNDO:
+            require(home.undo is not None and not home.readers, "UNDO of weights that somebody reads")
+            home.weights = home.newest = home.states = TORN
+        elif op.kind is Kind.SPILL:
+            needed = self.lost or self.scheduler.has_failed or self.needed(op.unit, op.steps[0])
+            require(self.plan.spills, "SPILL where SSD has no room")
+            require(needed, f"SPILL of {op.steps} of unit {op.unit}, which nobody needs")
+        elif op.kind in (Kind.OFFLOAD, Kind.RELOAD):
+            self.take_buffer(op)
+
+    def take_frames(self, op: Operation) -> None:
+        self.fetched.append((op.unit, op.run, op.version))
+        for frame in self.span(op):
+            require(self.frames[frame] is None, f"frame {frame} of unit {op.unit} is taken: {self.frames[frame]}")
+            self.frames[frame] = TORN
+        assert op.run is not None
+        self.leases[op.run.start] = op
+        self.references[op] = 0
+
+    def has_begun(self, op: Operation) -> bool:
+        return op in self.stages or self.begin_fetch(op)
+
+    def begin_fetch(self, op: Operation) -> bool:
+        """Begin to read the weights; False if they are not there yet, which may be only where ranks agree."""
+        home = self.homes[op.unit]
+        if self.plan.agreed and home.weights < op.version:
+            require(bool(op.steps), f"FETCH of version {op.version} of unit {op.unit} names no update to wait for")
+            return False
+        require(home.weights == op.version, f"FETCH of version {op.version}, but the home has {home.weights}")
+        named = self.truths[op.unit].applied[-1:] if op.steps else [*op.steps]
+        require(named == [*op.steps], f"FETCH of unit {op.unit} waits for {op.steps}, but {named} made its version")
+        self.readings[op] = home.weights, home.edition
+        self.stages[op] = 0
+        home.readers += 1
+        return True
+
+    def take_buffer(self, op: Operation) -> None:
+        key = op.unit, op.steps[0]
+        if op.run is None:
+            require(op.home < self.plan.gradient_homes, f"unit {op.unit} has no home {op.home} for gradients")
+            before = self.gradient_homes.get((op.unit, op.home))
+            self.replace(before, key)
+            self.gradient_homes[op.unit, op.home] = key
+            homes = [place for place, held in self.gradient_homes.items() if held == key]
+            require(len(homes) == 1, f"the gradient {key} is in {homes}")
+            return
+        self.pages = [None if stamp == key else stamp for stamp in self.pages]  # it may have had another buffer
+        for page in self.span(op):
+            self.replace(self.pages[page], key)
+            self.pages[page] = key
+
+    def replace(self, before: tuple[int, int] | None, key: tuple[int, int]) -> None:
+        """A gradient takes a place. The one that was there must be on SSD, or not needed any more."""
+        if before is not None and before != key:
+            require(before in self.on_ssd or not self.needed(*before), f"{before} is lost: {key} takes its place")
+            self.gradients.pop(before, None)
+
+    def needed(self, unit: int, step: int) -> bool:
+        """Whether an update may still read a gradient."""
+        if step == self.steps and (self.lost or unit in self.dropped):
+            return False  # the step is dropped, or will be
+        decided = step < self.steps or self.plan.under_backward
+        return step in self.truths[unit].passes and not (step in self.truths[unit].consumed and decided)
+
+    def begin_update(self, op: Operation) -> None:
+        home, truth = self.homes[op.unit], self.truths[op.unit]
+        others = [other for other in self.lanes[self.lane(op)] if other.kind is Kind.UPDATE]
+        require(len(others) <= MOST_ADMITTED, f"{len(others)} updates in one lane")
+        require(home.states == home.newest == op.version - len(op.steps), f"UPDATE on {home} to {op.version}")
+        require(op.keeps_old or not home.state_readers, "UPDATE of states that a checkpoint reads")
+        if self.plan.max_staleness is None:
+            require(not home.readers, f"UPDATE of unit {op.unit}, which somebody reads")
+        if self.plan.units[op.unit].updater == 0 and self.ahead is not None:
+            stale = self.ahead[0] == op.unit and self.ahead[1:] != (home.states, home.edition)
+            require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
+            self.ahead = None
+        if op.keeps_old:
+            if self.wants_to_save(op.unit) == home.states and op.unit not in self.saved:
+                home.kept = home.states
+            else:
+                home.undo, home.undo_step = home.states, self.steps
+        for step in op.steps:
+            self.check_gradient(op.unit, step)
+            truth.used_rules[step] = truth.rules.get(step, "as guessed")
+            self.found[op, step] = Counter(self.gradients.get((op.unit, step)))
+            self.updated[step].add(op.unit)
+        early = self.plan.under_backward or self.plan.units[op.unit].speculated
+        require(truth.asked >= op.version or early, "an update that nobody has asked for")
+        if self.plan.max_staleness is None:
+            home.weights = TORN
+        home.newest = home.states = TORN
+        self.stages[op] = 0
+
+    def check_gradient(self, unit: int, step: int) -> None:
+        key = unit, step
+        doomed = self.lost and step == self.steps  # the step will be dropped, and the update undone
+        if step in self.truths[unit].passes and not doomed:  # else the step was dropped, and the update will be undone
+            require(self.gradients.get(key) == self.truths[unit].passes[step], f"{key} is {self.gradients.get(key)}")
+
+    def read_ahead(self, op: Operation) -> None:
+        """It must be worth it, and what is read must still be so when the update begins."""
+        unit, home, truth = op.unit, self.homes[op.unit], self.truths[op.unit]
+        require(self.plan.max_staleness is None and not self.draining, "READ_AHEAD while nothing should be")
+        require(not self.plan.units[unit].updater, f"READ_AHEAD of unit {unit} for the wrong updater")
+        require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")
+        begun = self.scheduler.began_early(unit) and self.steps not in truth.applied
+        require(truth.asked <= home.newest and not begun, f"READ_AHEAD of unit {unit}, whose update is queued")
+        require(not self.scheduler.speculates(unit), f"READ_AHEAD of unit {unit}, whose update may be undone")
+        self.ahead = unit, home.states, home.edition
+
+    def answer(self, op: Operation) -> None:
+        """RECLAIM: does anything refer to the frames of a lease, or to weights in their home?"""
+        free = not self.referred_to(op)
+        if free and op.run is not None:
+            self.free_frames(op)
+        elif not free:
+            self.held[op] = None
+        self.note("  reclaimed", op.unit, free)
+        self.scheduler.reclaimed(op, free)
+
+    def referred_to(self, op: Operation) -> bool:
+        if op.run is None:
+            return self.holds[op.unit] > 0
+        return self.references[self.leases[op.run.start]] > 0
+
+    def free_frames(self, op: Operation) -> None:
+        assert op.run is not None
+        fetch = self.leases.pop(op.run.start)
+        filled = fetch not in self.stages or self.stages[fetch] > 0
+        require(filled or self.plan.agreed, f"the frames of unit {op.unit} are freed before they are filled")
+        del self.references[fetch]
+        for frame in self.span(op):
+            require(self.frames[frame] is not None, f"frame {frame} is freed twice")
+            self.frames[frame] = None
+
+    # --- checks ---
+
+    def check_ledger(self) -> None:
+        """The reserve and the frames, by the machine's own account."""
+        taken = sum(
+            self.plan.units[unit].old_state_pages * ((home.kept is not None) + (home.undo_step == self.steps))
+            for unit, home in enumerate(self.homes)
+        )
+        require(taken <= self.plan.reserve_pages, f"{taken} pages of the reserve are taken")
+
+    def check_nothing_is_taken(self) -> None:
+        """What the scheduler's books say once all is over: that nobody has forgotten to give anything back."""
+        leased = sum(len(self.span(fetch)) for fetch in self.leases.values())
+        require(
+            self.scheduler.frames_in_use == leased, f"{self.scheduler.frames_in_use} frames are in use, not {leased}"
+        )
+        for fetch in self.leases.values():
+            held = any(fetch.run == op.run for op in self.held)
+            require(held or self.is_current(fetch), f"a lease of unit {fetch.unit} that has ended keeps its frames")
+        gradients, updates = self.scheduler._gradients, self.scheduler._updates
+        require(gradients.pages.in_use == 0, "a gradient that nobody needs has a buffer")
+        require({*map(len, gradients._homes)} == {self.plan.gradient_homes}, "a gradient that nobody needs has a home")
+        require(updates.checkpoint.reserve == self.plan.reserve_pages, "the reserve holds states that nobody needs")
+
+    def is_current(self, fetch: Operation) -> bool:
+        lease = self.scheduler._leases.lease(fetch.unit)
+        return lease is not None and lease.run == fetch.run
+
+    def kept_or_now(self, op: Operation, home: Home) -> int:
+        version = home.kept if op.keeps_old else home.states
+        wanted = self.wants_to_save(op.unit)
+        require(wanted is None or version == wanted, f"a checkpoint of version {wanted} reads {version} of {op.unit}")
+        assert version is not None
+        return version
+
+    def wants_to_save(self, unit: int) -> int | None:
+        return None if self.checkpoint is None else self.checkpoint[unit]
+
+    def span(self, op: Operation) -> range:
+        assert op.run is not None
+        return range(op.run.start, op.run.stop)

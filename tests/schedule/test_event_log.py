@@ -1,0 +1,76 @@
+"""The event log of a live run, replayed, gives the same operations; and a replay that differs is noticed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pagoda
+from pagoda.schedule.event_log import EVENTS, replay
+from pagoda.schedule.scheduler import Scheduler
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in place": ({"host": "64MiB"}, {"clip_grad_norm": 1e-3}),
+    "leased from RAM": ({"device": "cpu:128KiB", "host": "64MiB"}, {}),
+    "on SSD": ({"host": "900KiB", "ssd": "1GiB"}, {"clip_grad_norm": 1.0}),
+    "under backward": ({"host": "900KiB", "ssd": "1GiB"}, {"accumulation_steps": 1}),
+    "speculated": (
+        {"host": "2MiB", "ssd": "1GiB"},
+        {"accumulation_steps": 1, "clip_grad_norm": 1e9, "speculate": True},
+    ),
+    "asynchronous": ({"host": "64MiB"}, {"update": "async", "max_staleness": 1}),
+}
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv("PAGODA_EVENT_LOG", str(path))
+    return path
+
+
+def train(memory: dict[str, Any], directory: Path, **options: Any) -> None:
+    if "ssd" in memory:
+        memory = {**memory, "ssd": f"{directory / 'pages'}:{memory['ssd']}"}
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    sizes = pagoda.Memory(**memory, page_size=4096, unit_limit="20KiB")
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=sizes, precision="fp32", **options)
+    with optimizer:
+        for _ in range(7):
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if "accumulation_steps" not in options:
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.zero_grad()
+
+
+@pytest.mark.inline
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replay_says_what_the_live_scheduler_said(way: str, log: Path, tmp_path: Path) -> None:
+    memory, options = WAYS[way]
+    train(memory, tmp_path, **options)
+    lines = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+    assert replay(log) == len(lines)
+    assert {"access", "release", "gradient", "scale_known", "ended"} <= {line[0] for line in lines}
+
+
+def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None:
+    train({"host": "64MiB"}, tmp_path)
+    lines = log.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith('["scale_known"'))
+    lines[at] = json.dumps(["scale_known", [True, True, []], {}, json.loads(lines[at])[3]])
+    log.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=f"line {at + 1}: scale_known"):
+        replay(log)
+
+
+def test_every_event_of_the_scheduler_is_logged() -> None:
+    """What is neither logged nor a question: nothing."""
+    questions = {"take", "ready", "found", "awaits_update", "lag", "began_early", "next_use", "holders", "speculates"}
+    methods = {name for name, kind in vars(Scheduler).items() if callable(kind) and not name.startswith("_")}
+    assert methods - questions == {*EVENTS}

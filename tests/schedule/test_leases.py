@@ -1,0 +1,199 @@
+"""Leases are fetched in time and without needless traffic, whatever the trace, where every operation ends at once."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pagoda.plan.trace import STEP, NextUse, Trace, assumed_trace, gradients_of
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.scheduler import Scheduler
+from tests.plan.strategies import Draw, traces
+
+UNITS = 6
+STEPS = 4
+"""Steps played; the last is the steady state."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Leases that a scheduler has to make room for."""
+
+    trace: Trace
+    pages: dict[int, int]
+    updated: frozenset[int]
+    capacity: int
+    enclosing: dict[int, frozenset[int]] = field(default_factory=dict)
+    """unit -> those that stay in use while it is used, if they are."""
+
+    def next_use(self, unit: int, tick: int) -> float:
+        """Ticks until a lease of a unit serves an access after `tick`; infinite if an update comes first."""
+        ahead = NextUse(self.trace).after(unit, tick)
+        last = len(self.trace.accesses) - 1
+        return inf if unit in self.updated and tick < last < tick + ahead else ahead
+
+
+@st.composite
+def problems(draw: Draw, all_fit: bool = False, widest: int = 5) -> Problem:
+    units: Any = draw(st.integers(1, UNITS))
+    trace: Any = draw(traces(units))
+    leased: Any = draw(st.sets(st.integers(0, units - 1), min_size=1))
+    pages: Any = {unit: draw(st.integers(1, widest)) for unit in sorted(leased)}
+    slab = max(pages.values())
+    capacity: Any = len(pages) * slab if all_fit else draw(st.integers(2 * slab, 2 * sum(pages.values()) + 2 * slab))
+    updated: Any = draw(st.sets(st.sampled_from(range(units))))
+    return Problem(trace, pages, frozenset(updated), capacity)
+
+
+@st.composite
+def nested_problems(draw: Draw) -> Problem:
+    """Units in units, with frames for what is in use at once and one unit more."""
+    problem: Any = draw(problems())
+    around: dict[int, frozenset[int]] = {}
+    for unit in range(UNITS):
+        parent: Any = draw(st.none() | st.integers(0, unit - 1)) if unit else None
+        around[unit] = frozenset() if parent is None else around[parent] | {parent}
+    in_use = 1 + max(len(units) for units in around.values())
+    slab = max(problem.pages.values())
+    capacity: Any = draw(st.integers((in_use + 1) * slab, (in_use + 3) * slab))
+    return replace(problem, enclosing=around, capacity=capacity)
+
+
+class Player:
+    """Plays steps of a problem; every operation ends as soon as it is asked for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        units = [
+            UnitPlan(lease_frames=problem.pages.get(unit, 0), trained=unit in problem.updated) for unit in range(UNITS)
+        ]
+        self.scheduler = Scheduler(SchedulePlan(units, problem.trace, frame_pool=problem.capacity))
+        self.moves: list[tuple[int, Kind, int]] = []
+        """(tick, FETCH or RECLAIM, unit) of the last step; those of `step()` have the tick of STEP."""
+        self.used: list[int] = []
+        """Units in use."""
+        self._tick = 0
+
+    def step(self) -> None:
+        self.moves = []
+        gradients = gradients_of(self.problem.trace, self.problem.updated)
+        for tick, access in enumerate(self.problem.trace.accesses[:-1]):
+            self._tick = tick
+            self._release(self.problem.enclosing.get(access.unit, frozenset()))
+            self.used.append(access.unit)
+            self.scheduler.access(access)
+            self._execute()
+            assert self.scheduler.ready(access.unit)
+            for gradient in (gradient for gradient in gradients if gradient.tick == tick):
+                self.scheduler.gradient(gradient.unit, complete=True, last=gradient.last)
+                self._execute()
+        self._release(frozenset())
+        self._tick += 1
+        self.scheduler.step_asked()
+        self.scheduler.scale_known()
+        self._execute()
+        assert self.scheduler.idle
+
+    def _release(self, keep: frozenset[int]) -> None:
+        for unit in [unit for unit in self.used if unit not in keep]:
+            self.used.remove(unit)
+            self.scheduler.release(unit)
+            self._execute()
+
+    def _execute(self) -> None:
+        while operations := self.scheduler.take():
+            for operation in operations:
+                self._end(operation)
+        assert self.scheduler.frames_in_use <= self.problem.capacity
+
+    def _end(self, operation: Operation) -> None:
+        if operation.kind in (Kind.FETCH, Kind.RECLAIM):
+            self.moves.append((self._tick, operation.kind, operation.unit))
+        if operation.kind is Kind.RECLAIM:
+            assert operation.unit not in self.used
+            self.scheduler.reclaimed(operation, freed=True)
+            return
+        if operation.kind is Kind.UPDATE:
+            self.scheduler.gradient_used(operation)
+            self.scheduler.weights_written(operation)
+        if operation.kind is not Kind.READ_AHEAD:
+            self.scheduler.ended(operation)
+
+
+def played(problem: Problem, steps: int = STEPS) -> Player:
+    player = Player(problem)
+    for _ in range(steps):
+        player.step()
+    return player
+
+
+def before_step(problem: Problem, player: Player) -> list[tuple[int, Kind, int]]:
+    """What was moved before `step()` and its updates."""
+    return [move for move in player.moves if move[0] < len(problem.trace.accesses) - 1]
+
+
+@settings(deadline=None)
+@given(problems() | nested_problems())
+def test_every_access_has_its_lease_at_once_and_what_is_in_use_is_never_evicted(problem: Problem) -> None:
+    played(problem)
+
+
+@settings(deadline=None)
+@given(problems())
+def test_nothing_is_fetched_for_use_after_the_step_that_updates_it(problem: Problem) -> None:
+    for tick, kind, unit in before_step(problem, played(problem)):
+        if kind is Kind.FETCH:
+            assert problem.trace.accesses[tick].unit == unit or problem.next_use(unit, tick) < inf
+
+
+@settings(deadline=None)
+@given(problems())
+def test_no_lease_makes_room_for_one_that_is_needed_later(problem: Problem) -> None:
+    evicted: list[int] = []
+    for tick, kind, unit in before_step(problem, played(problem)):
+        if kind is Kind.RECLAIM:
+            evicted.append(unit)
+            continue
+        needed_in = 0 if problem.trace.accesses[tick].unit == unit else problem.next_use(unit, tick)
+        assert all(problem.next_use(victim, tick) > needed_in for victim in evicted)
+        evicted.clear()
+    assert not evicted, "an eviction makes room for a fetch"
+
+
+@settings(deadline=None)
+@given(problems(all_fit=True))
+def test_where_every_lease_fits_each_is_fetched_once_after_its_update(problem: Problem) -> None:
+    fetched = [unit for _, kind, unit in played(problem).moves if kind is Kind.FETCH]
+    used = {access.unit for access in problem.trace.accesses}
+    assert len(fetched) == len(set(fetched))
+    assert set(fetched) == problem.updated & used & set(problem.pages)
+
+
+def lru_fetches(problem: Problem) -> int:
+    """Fetches of one step, on demand and by least recent use, of units of one page each."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    for _ in range(STEPS):
+        fetches = 0
+        for access in problem.trace.accesses:
+            if access == STEP:
+                for unit in problem.updated & cache.keys():
+                    del cache[unit]
+            elif access.unit in problem.pages:
+                if access.unit not in cache:
+                    fetches += 1
+                    if len(cache) == problem.capacity:
+                        cache.popitem(last=False)
+                cache[access.unit] = None
+                cache.move_to_end(access.unit)
+    return fetches
+
+
+@example(Problem(assumed_trace(range(3)), {0: 1, 1: 1, 2: 1}, frozenset({0, 1, 2}), 2))
+@settings(deadline=None)
+@given(problems(widest=1))
+def test_prefetching_never_costs_more_fetches_than_least_recent_use_would(problem: Problem) -> None:
+    fetched = sum(kind is Kind.FETCH for _, kind, _ in played(problem).moves)
+    assert fetched <= lru_fetches(problem)

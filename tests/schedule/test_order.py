@@ -1,0 +1,124 @@
+"""Which gradient makes room and which update comes next, where several could."""
+
+from pagoda.plan.trace import STEP, Access, Phase, Trace
+from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan
+from pagoda.schedule.scheduler import Scheduler
+
+UNITS = range(5)
+
+
+def scheduler(buffer_pages: int = 0, **plan: bool) -> Scheduler:
+    """Units that are used in their order and back; where their gradients share buffers, two have room."""
+    uses = [Access(u, Phase.FORWARD) for u in UNITS] + [Access(u, Phase.BACKWARD) for u in reversed(UNITS)]
+    units = [UnitPlan(buffer_pages=buffer_pages) for _ in UNITS]
+    return Scheduler(SchedulePlan(units, Trace((*uses, STEP)), buffer_pool=2 * buffer_pages, **plan))
+
+
+def make(scheduler: Scheduler, unit: int, complete: bool = True) -> list[Operation]:
+    """Backward makes a gradient; returns what is done then, all of which has ended."""
+    scheduler.gradient(unit, complete=complete, last=complete)
+    return end(scheduler)
+
+
+def end(scheduler: Scheduler, updates: bool = False) -> list[Operation]:
+    """Let all that is under way end, and what follows, but for updates unless they shall too; returns all of it."""
+    done: list[Operation] = []
+    while new := scheduler.take():
+        done += new
+        for op in new:
+            if op.kind is Kind.RECLAIM:
+                scheduler.reclaimed(op, freed=True)
+            elif op.kind is not Kind.UPDATE or updates:
+                end_update(scheduler, op)
+    return done
+
+
+def end_update(scheduler: Scheduler, op: Operation) -> None:
+    if op.kind is Kind.UPDATE:
+        scheduler.gradient_used(op)
+        scheduler.weights_written(op)
+    scheduler.ended(op)
+
+
+def kinds(operations: list[Operation]) -> list[tuple[Kind, int]]:
+    return [(op.kind, op.unit) for op in operations]
+
+
+def updated(operations: list[Operation]) -> list[int]:
+    return [op.unit for op in operations if op.kind is Kind.UPDATE]
+
+
+def step(scheduler: Scheduler) -> list[Operation]:
+    scheduler.step_asked()
+    scheduler.scale_known()
+    return scheduler.take()
+
+
+# --- gradients ---------------------------------------------------------------------------------------------
+
+
+def test_a_complete_gradient_is_written_to_ssd_at_once_and_the_oldest_makes_room_first() -> None:
+    of = scheduler(buffer_pages=1)
+    second, first, third, fourth = (make(of, unit) for unit in (1, 0, 2, 3))
+    for unit, operations in zip((1, 0, 2, 3), (second, first, third, fourth), strict=True):
+        assert kinds(operations) == [(Kind.OFFLOAD, unit), (Kind.SPILL, unit)]
+    assert [third[0].run, fourth[0].run] == [second[0].run, first[0].run]
+
+
+def test_an_incomplete_gradient_is_written_to_ssd_only_when_its_buffer_is_needed() -> None:
+    of = scheduler(buffer_pages=1)
+    assert kinds(make(of, 4, complete=False)) == [(Kind.OFFLOAD, 4)]
+    assert kinds(make(of, 3, complete=False)) == [(Kind.OFFLOAD, 3)]
+    assert kinds(make(of, 2, complete=False)) == [(Kind.SPILL, 4), (Kind.OFFLOAD, 2)]
+
+
+def test_a_gradient_that_is_used_before_others_need_its_buffer_does_not_come_back_from_ssd() -> None:
+    of = scheduler(buffer_pages=1)
+    for unit in (1, 0):
+        make(of, unit)
+    assert kinds(step(of)) == [(Kind.UPDATE, 0), (Kind.UPDATE, 1)]
+
+
+def test_without_ssd_a_gradient_waits_for_ever_where_no_buffer_is_complete() -> None:
+    of = scheduler(buffer_pages=1, spills=False)
+    for unit in (4, 3):
+        make(of, unit, complete=False)
+    assert make(of, 2, complete=False) == []
+    assert of.gradients_held_back
+    assert of.idle, "so the caller knows that it waits for ever"
+
+
+# --- updates -----------------------------------------------------------------------------------------------
+
+
+def test_updates_come_in_the_order_in_which_forward_needs_them() -> None:
+    of = scheduler()
+    for unit in reversed(UNITS):
+        make(of, unit)
+    first = step(of)
+    assert updated(first) == [0, 1], "two at once, so that the ring of buffers does not run empty between them"
+    for op in first:
+        end_update(of, op)
+    assert updated(end(of, updates=True)) == [2, 3, 4]
+
+
+def test_the_update_that_compute_waits_for_comes_next() -> None:
+    of = scheduler()
+    for unit in reversed(UNITS):
+        make(of, unit)
+    first, _ = step(of)
+    of.access(Access(4, Phase.FORWARD))
+    assert of.awaits_update(4)
+    end_update(of, first)
+    assert updated(of.take()) == [4]
+
+
+def test_an_update_whose_gradient_has_not_arrived_does_not_hold_up_others() -> None:
+    of = scheduler(under_backward=True)
+    of.gradient(4, complete=True, last=True)
+    question, offload = of.take()
+    of.reclaimed(question, freed=True)
+    assert updated(of.take()) == []
+    assert updated(make(of, 3)) == [3]
+    of.ended(offload)
+    assert updated(of.take()) == [4]
