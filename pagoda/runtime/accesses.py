@@ -94,11 +94,11 @@ class Accesses:
         self._device.computing()
         self._executor.poll()
         self._executor.failures.pop(unit.index, None)
+        recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
+        self._driver.tell(self._scheduler.access, access, recorded)
         if access != self._last:
             self._last = access
             self._meter.accesses[self._found(unit)] += 1
-        recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
-        self._driver.tell(self._scheduler.access, access, recorded)
         try:
             if not self._scheduler.ready(unit.index):
                 self._wait(unit)
@@ -144,14 +144,18 @@ class Accesses:
         self._used.clear()
         self._last = None
 
-    def wait(self, until: Callable[[], bool], lane: str, stuck: Callable[[], None] | None = None) -> None:
+    def wait(self, until: Callable[[], bool], lane: str, refuse: Callable[[], None] = lambda: None) -> None:
         """Wait until something is true of the scheduler, or an update has failed, and account for the time as spent on
-        a lane. `stuck` is called where nothing is under way that could make it true."""
-        if until():
+        a lane. `refuse` is called where nothing can make it true, and raises."""
+        if self._driver.holds(until):
             return
+
+        def ended() -> bool:
+            return until() or self._scheduler.has_failed
+
         start = time.perf_counter()
         with labelled(f"pagoda::wait_{lane}"):
-            self._driver.wait(lambda: until() or self._scheduler.has_failed, stuck or self._collect)
+            self._driver.wait(ended, lambda: self._find_way_out(ended, refuse))
         self._meter.stalled(lane, time.perf_counter() - start)
         if not until():
             self._executor.damage.raise_cause()
@@ -186,7 +190,7 @@ class Accesses:
         self.wait(lambda: not scheduler.awaits_update(index) or index in failures, update_lane(self._store, index))
         if not scheduler.ready(index) and not self._leases.in_place(unit):
             lane = self._lane_of_fetch(unit)
-            self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._make_room(unit))
+            self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
         else:
             self.wait(lambda: scheduler.ready(index), update_lane(self._store, index))
         if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
@@ -199,13 +203,13 @@ class Accesses:
         return "h2d" if self._plan.budgets.device is not None else "ssd_read"
 
     def _found(self, unit: LiveUnit) -> Found:
-        """What an access to a unit finds, before it waits for anything."""
+        """What the access to a unit that the scheduler was told of last has come upon."""
         if self._leases.in_place(unit):
             return Found.IN_PLACE
-        if (found := self._scheduler.found(unit.index)) is None:
-            return Found.LATE if self._scheduler.awaits_update(unit.index) else Found.FAULT
+        if self._scheduler.found is None:
+            return Found.FAULT
         lease = self._leases.latest(unit)
-        arrived = found and lease is not None and lease.ready is not None and lease.ready.done
+        arrived = self._scheduler.found and lease is not None and lease.ready is not None and lease.ready.done
         return Found.ARRIVED if arrived else Found.LATE
 
     def _note(self, tape: Tape, unit: LiveUnit, phase: Phase) -> None:
@@ -218,22 +222,22 @@ class Accesses:
             self._observed[unit.index].note(self._scheduler.lag(unit.index))
         self._used.add(unit.index)
 
-    def _collect(self) -> None:
-        """Nothing is under way: find references that have gone."""
+    def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
+        """Nothing is under way that could end a wait: find references that have gone, or `refuse`, which raises."""
+
+        def stuck() -> bool:
+            return self._driver.holds(lambda: self._scheduler.idle and not until())
+
         self._executor.poll()
-        if self._scheduler.idle:
+        if stuck():
             gc.collect()  # reference cycles may keep views of leases alive
             self._executor.poll()
-        assert not self._scheduler.idle, "compute waits, and nothing is under way"
+        if stuck():
+            refuse()
+            raise AssertionError("compute waits, and nothing is under way")
 
-    def _make_room(self, unit: LiveUnit) -> None:
-        self._executor.poll()
-        if self._scheduler.ready(unit.index) or not self._scheduler.idle:
-            return
-        gc.collect()  # reference cycles may keep views of leases alive
-        self._executor.poll()
-        if self._scheduler.ready(unit.index) or not self._scheduler.idle:
-            return
+    def _refuse(self, unit: LiveUnit) -> None:
+        """There is no room for a unit."""
         tier = self._plan.lease_tier
         names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.holders())
         raise BudgetError(

@@ -17,7 +17,8 @@ class Driver:
 
     Any thread appends to it, and works off what is there under the one lock, unless it holds that already: then it will
     come to it. So the scheduler sees one event after another, and operations are in their lanes' queues before the lock
-    is released. Nothing under the lock waits, moves bytes or runs a user's code.
+    is released. Nothing under the lock waits or runs a user's code. Bytes move under it only where a lane does little
+    work at once (`Lane.inline_bytes`).
     """
 
     def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None]) -> None:
@@ -37,6 +38,12 @@ class Driver:
         if self._holder != threading.get_ident():
             with self._changed:
                 self._work_off()
+
+    def holds(self, question: Callable[[], bool]) -> bool:
+        """Whether something is true of the scheduler. What it says while an event is worked off may be true of no
+        state between two events."""
+        with self._changed:
+            return question()
 
     def wait(self, until: Callable[[], bool], stuck: Callable[[], None]) -> None:
         """Block until something is true of the scheduler.

@@ -151,14 +151,12 @@ class Stepper:
         """A gradient waits for its buffer: have it brought there. `last`: it is the last one before `step()`."""
         self._driver.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
         lane = "update" if self._options.update_under_backward else "ssd_write"
-        self._accesses.wait(lambda: not self._scheduler.gradients_held_back, lane, lambda: self._make_room(record))
+        self._accesses.wait(lambda: not self._scheduler.gradients_held_back, lane, lambda: self._refuse(record))
 
-    def _make_room(self, record: UnitGradient) -> None:
-        """Nothing is under way that could free a buffer."""
-        self._executor.poll()
-        if self._scheduler.gradients_held_back and self._scheduler.idle:
-            error, self._executor.spill_failure = self._executor.spill_failure, None
-            raise error or BudgetError(self._gradients.exhausted(record.unit), tier=HOST)
+    def _refuse(self, record: UnitGradient) -> None:
+        """There is no buffer for a gradient."""
+        error, self._executor.spill_failure = self._executor.spill_failure, None
+        raise error or BudgetError(self._gradients.exhausted(record.unit), tier=HOST)
 
     def _guess(self, record: UnitGradient) -> None:
         """What the update of a unit is, if `step()` clips nothing and no hyperparameter changes until then."""

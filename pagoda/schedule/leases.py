@@ -107,7 +107,7 @@ class Leases:
         self._fetching: list[list[int]] = [[] for _ in plan.units]
         """The versions that they bring, by unit; more than one if the weights that the first brings have become old."""
         for unit in range(len(plan.units)):
-            self.fetchable(unit)
+            self.note_missing(unit)
 
     # --- events ---
 
@@ -125,7 +125,7 @@ class Leases:
         """These units come next, in this order: compute has no more to do before them than routing takes, so all of
         them are fetched at once, as far as frames allow."""
         for unit in units:
-            self.fetchable(unit)
+            self.note_missing(unit)
         for unit in units:
             if unit not in self._leases and self._plan.units[unit].lease_frames and not self._fetch(unit, wanted=False):
                 return
@@ -133,7 +133,7 @@ class Leases:
     def retraced(self) -> None:
         """The trace is another one: so is the order in which units are missing, or idle."""
         for unit in range(len(self.users)):
-            self.fetchable(unit)
+            self.note_missing(unit)
             if unit in self._leases:
                 self._note_idle(unit)
 
@@ -190,8 +190,8 @@ class Leases:
         if lease is not None:
             self._end(lease)
 
-    def fetchable(self, unit: int) -> None:
-        """An update of a unit is over, so that its weights can be fetched."""
+    def note_missing(self, unit: int) -> None:
+        """A unit may be fetched ahead once its weights can be read: its lease has ended, or its update is over."""
         if not self._plan.units[unit].lease_frames or unit in self._leases:
             return
         use = self._order.next_use(unit)
@@ -206,7 +206,7 @@ class Leases:
         if before in self._leases:
             self._note_idle(before)
         for unit in self._after_step:
-            self.fetchable(unit)
+            self.note_missing(unit)
         self._after_step.clear()
 
     # --- questions ---
@@ -216,8 +216,10 @@ class Leases:
         lease = self._leases.get(unit)
         return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is State.READY)
 
-    def lease(self, unit: int) -> Lease | None:
-        return self._leases.get(unit)
+    def found(self, unit: int) -> bool | None:
+        """What a unit has: True for weights that compute can read, False for a fetch under way, None for neither."""
+        ready = self.ready(unit)
+        return ready if ready or unit in self._leases else None
 
     def reads(self, unit: int, version: int) -> bool:
         """Whether a FETCH of this version of a unit's weights is under way."""
@@ -244,24 +246,27 @@ class Leases:
                 return
         while (self._plan.agreed or self._filling < MOST_PREFETCHES) and (unit := self._next_missing()) is not None:
             if not self._fetch(unit, wanted=False):
-                self.fetchable(unit)
+                self.note_missing(unit)
                 return
 
     def _next_missing(self) -> int | None:
-        """The unit to prefetch next: the one that is used first among those that can be fetched."""
+        """The unit to prefetch next: the one that is used first. None also while that waits for its update."""
         while self._missing:
             use, unit = heappop(self._missing)
             if self._listed.get(unit) != use:
                 continue
             del self._listed[unit]
-            if unit in self._leases or self._readable(unit) is None:
-                continue  # it comes back when its lease ends, or its update
+            if unit in self._leases:
+                continue  # it comes back when its lease ends
             if use != self._order.next_use(unit):
-                self.fetchable(unit)  # that use has passed
+                self.note_missing(unit)  # that use has passed
             elif use == inf or not self._order.counted_on(unit):
                 continue  # the trace never uses it
             elif self._useful(unit) == inf:
                 self._after_step.append(unit)
+            elif self._readable(unit) is None:
+                self.note_missing(unit)  # what is used after it must not take its frames
+                return None
             else:
                 return unit
         return None
@@ -339,8 +344,8 @@ class Leases:
         """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
         lease.state = State.ENDED
-        if again and self._readable(lease.unit) is not None:
-            self.fetchable(lease.unit)
+        if again:
+            self.note_missing(lease.unit)
         if lease.filled or self._plan.agreed:
             self._reclaim(lease)
 

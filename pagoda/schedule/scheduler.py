@@ -33,6 +33,9 @@ class Scheduler:
         """The same of each RECLAIM whose weights something refers to."""
         self._waiting: dict[int, int] = {}
         """unit -> accesses of it that cannot read it yet."""
+        self.found: bool | None = None
+        """What the latest access came upon: True for the weights, False where their update or fetch was to come or
+        under way, None where nothing had been done for them."""
         self.steps = 0
         """Steps that were taken, skipped or dropped."""
 
@@ -42,6 +45,7 @@ class Scheduler:
         """Compute begins to use a unit: it must wait until `ready`. What is `recorded` is part of the step, of which
         the next trace is made; evaluation is not."""
         unit = access.unit
+        self.found = False if self.awaits_update(unit) else self._leases.found(unit)
         announced = self._order.access(access, recorded)
         self._updates.undo(unit)
         self._leases.access(unit)
@@ -272,12 +276,6 @@ class Scheduler:
         """Whether compute can read the weights of a unit that it has accessed."""
         return unit not in self._waiting
 
-    def found(self, unit: int) -> bool | None:
-        """What an access of a unit that needs a lease would find: True for its weights, False for a fetch that is under
-        way, None for neither."""
-        lease = self._leases.lease(unit)
-        return None if lease is None else self._leases.ready(unit)
-
     def awaits_update(self, unit: int) -> bool:
         """Whether it is an update that the weights of a unit wait for."""
         return self._updates.readable(unit) is None
@@ -405,5 +403,5 @@ class Scheduler:
         self._leases.changed(unit)
 
     def _weights_readable(self, unit: int) -> None:
-        if not self.plan.agreed:  # else that does not count, and it was fetchable since its lease has ended
-            self._leases.fetchable(unit)
+        if not self.plan.agreed:  # else that does not count, and it was listed when its lease has ended
+            self._leases.note_missing(unit)

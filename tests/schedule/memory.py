@@ -342,7 +342,7 @@ class Memory:
         require(updates.checkpoint.reserve == self.plan.reserve_pages, "the reserve holds states that nobody needs")
 
     def is_current(self, fetch: Operation) -> bool:
-        lease = self.scheduler._leases.lease(fetch.unit)
+        lease = self.scheduler._leases._leases.get(fetch.unit)
         return lease is not None and lease.run == fetch.run
 
     def kept_or_now(self, op: Operation, home: Home) -> int:

@@ -319,14 +319,14 @@ MUTANTS = (
     Mutant(
         "a failed update that stands is undone",
         updates,
-        "        if not update.speculative:\n            self.failed = True\n            return\n        update.w",
-        "        update.w",
+        "        if not update.speculative:\n            self.failed = True\n            return\n        self.times",
+        "        self.times",
     ),
     Mutant(
         "training goes on after a failed update",
         updates,
-        "            self.failed = True\n            return\n        update.w",
-        "            return\n        update.w",
+        "            self.failed = True\n            return\n        self.times",
+        "            return\n        self.times",
     ),
     Mutant(
         "a failed update keeps its gradients for ever",

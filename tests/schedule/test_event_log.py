@@ -71,6 +71,6 @@ def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None
 
 def test_every_event_of_the_scheduler_is_logged() -> None:
     """What is neither logged nor a question: nothing."""
-    questions = {"take", "ready", "found", "awaits_update", "lag", "began_early", "next_use", "holders", "speculates"}
+    questions = {"take", "ready", "awaits_update", "lag", "began_early", "next_use", "holders", "speculates"}
     methods = {name for name, kind in vars(Scheduler).items() if callable(kind) and not name.startswith("_")}
     assert methods - questions == {*EVENTS}

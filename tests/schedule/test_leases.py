@@ -163,6 +163,33 @@ def test_no_lease_makes_room_for_one_that_is_needed_later(problem: Problem) -> N
     assert not evicted, "an eviction makes room for a fetch"
 
 
+def test_what_is_used_later_does_not_overtake_what_waits_for_its_update() -> None:
+    """It would take the frames, and compute would find that nothing has been done for what it needs first."""
+    problem = Problem(assumed_trace(range(2)), {0: 1, 1: 1}, frozenset({0, 1}), 2)
+    scheduler = played(problem).scheduler
+    for access in problem.trace.accesses[:-1]:
+        scheduler.access(access)
+        scheduler.release(access.unit)
+    for unit in (1, 0):
+        scheduler.gradient(unit, complete=True, last=True)
+    for operation in scheduler.take():
+        scheduler.ended(operation)
+    scheduler.scale_known()
+    operations = scheduler.take()
+    for operation in operations:
+        if operation.kind is Kind.RECLAIM:
+            scheduler.reclaimed(operation, freed=True)
+    first, second = (operation for operation in operations if operation.kind is Kind.UPDATE)
+    assert (first.unit, second.unit) == (0, 1)
+    fetched = []
+    for update in (second, first):
+        scheduler.gradient_used(update)
+        scheduler.weights_written(update)
+        scheduler.ended(update)
+        fetched.append([operation.unit for operation in scheduler.take() if operation.kind is Kind.FETCH])
+    assert fetched == [[], [0, 1]]
+
+
 @settings(deadline=None)
 @given(problems(all_fit=True))
 def test_where_every_lease_fits_each_is_fetched_once_after_its_update(problem: Problem) -> None:
