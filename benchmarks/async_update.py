@@ -28,8 +28,9 @@ import pagoda
 from pagoda.construction.construct import describe
 from pagoda.models import build_model
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
 from pagoda.train.data import Batches, ByteText

@@ -28,7 +28,8 @@ from rich.console import Console
 
 import pagoda
 from pagoda.calibrate.meter import cpu_name
-from pagoda.memory import Arena, PageFile
+from pagoda.memory.arena import Arena
+from pagoda.memory.ssd.file import PageFile
 from pagoda.models import build_model
 from pagoda.optimizer import PagedOptimizer
 from pagoda.process import keep_freed_memory, restart_spinning_briefly

@@ -30,8 +30,9 @@ from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
 from pagoda.models import build_model
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.plan.units import ModuleSpec
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.hardware import Hardware

@@ -74,7 +74,6 @@ class Clock:
                     self.end_one()
             self.event("release", access.unit)
         self.until("gradients_settled")
-        self.scheduler.step_asked()
         self.event("scale_known")
 
 

@@ -13,8 +13,9 @@ from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops, module_spec
 from pagoda.models.papers import find_paper_shape
 from pagoda.optim import AdamW
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.simulate.machines import find_machine
 from pagoda.simulate.simulation import simulate
 

@@ -27,8 +27,10 @@ from torch import nn
 
 import pagoda
 from pagoda.calibrate.meter import cpu_name
-from pagoda.memory import Arena, PageFile, parse_bytes
+from pagoda.memory.arena import Arena
+from pagoda.memory.sizes import parse_bytes
 from pagoda.memory.ssd import striped, tier
+from pagoda.memory.ssd.file import PageFile
 from pagoda.memory.ssd.slots import Hashes
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 

@@ -50,8 +50,8 @@ from pagoda.parallel.tensors import check_tensor_parallel, divided_in
 from pagoda.parallel.wire import Wire
 from pagoda.plan.activations import SHARE_OF_MEMORY, ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
-from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.split import Split
+from pagoda.plan.options import Options, Split
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.runtime.blocks import refuse_own_checkpointing
 from pagoda.runtime.device import open_device
 from pagoda.runtime.engine import Engine

@@ -176,7 +176,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         mmap=True)` then takes no RAM beyond one parameter's.
 
         Raises CheckpointError, with nothing changed, for groups of other parameters and states of other shapes. An
-        error after the first change leaves a state that can be neither used nor saved until it is loaded again, whole.
+        error after the first change leaves a state that can be neither used nor saved until a checkpoint is loaded.
         """
         states, groups = state_dict["state"], state_dict["param_groups"]
         if any(isinstance(name, str) for group in groups for name in group["params"]):
@@ -194,7 +194,6 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._mark_grouped()
             for index, (unit, slot) in enumerate(self._members()):
                 self._states.write(unit, slot, states.get(index, {}))
-            self._engine.optimizer_replaced()
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and state, as torch has it, of each parameter that has been updated, one in RAM at a time.

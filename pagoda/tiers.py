@@ -14,8 +14,8 @@ from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import directory_and_size, parse_bytes
 from pagoda.memory.ssd.record import bytes_of_stores
 from pagoda.parallel.world import World
+from pagoda.plan.options import Split
 from pagoda.plan.placement import Budgets
-from pagoda.plan.split import Split
 
 HOST_SHARE = 0.8
 """Share of the RAM that is free now which a host budget left open may take; the rest is for activations."""

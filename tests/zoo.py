@@ -26,8 +26,9 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import AdamW, Moments, Precision, Rule, StateSpec
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.units import ModuleSpec
 
 VOCABULARY, BATCH, LENGTH = 96, 2, 16

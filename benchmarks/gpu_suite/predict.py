@@ -8,7 +8,8 @@ from gpu_suite.common import Figures, Machine, drawn_quickly, meta, release, tim
 from pagoda.calibrate import ComputeProfiler, calibrate
 from pagoda.construction.construct import describe
 from pagoda.forecast.compute import Compute
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.options import Options
+from pagoda.plan.planner import make_plan
 from pagoda.simulate.simulation import simulate
 from training import Paged
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops
 from pagoda.models.papers import find_paper_shape
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.simulate.hardware import Cpu, Device, Figure, Hardware, Link, MatmulRate
 from pagoda.simulate.simulation import simulate
 from paper_tables.common import GB, ROOM, STATES, UNIT_BYTES, tree

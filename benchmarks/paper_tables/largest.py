@@ -11,8 +11,9 @@ from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import exchanged_elements, forward_flops
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.machines import find_machine

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from pagoda.models.papers import find_paper_shape
+from pagoda.plan.options import Options
 from pagoda.plan.placement import BOUNCE, CHECKPOINT, Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from paper_tables.common import ROOM, STATES, UNIT_BYTES, gigabytes, tree
 

@@ -104,8 +104,7 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
 def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) -> None:
     """Make `value` (any float dtype), of what this rank has of the parameter, its master weight.
 
-    Elements whose compute-dtype value does not change keep their low half when `value` has no more precision, unless an
-    update that failed has left nothing worth keeping.
+    Elements whose compute-dtype value does not change keep their low half when `value` has no more precision.
     """
     store = engine.store
     placed = unit.spec.slots[slot]
@@ -114,7 +113,7 @@ def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) ->
     flat = value.detach().reshape(-1).cpu()
     keeps_low = flat.dtype == store.dtype(WEIGHT) and slot < unit.trainable and store.has_low
     with engine.overwriting():
-        if keeps_low and not engine.damage.found:
+        if keeps_low:
             old = store.read(unit.index, WEIGHT, placed.offset, flat.numel())
             low = store.read(unit.index, LOW, placed.offset, flat.numel())
             low.masked_fill_(old.view(torch.int16) != flat.view(torch.int16), 0)
@@ -122,4 +121,4 @@ def overwrite(engine: Engine, unit: LiveUnit, slot: int, value: torch.Tensor) ->
             store.write(unit.index, LOW, placed.offset, low)
         else:
             store.write_master(unit.spec, slot, flat)
-        engine.weights_replaced(unit, slot)
+        engine.weights_changed(unit)

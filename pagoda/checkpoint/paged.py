@@ -17,7 +17,7 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.ssd.committed import CommittedPages, open_commit
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.shards import Span
+from pagoda.plan.slices import Span
 
 PAGED = "paged"
 """The manifest's key."""

@@ -20,7 +20,7 @@ from pagoda.errors import CheckpointError
 from pagoda.memory.forms import FormError, check
 from pagoda.memory.identity import CHECKPOINT_ID, MANIFEST
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.tensor_shards import TensorShard
+from pagoda.plan.units import TensorShard
 
 TILES = "tiles"
 """In a manifest: whole parameter -> its shape and the names of its parts, in order, under which it is stored."""

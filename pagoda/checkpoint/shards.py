@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pagoda.checkpoint.tensors import TensorSpec
-from pagoda.plan.tensor_shards import TensorShard
+from pagoda.plan.units import TensorShard
 
 Read = Callable[[int, int], torch.Tensor]
 """Elements [start, start + count) of a tensor, flat."""

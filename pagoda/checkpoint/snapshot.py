@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Snapshot:
         one is complete. Raises UsageError where updates under backward have left the state after `step()` behind
         already.
         """
-        if any(unit.updated for unit in self._engine.units):
+        if self._engine.stepper.updates_have_begun():
             raise UsageError(
                 "save_checkpoint() between backward and step(): with accumulation_steps announced, some units have had "
                 "this step's update already and others have not. Call optimizer.step() first."
@@ -87,11 +88,9 @@ class Snapshot:
         self._engine.prepare_capture()
         replaces, content["id"] = self._agreed(replaces)
         kept = KeptPages.of(self._engine, replaces)
-        capture = self._engine.capture(
-            lambda unit: self._pieces(unit, kept),
-            {unit: list(paged.extents.values()) for unit, paged in kept.units.items()},
-        )
         specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
+        extents = {unit: paged.extents for unit, paged in kept.units.items()}
+        capture = self._engine.capture(lambda unit: self._pieces(unit, kept), extents)
         saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
 
     def _write(
@@ -251,26 +250,24 @@ class Snapshot:
             if span is not None:
                 yield slot, span
 
-    def _pieces(self, index: int, kept: KeptPages) -> Iterator[Piece]:
-        """Every piece of every state of a unit that this rank writes, without what is kept as pages."""
-        unit = self._engine.units[index]
+    def _pieces(self, index: int, kept: KeptPages) -> list[Piece]:
+        """Every piece of every state of a unit that this rank writes, without what is kept as pages, parameter by
+        parameter."""
+        unit, shards = self._engine.units[index], self._engine.store.shards
+        pieces: list[tuple[int, Piece]] = []
         for state in self._states:
             if kept.has(index, state.name):
                 continue
-            mine = self._engine.store.shards.responsible(unit.spec, state.name)
+            mine = shards.responsible(unit.spec, state.name)
             for slot, span in self._spans(unit, state):
-                placed, name = unit.spec.slots[slot], unit.stored_name(slot)
-                if not self._engine.store.shards.writes(unit.spec, slot):
+                if not shards.writes(unit.spec, slot):
                     continue
                 for start, count in chunks(span.count):
                     first = span.first + start
                     for part in filter(None, (here.within(first, first + count) for here in mine)):
-                        begins = start + part.start - first
-                        changed = placed.offset, placed.offset + placed.param.numel
-                        if state.shape_of is None:
-                            changed = part.start * state.per, part.stop * state.per
-                        numel = part.stop - part.start
-                        yield Piece(index, state.name, name, begins, part.start, numel, part.at, *changed)
+                        begins, numel = start + part.start - first, part.stop - part.start
+                        pieces.append((slot, Piece(index, state.name, unit.stored_name(slot), begins, numel, part.at)))
+        return [piece for _, piece in sorted(pieces, key=itemgetter(0))]
 
     def _generators(self) -> list[dict[str, Any]]:
         """The state of every rank's random number generators, as JSON."""

@@ -59,7 +59,7 @@ class ModelState:
             with engine.overwriting():
                 part = unit.part_of(slot, state_dict[name].detach())
                 engine.store.write_master(unit.spec, slot, part.cpu().float().reshape(-1))
-                engine.weights_replaced(unit, slot)
+                engine.weights_changed(unit)
         for name, buffer in buffers.items():
             buffer.detach().copy_(state_dict[name])
 
@@ -152,7 +152,6 @@ class OptimizerState:
                         self._engine.store.write(unit.index, moment.name, span.first, flat)
             for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
                 mine.update({key: value for key, value in given.items() if key != "params"})
-            self._engine.optimizer_replaced()
 
     def _groups(self) -> list[dict[str, Any]]:
         """The `param_groups`, with the names of their parameters, also of those that other ranks have."""
@@ -183,7 +182,7 @@ class OptimizerState:
 
 def _settle(engine: Engine) -> None:
     """Wait until every state is that after the last step."""
-    if any(unit.updated for unit in engine.units):
+    if engine.stepper.updates_have_begun():
         raise UsageError(
             "The state was asked for between backward and step(): with accumulation_steps announced, some units have "
             "had this step's update already and others have not. Call optimizer.step() first."

@@ -6,12 +6,10 @@ from math import inf
 from typing import Any, TypeVar
 
 from pagoda.errors import BudgetError
-from pagoda.forecast.compute import Compute
 from pagoda.forecast.forecast import Forecast
+from pagoda.forecast.inputs import PlanInputs, activations_of
 from pagoda.forecast.machine import budgets_for
-from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Candidate
-from pagoda.forecast.setting import Setting, activations_of
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
@@ -29,26 +27,26 @@ class _Change:
     """Something that could be different."""
 
     name: str
-    setting: Setting
+    inputs: PlanInputs
     tokens: float = 1.0
     """Tokens per step, as a multiple of what they are."""
 
 
 def advise(forecast: Forecast) -> tuple[str, ...]:
     """At most three lines: a plan that costs nothing, then the best first."""
-    if forecast.setting is None:
+    if forecast.inputs is None:
         return ()
     if forecast.choice is None:
-        return tuple(_what_would_fit(forecast, forecast.setting))[:_MOST_LINES]
-    best, setting = forecast.choice.best, forecast.setting
+        return tuple(_what_would_fit(forecast, forecast.inputs))[:_MOST_LINES]
+    best, inputs = forecast.choice.best, forecast.inputs
     now = best.timeline.step_s
     free: list[str] = []
     gains: list[tuple[float, str]] = []
-    changes = [(_estimated_gain(change, setting, best), change) for change in _changes(forecast, setting)]
+    changes = [(_estimated_gain(change, inputs, best), change) for change in _changes(forecast, inputs)]
     promising = sorted((change for change in changes if change[0] > _WORTH), key=lambda change: -change[0])
     for _, change in promising[:_MOST_LINES]:
         # What is said comes from the step that the forecast itself simulates, with the change.
-        gain = change.tokens * now / _step_s(change.setting.problem, change.setting, best) - 1
+        gain = change.tokens * now / _step_s(change.inputs, best) - 1
         if gain > _WORTH:
             tokens_per_s = forecast.tokens_per_s * (1 + gain)
             gains.append((gain, f"{change.name}: {gain:+.0%}, {tokens_per_s:,.0f} tokens/s."))
@@ -65,88 +63,85 @@ def advise(forecast: Forecast) -> tuple[str, ...]:
     return (*free, *(line for _, line in sorted(gains, reverse=True)))[:_MOST_LINES]
 
 
-def _estimated_gain(change: _Change, setting: Setting, best: Candidate) -> float:
+def _estimated_gain(change: _Change, inputs: PlanInputs, best: Candidate) -> float:
     """What a change gives: of a plan of many units on a part of the layers, if there is one with the change and one
     without, since a part says nothing of the whole. Both may not fit their part of a tier: then of the whole."""
-    before, after = setting.problem, change.setting.problem
-    parts = before.to_compare(best.plan), after.to_compare(best.plan)
-    if parts[0] is not before and parts[1] is not after:
-        seconds = _step_s(parts[0], setting, best), _step_s(parts[1], change.setting, best)
-        if max(seconds) < inf:
-            return change.tokens * seconds[0] / seconds[1] - 1
-    return change.tokens * best.timeline.step_s / _step_s(after, change.setting, best) - 1
+    parts = inputs.to_compare(best.plan), change.inputs.to_compare(best.plan)
+    if parts[0] is not inputs and parts[1] is not change.inputs:
+        before, after = (_step_s(part, best) for part in parts)
+        if max(before, after) < inf:
+            return change.tokens * before / after - 1
+    return change.tokens * best.timeline.step_s / _step_s(change.inputs, best) - 1
 
 
-def _step_s(problem: Problem, setting: Setting, best: Candidate) -> float:
-    """Seconds of a step of the plan that was chosen and of the usual one, made for the problem of another setting, or
-    for a part of it, whichever is shorter: no search, so there may be a faster one. Infinite where neither fits."""
-    chosen, options = best.options, setting.options
+def _step_s(inputs: PlanInputs, best: Candidate) -> float:
+    """Seconds of a step of the plan that was chosen and of the usual one, made for other inputs, whichever is
+    shorter: no search, so there may be a faster one. Infinite where neither fits."""
+    chosen, options = best.options, inputs.options
     as_chosen = replace(options, unit_limit=chosen.unit_limit, split=chosen.split, page_bytes=chosen.page_bytes)
     seconds = [inf]
     for tried in dict.fromkeys((as_chosen, options)):
         try:
-            seconds.append(problem.simulated(problem.plan(tried)).step_s)
+            seconds.append(inputs.simulated(inputs.plan(tried)).step_s)
         except BudgetError:
             continue
     return min(seconds)
 
 
-def _changes(forecast: Forecast, setting: Setting) -> Iterator[_Change]:
-    hardware, budgets = setting.hardware, setting.budgets
+def _changes(forecast: Forecast, inputs: PlanInputs) -> Iterator[_Change]:
+    hardware, budgets = inputs.hardware, inputs.budgets
     config = forecast.config
     if SSD in forecast.bytes:
         host = 2 * budgets.host
         yield _Change(
-            f"Twice the RAM for pages ({format_bytes(host)})", replace(setting, budgets=replace(budgets, host=host))
+            f"Twice the RAM for pages ({format_bytes(host)})", replace(inputs, budgets=replace(budgets, host=host))
         )
     if hardware.ssd is not None and SSD in forecast.bytes:
         rates = ("read_bytes_per_s", "write_bytes_per_s", "both_bytes_per_s")
         drive = _twice_as_fast(hardware.ssd, *rates)
         if drive.small is not None:
             drive = replace(drive, small=_twice_as_fast(drive.small, *rates))
-        yield _Change("An SSD twice as fast", replace(setting, hardware=replace(hardware, ssd=drive)))
+        yield _Change("An SSD twice as fast", replace(inputs, hardware=replace(hardware, ssd=drive)))
     if hardware.link is not None:
         link = _twice_as_fast(hardware.link, "h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s")
-        yield _Change("A link to the GPU twice as fast", replace(setting, hardware=replace(hardware, link=link)))
-    if setting.ranks is not None:
+        yield _Change("A link to the GPU twice as fast", replace(inputs, hardware=replace(hardware, link=link)))
+    if inputs.ranks is not None:
         network = _twice_as_fast(hardware, "intra_node_bytes_per_s", "inter_node_bytes_per_s")
-        yield _Change("Collectives twice as fast", replace(setting, hardware=network))
+        yield _Change("Collectives twice as fast", replace(inputs, hardware=network))
     cpu = _twice_as_fast(hardware.cpu, "update_params_per_s")
-    yield _Change("Updates twice as fast", replace(setting, hardware=replace(hardware, cpu=cpu)))
-    if (larger := _twice_the_batch(forecast, setting)) is not None:
+    yield _Change("Updates twice as fast", replace(inputs, hardware=replace(hardware, cpu=cpu)))
+    if (larger := _twice_the_batch(forecast, inputs)) is not None:
         yield _Change(f"Twice the sequences per pass (--batch-size {2 * config.batch_size})", larger, tokens=2.0)
     passes = 2 * config.accumulation_steps
     yield _Change(
         f"Twice the passes per step (--accumulation-steps {passes})",
-        replace(setting, options=replace(setting.options, accumulation_steps=passes)),
+        replace(inputs, options=replace(inputs.options, accumulation_steps=passes)),
         tokens=2.0,
     )
-    if setting.options.clipping:
+    if inputs.options.clipping:
         yield _Change(
-            "No clipping (--clip-grad-norm None), so that updates run under backward",
-            replace(setting, options=replace(setting.options, clipping=False)),
+            "No clipping (--clip-grad-norm None), so that updates run under backward", _without_clipping(inputs)
         )
 
 
-def _twice_the_batch(forecast: Forecast, setting: Setting) -> Setting | None:
-    """The setting with what twice the activations leave to pages; None where they leave nothing."""
+def _twice_the_batch(forecast: Forecast, inputs: PlanInputs) -> PlanInputs | None:
+    """The inputs with what twice the activations leave to pages; None where they leave nothing."""
     config = forecast.config
     twice = replace(config, batch_size=2 * config.batch_size)
-    activations = activations_of(twice, setting.subject)
+    activations = activations_of(twice, inputs.subject)
     try:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)
     except BudgetError:
         return None
-    subject = replace(setting.subject, exchanged={at: 2 * n for at, n in setting.subject.exchanged.items()})
-    compute = _scaled(setting.compute, 2.0)
-    from_flops = compute if setting.from_flops is setting.compute else _scaled(setting.from_flops, 2.0)
-    saved = setting.saved and replace(setting.saved, sizes=setting.saved.sizes.scaled(2.0))
-    return replace(setting, subject=subject, budgets=budgets, saved=saved, from_flops=from_flops, compute=compute)
+    exchanges = {module: 2 * nbytes for module, nbytes in inputs.exchanges.items()}
+    saved = inputs.saved and replace(inputs.saved, sizes=inputs.saved.sizes.scaled(2.0))
+    compute = inputs.compute.scaled(2.0)
+    return replace(inputs, exchanges=exchanges, budgets=budgets, saved=saved, compute=compute)
 
 
-def _what_would_fit(forecast: Forecast, setting: Setting) -> Iterator[str]:
+def _what_would_fit(forecast: Forecast, inputs: PlanInputs) -> Iterator[str]:
     """Changes of one budget with which a plan fits, with what the plan then takes."""
-    budgets = setting.budgets
+    budgets = inputs.budgets
     flag = "--memory.ssd DIR:SIZE" if forecast.machine.here else "--memory.ssd SIZE"
     for tier, text in (
         ("host", "RAM for pages of {} (--memory.host)"),
@@ -156,30 +151,30 @@ def _what_would_fit(forecast: Forecast, setting: Setting) -> Iterator[str]:
         before = getattr(budgets, tier)
         if before is None and tier != SSD:
             continue
-        plan = _planned(replace(setting, budgets=replace(budgets, **{tier: _ROOM})))
+        plan = _planned(replace(inputs, budgets=replace(budgets, **{tier: _ROOM})))
         if plan is not None:
-            needed = _least(forecast, setting, tier, plan.peak_bytes[tier])
+            needed = _least(forecast, inputs, tier, plan.peak_bytes[tier])
             yield f"It would fit with {text.format(format_at_least(needed))}."
-    if setting.options.clipping and (without := _planned(_without_clipping(setting))) is not None:
+    if inputs.options.clipping and (without := _planned(_without_clipping(inputs))) is not None:
         yield f"It would fit without clipping (--clip-grad-norm None), in {_amounts(without)}."
 
 
-def _without_clipping(setting: Setting) -> Setting:
-    return replace(setting, options=replace(setting.options, clipping=False))
+def _without_clipping(inputs: PlanInputs) -> PlanInputs:
+    return replace(inputs, options=replace(inputs.options, clipping=False))
 
 
-def _planned(setting: Setting) -> Plan | None:
+def _planned(inputs: PlanInputs) -> Plan | None:
     try:
-        return setting.usual_plan()
+        return inputs.usual_plan()
     except BudgetError:
         return None
 
 
-def _least(forecast: Forecast, setting: Setting, tier: str, enough: int) -> int:
+def _least(forecast: Forecast, inputs: PlanInputs, tier: str, enough: int) -> int:
     """Bytes of one tier with which a plan fits: what the refusal asks for, if the other tiers have room for it."""
     refusal = forecast.refusal
     if refusal is not None and refusal.tier == tier and refusal.needed_bytes is not None:
-        least = replace(setting, budgets=replace(setting.budgets, **{tier: refusal.needed_bytes}))
+        least = replace(inputs, budgets=replace(inputs.budgets, **{tier: refusal.needed_bytes}))
         if _planned(least) is not None:
             return refusal.needed_bytes
     return enough
@@ -196,10 +191,3 @@ def _twice_as_fast(part: _Part, *rates: str) -> _Part:
         rate: figure and replace(figure, value=2 * figure.value) for rate, figure in figures.items()
     }
     return replace(part, **twice)
-
-
-def _scaled(compute: Compute, factor: float) -> Compute:
-    return Compute(
-        {module: factor * seconds for module, seconds in compute.forward_s.items()},
-        {module: factor * seconds for module, seconds in compute.backward_s.items()},
-    )

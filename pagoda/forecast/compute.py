@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pagoda.errors import ConfigError
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
-from pagoda.plan.units import ModuleSpec, Use, forward_uses
+from pagoda.plan.units import ModuleSpec, Use, forward_uses, layers_of
 from pagoda.simulate.profile import ComputeProfile
 
 
@@ -29,10 +29,10 @@ class Compute:
     def from_profile(cls, profile: ComputeProfile, root: ModuleSpec) -> "Compute":
         """A measured profile, spread over a model's modules.
 
-        Its layers are the longest row of siblings; inside a layer, time goes by parameters. The first module outside
-        the layers is the embedding, the last one the head.
+        Inside a layer, time goes by parameters. The first module outside the layers is the embedding, the last one the
+        head.
         """
-        layers = _layers(root)
+        layers = layers_of(root)
         inside = {leaf.name for layer in layers for leaf in leaves(layer)}
         outside = [leaf.name for leaf in leaves(root) if leaf.name not in inside and (leaf.params or leaf.tied)]
         if not layers or not outside:
@@ -51,6 +51,13 @@ class Compute:
                 forward[leaf.name] = share * profile.layer_forward_s
                 backward[leaf.name] = share * profile.layer_backward_s
         return cls(forward, backward)
+
+    def scaled(self, factor: float) -> "Compute":
+        """The times of a micro-batch of `factor` times as many sequences."""
+        return Compute(
+            {module: factor * seconds for module, seconds in self.forward_s.items()},
+            {module: factor * seconds for module, seconds in self.backward_s.items()},
+        )
 
     @property
     def step_s(self) -> float:
@@ -91,10 +98,3 @@ def leaves(root: ModuleSpec) -> list[ModuleSpec]:
     if not root.children:
         return [root]
     return [leaf for child in root.children for leaf in leaves(child)]
-
-
-def _layers(root: ModuleSpec) -> Sequence[ModuleSpec]:
-    """The longest row of siblings that hold parameters and are named by numbers."""
-    rows: list[Sequence[ModuleSpec]] = [_layers(child) for child in root.children]
-    rows.append([c for c in root.children if c.name.rpartition(".")[2].isdigit() and next(c.walk(), None)])
-    return max(rows, key=len)

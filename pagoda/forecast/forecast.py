@@ -8,11 +8,11 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import Activations
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.inputs import PlanInputs, activations_of, subject_of
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.mixed import spared
+from pagoda.forecast.resolve_auto import inputs_with_policies, resolve_auto
 from pagoda.forecast.search import Choice
-from pagoda.forecast.setting import Setting, activations_of, subject_of
-from pagoda.forecast.settle import resolved, settled
 from pagoda.forecast.subject import Subject
 from pagoda.plan.activations import recomputes
 from pagoda.plan.planner import Plan
@@ -33,12 +33,12 @@ class Forecast:
     activations: Activations
     notes: tuple[str, ...]
     """How budgets and compute times were found."""
-    setting: Setting | None
+    inputs: PlanInputs | None
     """None where activations alone do not fit."""
     choice: Choice | None
     refusal: BudgetError | None
     """Why it does not fit; None exactly where there is a choice."""
-    settled: tuple[str, ...] = ()
+    resolved: tuple[str, ...] = ()
     """What the configuration left open, and what was chosen."""
 
     @property
@@ -104,32 +104,32 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
     if config.update == "async" and machine.rank_count > 1:
         raise ConfigError("--update async is not for several ranks yet: leave it out, or plan one (--gpus-per-node 1)")
     subject = subject_of(config)
-    config, chosen = settled(config, machine, subject)
+    config, chosen = resolve_auto(config, machine, subject)
     activations = activations_of(config, subject)
     try:
-        setting, notes = resolved(config, machine, subject)
+        inputs, notes = inputs_with_policies(config, machine, subject)
     except BudgetError as refusal:
         return Forecast(config, machine, subject, activations, (), None, None, refusal, chosen)
     try:
-        setting.usual_plan()
+        inputs.usual_plan()
     except BudgetError as refusal:
-        return Forecast(config, machine, subject, activations, notes, setting, None, refusal, chosen)
+        return Forecast(config, machine, subject, activations, notes, inputs, None, refusal, chosen)
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s
     how = f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
     if measure and machine.here and machine.hardware.device is None and subject.measurable:
-        setting = replace(setting, compute=_measured(config, setting))
+        inputs = replace(inputs, compute=_measured(config, inputs))
         how = f"compute: a layer and the head, measured here just now; what chose the plan is {how[9:]}"
-    if config.activations == "auto" and setting.saved is not None:
-        activations = activations.with_policies(setting.saved)
+    if config.activations == "auto" and inputs.saved is not None:
+        activations = activations.with_policies(inputs.saved)
     notes = (*notes, f"{how}.")
-    return Forecast(config, machine, subject, activations, notes, setting, setting.search(), None, chosen)
+    return Forecast(config, machine, subject, activations, notes, inputs, inputs.search(), None, chosen)
 
 
-def _measured(config: PlanConfig, setting: Setting) -> Compute:
+def _measured(config: PlanConfig, inputs: PlanInputs) -> Compute:
     """Seconds of each module on this machine's processors."""
     from pagoda.calibrate import ComputeProfiler
 
-    subject = setting.subject
+    subject = inputs.subject
     profiler = ComputeProfiler(
         subject.name,
         batch_size=config.batch_size,
@@ -138,6 +138,6 @@ def _measured(config: PlanConfig, setting: Setting) -> Compute:
         gradient_checkpointing=recomputes(config.activations),
     )
     times = Compute.from_profile(profiler.measure(), subject.root)
-    if config.activations != "auto" or setting.saved is None:
+    if config.activations != "auto" or inputs.saved is None:
         return times
-    return spared(times, subject.root, setting.saved.policies)
+    return spared(times, subject.root, inputs.saved.policies)

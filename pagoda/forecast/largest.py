@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from pagoda.errors import BudgetError
 from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.inputs import PlanInputs, inputs_of, subject_of
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.setting import Setting, setting_of, subject_of
-from pagoda.forecast.settle import possible
+from pagoda.forecast.resolve_auto import alternatives
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.papers import gpt_of_step
 
@@ -41,29 +41,29 @@ def _check(step: int, config: PlanConfig, machine: Machine) -> None:
     config = replace(config, model=gpt_of_step(step).name, max_model=False)
     subject = subject_of(config, count_flops=False)
     refusals: list[BudgetError] = []
-    for closed in possible(config, machine, subject):
+    for closed in alternatives(config, machine, subject):
         try:
-            setting, _ = setting_of(closed, machine, subject)
-            _check_in_all(setting)
-            setting.usual_plan()
+            inputs, _ = inputs_of(closed, machine, subject)
+            _check_in_all(inputs)
+            inputs.usual_plan()
             return
         except BudgetError as refusal:
             refusals.append(refusal)
     raise refusals[0]
 
 
-def _check_in_all(setting: Setting) -> None:
+def _check_in_all(inputs: PlanInputs) -> None:
     """Raises BudgetError where all tiers together are too small: found out fast, as it is what most refusals are.
 
     States with shapes of their own are left out, and so are padding and buffers.
     """
-    params = sum(param.numel for param in setting.subject.root.walk())
-    states = (state for state in setting.states if state.shape_of is None)
+    params = sum(param.numel for param in inputs.subject.root.walk())
+    states = (state for state in inputs.states if state.shape_of is None)
     least = sum(state.nbytes(params) for state in states)
-    budgets, options = setting.budgets, setting.options
+    budgets, options = inputs.budgets, inputs.options
     if budgets.ssd is not None or not options.update_under_backward:  # gradients have homes
-        least += params * (options.gradients or setting.states[0].dtype).itemsize
-    least //= setting.ranks.data_parallel if setting.ranks else 1
+        least += params * (options.gradients or inputs.states[0].dtype).itemsize
+    least //= inputs.ranks.data_parallel if inputs.ranks else 1
     there = sum(filter(None, (budgets.device, budgets.host, budgets.ssd)))
     if least > there:
         raise BudgetError(

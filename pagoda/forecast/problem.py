@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Self
 
 from pagoda.forecast.compute import Compute
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import SavedBlocks
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
 from pagoda.simulate.hardware import Hardware
@@ -43,7 +45,7 @@ class Problem:
         """A step of a plan."""
         return simulate(plan, self.hardware, self.compute.of_step(self.root, plan))
 
-    def to_compare(self, plan: Plan) -> "Problem":
+    def to_compare(self, plan: Plan) -> Self:
         """What to compare kinds of plans on, of which `plan` is one: if its units are many, the first of the layers,
         with the share of RAM, buffers apart, and of SSD that their parameters are of all.
 
@@ -69,7 +71,7 @@ class Problem:
         )
         return replace(part, budgets=budgets)
 
-    def _with_layers(self, share: float) -> "Problem":
+    def _with_layers(self, share: float) -> Self:
         """The first layers of each row."""
         rows: dict[str, list[str]] = {}
         for layer in layers_of(self.root):

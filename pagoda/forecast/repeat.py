@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.plan.units import ModuleSpec, ParamSpec, layers_of
+from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 
 
 def repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:
@@ -19,9 +19,9 @@ def repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[
         return replace(module, children=tuple(map(visit, module.children)))
 
     counted: dict[str, float] = {}
-    once = {name: n for name, n in flops.items() if _within(name, last.name)}
+    once = {name: n for name, n in flops.items() if is_within(name, (last.name,))}
     for name, number in flops.items():
-        if _within(name, row):
+        if is_within(name, (row,)):
             counted.update({_moved(inside, last.name, layer): n for layer in names for inside, n in once.items()})
             once = {}
         else:
@@ -43,10 +43,6 @@ def _renamed(module: ModuleSpec, before: str, after: str) -> ModuleSpec:
     )
 
 
-def _within(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
-
-
 def _moved(name: str, before: str, after: str) -> str:
     """A name inside one module as it is inside another."""
-    return after + name.removeprefix(before) if _within(name, before) else name
+    return after + name.removeprefix(before) if is_within(name, (before,)) else name

@@ -20,14 +20,14 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
     """The keys that docs/plan.md describes. What only a plan can say is None, or empty, where none fits."""
     fits = forecast.fits
     timeline = forecast.timeline if fits else None
-    setting = forecast.setting
+    inputs = forecast.inputs
     return {
         "fits": fits,
         "model": forecast.subject.name,
         "hardware": forecast.machine.hardware.name,
         "params": forecast.subject.params,
         "bytes": forecast.bytes if fits else {},
-        "budgets": asdict(setting.budgets) if setting else {},
+        "budgets": asdict(inputs.budgets) if inputs else {},
         "state_bytes_per_parameter": dict(forecast.plan.layout.bytes_per_parameter) if fits else {},
         "activations": forecast.config.activations,
         "batch_tiles": forecast.config.batch_tiles,
@@ -41,7 +41,7 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "lanes": _lanes(forecast) if fits else {},
         "ssd_bytes_written_per_step": forecast.ssd_bytes_written_per_step if fits else None,
         "steps_until_worn": _finite(forecast.steps_until_worn) if fits else None,
-        "reasons": [*forecast.notes, *forecast.settled, *(forecast.choice.reasons if forecast.choice else ())],
+        "reasons": [*forecast.notes, *forecast.resolved, *(forecast.choice.reasons if forecast.choice else ())],
         "refusal": str(forecast.refusal) if forecast.refusal else None,
         "advice": list(advice),
     }
@@ -61,7 +61,7 @@ def _rendered(forecast: Forecast, advice: Sequence[str]) -> RenderableType:
         + (f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else "")
     )
     beside = Text(f"Beside the pages, an estimate: activations of {forecast.activations}.")
-    notes = [Text(f"- {note}") for note in (*forecast.notes, *forecast.settled)]
+    notes = [Text(f"- {note}") for note in (*forecast.notes, *forecast.resolved)]
     helps = [Text("What would help:"), *(Text(f"- {line}") for line in advice)] if advice else []
     if forecast.choice is None:
         refused = Text(f"Does not fit. {forecast.refusal}", style="bold red")

@@ -9,8 +9,8 @@ from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.device_updates import state_bytes, why_no_device_updates
 from pagoda.plan.layout import GRAD
-from pagoda.plan.planner import Options, Plan
-from pagoda.plan.split import USUAL_SPLIT, Split
+from pagoda.plan.options import DEFAULT_SPLIT, Options, Split
+from pagoda.plan.planner import Plan
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import Timeline
 
@@ -162,7 +162,7 @@ def _splits(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[st
 
 def _copies(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     """Speculative updates of what has all its states in RAM, where compute leaves the CPU time for copies of these."""
-    split = fastest.options.split or USUAL_SPLIT
+    split = fastest.options.split or DEFAULT_SPLIT
     if fixed.split is None and fastest.plan.options.may_speculate and not split.undo_in_ram:
         yield (
             "updates of states in RAM are speculative too",
@@ -174,7 +174,7 @@ def _device_updates(problem: Problem, fixed: Options, fastest: Candidate) -> Ite
     """Shares of the updates that run on a device of its own: as many as it gets through while the CPU does the others,
     and fewer, since compute wants the link too."""
     plan = fastest.plan
-    if fixed.split is not None or why_no_device_updates(plan.layout, plan.budgets.device) is not None:
+    if fixed.split is not None or why_no_device_updates(plan.layout, fixed, plan.budgets.device) is not None:
         return
     rates, states, n = Rates(problem.hardware), plan.layout.states, 1 << 20
     passing = state_bytes(states, n)
@@ -187,12 +187,12 @@ def _device_updates(problem: Problem, fixed: Options, fastest: Candidate) -> Ite
     even = on_cpu / (on_cpu + on_device)
     yield (
         "what the device has left is home to units",
-        replace(fastest.options, split=replace(fastest.options.split or USUAL_SPLIT, device_home_share=1.0)),
+        replace(fastest.options, split=replace(fastest.options.split or DEFAULT_SPLIT, device_home_share=1.0)),
     )
     for share in (round(even, 2), round(even / 2, 2)):
         if not share:
             continue
-        split = replace(fastest.options.split or USUAL_SPLIT, device_update_share=share)
+        split = replace(fastest.options.split or DEFAULT_SPLIT, device_update_share=share)
         yield f"{split.device_update_share:.0%} of the updates on the device", replace(fastest.options, split=split)
 
 

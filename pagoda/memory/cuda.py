@@ -41,9 +41,6 @@ class CudaArena(Arena):
         storage = torch._C._construct_storage_from_data_pointer(self.address + offset, device, nbytes)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        raise ValueError("memory of a GPU cannot be viewed by the CPU")
-
     def poison(self, offset: int, nbytes: int) -> None:
         """Fill with 0xFF, behind all work that the current stream has been given."""
         self._memory_with(offset, nbytes)[offset : offset + nbytes].fill_(0xFF)

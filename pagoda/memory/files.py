@@ -38,12 +38,12 @@ def inside(directory: Path, *names: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None, follow: bool = True) -> int:
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
     """The descriptor of a regular file. Raises OSError when it is anything else, without waiting for a pipe's writer.
 
-    With `follow=False` a symbolic link is refused.
+    A name in an open directory, `dir_fd`, may not be a symbolic link.
     """
-    no_follow = 0 if follow else os.O_NOFOLLOW
+    no_follow = 0 if dir_fd is None else os.O_NOFOLLOW
     descriptor = os.open(path, flags | os.O_NONBLOCK | no_follow, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -51,11 +51,9 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | No
     return descriptor
 
 
-def read_regular(
-    path: str | Path, *, dir_fd: int | None = None, follow: bool = True, most_bytes: int | None = None
-) -> bytes:
+def read_regular(path: str | Path, *, dir_fd: int | None = None, most_bytes: int | None = None) -> bytes:
     """The content of a regular file of at most `most_bytes`. Raises OSError as `open_regular` does."""
-    with os.fdopen(open_regular(path, dir_fd=dir_fd, follow=follow), "rb") as file:
+    with os.fdopen(open_regular(path, dir_fd=dir_fd), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if most_bytes is not None and size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size} bytes, more than any that Pagoda writes", str(path))

@@ -52,7 +52,7 @@ def never_completed(directory: Path, checkpoint_id: str) -> bool:
     try:
         with inside(partial(directory).parent, partial(directory).name) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # refused while it is being written
-            mark = read_regular(PARTIAL_MARK, dir_fd=descriptor, follow=False).decode()
+            mark = read_regular(PARTIAL_MARK, dir_fd=descriptor).decode()
             here = os.path.samestat(os.fstat(descriptor), os.lstat(partial(directory)))
             return here and mark == partial_mark(checkpoint_id, descriptor)
     except (OSError, ValueError):

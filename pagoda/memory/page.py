@@ -23,6 +23,17 @@ class Run:
         """Index one past the last frame."""
         return self.start + self.count
 
+    def part(self, offset_bytes: int, nbytes: int, page_bytes: int) -> "Run":
+        """The pages of some of its bytes. Raises ValueError unless they are whole pages of this run."""
+        first, odd = divmod(offset_bytes, page_bytes)
+        count, rest = divmod(nbytes, page_bytes)
+        if odd or rest or first < 0 or first + count > self.count:
+            raise ValueError(
+                f"asked for {nbytes} bytes at offset {offset_bytes} of {self}: only whole pages of {page_bytes} bytes "
+                "in it are moved"
+            )
+        return Run(self.start + first, count)
+
 
 def pages_for(nbytes: int, page_bytes: int) -> int:
     """How many pages of `page_bytes` hold `nbytes`: rounded up, 0 for 0 bytes.

@@ -1,4 +1,4 @@
-"""Which frames are free. Pure bookkeeping without bytes, so planner and runtime use the same class."""
+"""Which frames are free. Pure bookkeeping, without bytes."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -19,7 +19,7 @@ class PagePool:
     Cost: neighbours are found by boundary tags, and the free runs are one list sorted by (length, address),
     so `alloc` and `free` are a binary search over the free runs, whatever the number of frames.
 
-    NOT thread-safe, on purpose: the planner needs no lock. A tier has one around its pool.
+    NOT thread-safe.
     """
 
     def __init__(self, frames: int, first: int = 0) -> None:
@@ -30,8 +30,6 @@ class PagePool:
         self.first = first
         self.in_use = 0
         """Frames allocated now."""
-        self.peak = 0
-        """Most frames allocated at once since creation."""
         self._allocated: dict[int, int] = {}  # start -> count
         # Three views of the same free runs, changed together by _add_free and _drop_free.
         self._free_by_start: dict[int, int] = {}  # start -> count
@@ -59,12 +57,15 @@ class PagePool:
             self._add_free(start + count, size - count)
         self._allocated[start] = count
         self.in_use += count
-        self.peak = max(self.peak, self.in_use)
         return Run(start, count)
 
     def free(self, run: Run) -> None:
         """Give back exactly a run that `alloc` returned. Otherwise ValueError, and nothing changes."""
-        self.check(run)
+        count = self._allocated.get(run.start)
+        if count is None:
+            raise ValueError(f"{run} is not allocated: no run starts at frame {run.start}")
+        if count != run.count:
+            raise ValueError(f"{run} is not allocated: the run at frame {run.start} has {count} frames")
         del self._allocated[run.start]
         self.in_use -= run.count
         start, count = run.start, run.count
@@ -77,14 +78,6 @@ class PagePool:
             self._drop_free(run.stop, after)
             count += after
         self._add_free(start, count)
-
-    def check(self, run: Run) -> None:
-        """Raises ValueError, naming `run`, unless exactly it is allocated now."""
-        count = self._allocated.get(run.start)
-        if count is None:
-            raise ValueError(f"{run} is not allocated: no run starts at frame {run.start}")
-        if count != run.count:
-            raise ValueError(f"{run} is not allocated: the run at frame {run.start} has {count} frames")
 
     def cheapest_window(self, count: int, price: Price) -> list[Run] | None:
         """Which allocated runs to free, at the least cost, so that `alloc(count)` succeeds.

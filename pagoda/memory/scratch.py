@@ -11,6 +11,7 @@ import torch
 from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.pool import PagePool
+from pagoda.memory.region import Region
 from pagoda.memory.ssd.file import PageFile
 from pagoda.memory.ssd.slots import Hashes, PageTable
 from pagoda.memory.ssd.striped import StripedFile, portion_of
@@ -43,7 +44,7 @@ class Scratch(ABC):
         self.peak_bytes = 0
         """Most bytes in use at once since creation, or `restart_peak`."""
         self._pools: list[PagePool] = []
-        """The pages of each bank."""
+        """Which pages of each bank are free."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -102,30 +103,28 @@ class MemoryScratch(Scratch):
     """Scratch pages in RAM."""
 
     def __init__(self, room_bytes: int, page_bytes: int, arena: Callable[[int], Arena], poison: bool = False) -> None:
-        """`arena` gives RAM; `poison` fills pages with NaN whenever nobody has them, as `MemoryTier` does."""
+        """`arena` gives RAM; `poison` fills pages with NaN whenever nobody has them."""
         super().__init__(room_bytes, page_bytes)
         self._arena = arena
         self._poison = poison
-        self._arenas: list[Arena] = []
+        self._banks: list[Region] = []
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         """The bytes of a piece, uint8, shape [bytes]."""
-        page = self.page_bytes
-        return self._arenas[piece.bank].tensor(piece.run.start * page, piece.run.count * page, torch.uint8)
+        return self._banks[piece.bank].part(piece.run).tensor(torch.uint8)
 
     def free(self, pieces: tuple[Piece, ...]) -> None:
         super().free(pieces)
-        if self._poison:
-            for piece in pieces:
-                start, nbytes = piece.run.start * self.page_bytes, piece.run.count * self.page_bytes
-                self._arenas[piece.bank].poison(start, nbytes)
+        for piece in pieces:
+            self._banks[piece.bank].part(piece.run).poison()
 
     def close(self) -> None:
-        for arena in self._arenas:
-            arena.close()
+        for bank in self._banks:
+            bank.arena.close()
 
     def _open(self, pages: int) -> bool:
-        self._arenas.append(self._arena(pages * self.page_bytes))
+        arena = self._arena(pages * self.page_bytes)
+        self._banks.append(Region.of("scratch", arena, self.page_bytes, poison=self._poison))
         return True
 
 

@@ -2,7 +2,7 @@
 
 from pagoda.parallel.mesh import Mesh
 from pagoda.plan.layout import WEIGHT, Layout
-from pagoda.plan.shards import Span
+from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 
 
@@ -60,7 +60,7 @@ class Shards:
 
     def is_cut(self, unit: UnitSpec, state: str) -> bool:
         """Whether ranks have slices of a state of a unit, not all of it each."""
-        return len(self._sharers[unit.index]) > 1 and self._layout.is_sliced(state)
+        return self._layout.is_cut(unit, state)
 
     def spans(self, unit: UnitSpec, state: str, rank: int | None = None) -> tuple[Span, ...]:
         """The elements of a unit that a rank's extent of a state is for, this one's by default."""

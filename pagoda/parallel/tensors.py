@@ -17,7 +17,7 @@ from torch import nn
 from pagoda.errors import ConfigError
 from pagoda.optim.rule import ElementwiseRule, Rule, StateSpec
 from pagoda.parallel.mesh import Mesh
-from pagoda.plan.tensor_shards import TensorShard
+from pagoda.plan.units import TensorShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,10 +1,12 @@
 """Activation policies: what becomes of the tensors that a block's graph keeps between forward and backward."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from typing import Literal
+
+from pagoda.plan.ops import HOST, SSD
 
 ActivationMode = Literal["auto", "keep", "recompute", "offload", "recompute+offload"]
 
@@ -16,9 +18,11 @@ _OPERANDS = 2
 """Storages that one operator uses at once."""
 _STEPS_PER_OCTAVE = 8
 
+OFFLOAD_LANES: Mapping[str, tuple[str, str]] = {HOST: ("d2h", "h2d"), SSD: ("ssd_write", "ssd_read")}
+"""Tier -> the lanes on which activations go there and come back."""
 SHARE_OF_MEMORY = 0.8
 """Of what is free where compute is, beside pages, graphs may keep so much; the rest is for what operators work with."""
-SHARE_OF_LANES = 0.5
+_SHARE_OF_LANES = 0.5
 """Of the time that a step computes, activations may keep lanes busy for so much; weights and states need the rest."""
 
 
@@ -159,12 +163,12 @@ class SavedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockMoves:
-    """Where offloaded activations of one block go, in bytes, and in which of a forward's uses of units it runs."""
+class Move:
+    """Bytes of activations that leave in one of a forward's uses of units, and come back in its backward."""
 
-    uses: tuple[int, ...]
-    host: int
-    ssd: int
+    use: int
+    tier: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +179,8 @@ class ActivationPlan:
     peak: ActivationBytes
     sizes: StepSizes | None = None
     """What it was made for; None before a step has shown it."""
-    reason: str = ""
-    moves: tuple[BlockMoves, ...] = ()
-    """Of every block, in a forecast; a run moves what it saves when it saves it."""
+    moves: tuple[Move, ...] = ()
+    """What leaves, in a forecast; a run moves what it saves when it saves it."""
 
     def __str__(self) -> str:
         counts = {policy: self.policies.count(policy) for policy in Policy if policy in self.policies}
@@ -196,8 +199,17 @@ class Room:
     movable_host: float = inf
     """Bytes that can go to RAM and come back while a step computes."""
     movable_ssd: float = inf
-    strict: bool = False
-    """Whether more than `kept` is refused."""
+
+    @classmethod
+    def of_step(
+        cls, sizes: StepSizes, kept: int, room: Mapping[str, int], rates: Mapping[str, tuple[float, float]]
+    ) -> "Room":
+        """`room` is of each tier; `rates` are bytes per second to a tier and back, and without them there is no limit
+        to what can be moved."""
+        forward_s = _SHARE_OF_LANES * sum(block.forward_s for block in sizes.blocks)
+        movable = {tier: forward_s * min(out, 2 * back) for tier, (out, back) in rates.items()}
+        """Backward takes twice as long as forward."""
+        return cls(kept, room.get(HOST, 0), room.get(SSD, 0), movable.get(HOST, inf), movable.get(SSD, inf))
 
 
 def peak_of(sizes: StepSizes, policies: Sequence[Policy], host_room: int = 0) -> ActivationBytes:
@@ -221,29 +233,28 @@ def choose(sizes: StepSizes, room: Room) -> ActivationPlan:
     """The policies that cost least time, block by block.
 
     All are kept if they fit. Else the start is what takes least memory: every block recomputed, and the inputs of the
-    first ones offloaded as far as it takes to fit. What memory is left is for keeping blocks, the last first, as they
-    are held for the shortest time; and as long as lanes have time to spare, blocks are offloaded, the first first, as
-    they have the longest to come back. Both orders are tried. What does not fit at all is planned as tightly as can be.
+    first ones offloaded as far as it takes to fit. What memory is left is for keeping blocks, those with most seconds
+    per byte first, and the last where these are equal, as they are held for the shortest time; and as long as lanes
+    have time to spare, blocks are offloaded, the first first, as they have the longest to come back. Both orders are
+    tried. What does not fit at all is planned as tightly as can be.
     """
     count = len(sizes.blocks)
-    everything = [Policy.KEEP] * count
-    if _fits(sizes, everything, room):
-        return _plan(sizes, everything, room, "all fit beside the pages")
-    start = [Policy.RECOMPUTE] * count
-    for index in range(count):
-        if not _fits(sizes, start, room):
-            start[index] = Policy.RECOMPUTE_OFFLOAD
-            if not _has_room(sizes, start, room):
-                start[index] = Policy.RECOMPUTE
-                break
+    start = [Policy.KEEP] * count
     if not _fits(sizes, start, room):
-        return _plan(sizes, start, room, "even recomputing every block does not fit beside the pages")
-    candidates = [
-        _offload_some(sizes, _keep_some(sizes, start, room), room),
-        _keep_some(sizes, _offload_some(sizes, start, room), room),
-    ]
-    best = min(candidates, key=lambda policies: recomputed_s(sizes, policies))
-    return _plan(sizes, best, room, "more does not fit beside the pages, or would wait for lanes")
+        start = _tightest(sizes, room)
+
+    def cost(index: int) -> tuple[float, int]:
+        block = sizes.blocks[index]
+        return -block.forward_s / max(1, block.inner.nbytes), -index
+
+    def keep(policies: list[Policy]) -> list[Policy]:
+        return _spared(sizes, policies, room, Policy.KEEP, sorted(range(count), key=cost))
+
+    def offload(policies: list[Policy]) -> list[Policy]:
+        return _spared(sizes, policies, room, Policy.OFFLOAD, range(count))
+
+    best = min(offload(keep(start)), keep(offload(start)), key=lambda policies: recomputed_s(sizes, policies))
+    return ActivationPlan(tuple(best), peak_of(sizes, best, room.host), sizes)
 
 
 def recomputed_s(sizes: StepSizes, policies: Sequence[Policy]) -> float:
@@ -251,43 +262,38 @@ def recomputed_s(sizes: StepSizes, policies: Sequence[Policy]) -> float:
     return sum(b.forward_s for b, policy in zip(sizes.blocks, policies, strict=True) if policy.recomputes)
 
 
-def _plan(sizes: StepSizes, policies: Sequence[Policy], room: Room, reason: str) -> ActivationPlan:
-    return ActivationPlan(tuple(policies), peak_of(sizes, policies, room.host), sizes, reason)
+def _tightest(sizes: StepSizes, room: Room) -> list[Policy]:
+    """Every block recomputed, and as many inputs offloaded as it takes, or as SSD has room for."""
+    policies = [Policy.RECOMPUTE] * len(sizes.blocks)
+    for index in range(len(policies)):
+        if _fits(sizes, policies, room):
+            break
+        policies[index] = Policy.RECOMPUTE_OFFLOAD
+        if peak_of(sizes, policies, room.host).ssd > room.ssd:
+            policies[index] = Policy.RECOMPUTE
+            break
+    return policies
 
 
-def _keep_some(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> list[Policy]:
-    """Keep recomputed blocks as memory allows: most seconds per byte first, the last where these are equal."""
-
-    def cost(index: int) -> tuple[float, int]:
-        block = sizes.blocks[index]
-        return -block.forward_s / max(1, block.inner.nbytes), -index
-
+def _spared(
+    sizes: StepSizes, policies: Sequence[Policy], room: Room, instead: Policy, order: Iterable[int]
+) -> list[Policy]:
+    """The policies with `instead` for recomputed blocks, in an order, as memory allows and lanes keep up with."""
     changed = list(policies)
-    for index in sorted((i for i, policy in enumerate(policies) if policy.recomputes), key=cost):
-        before, changed[index] = changed[index], Policy.KEEP
-        if not _fits(sizes, changed, room):
-            changed[index] = before
+    for index in order:
+        before = changed[index]
+        if before.recomputes:
+            changed[index] = instead
+            if not _fits(sizes, changed, room, in_time=instead is Policy.OFFLOAD):
+                changed[index] = before
     return changed
 
 
-def _offload_some(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> list[Policy]:
-    """Offload recomputed blocks as memory allows and lanes keep up with."""
-    changed = list(policies)
-    for index in (i for i, policy in enumerate(policies) if policy.recomputes):
-        before, changed[index] = changed[index], Policy.OFFLOAD
-        peak = peak_of(sizes, changed, room.host)
-        in_time = peak.host <= room.movable_host and peak.ssd <= room.movable_ssd
-        if not (in_time and _fits(sizes, changed, room)):
-            changed[index] = before
-    return changed
-
-
-def _fits(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> bool:
-    return peak_of(sizes, policies, room.host).kept <= room.kept and _has_room(sizes, policies, room)
-
-
-def _has_room(sizes: StepSizes, policies: Sequence[Policy], room: Room) -> bool:
-    return peak_of(sizes, policies, room.host).ssd <= room.ssd
+def _fits(sizes: StepSizes, policies: Sequence[Policy], room: Room, in_time: bool = False) -> bool:
+    """Whether there is room for what is kept and offloaded; `in_time` if lanes have to keep up with it too."""
+    peak = peak_of(sizes, policies, room.host)
+    late = in_time and (peak.host > room.movable_host or peak.ssd > room.movable_ssd)
+    return peak.kept <= room.kept and peak.ssd <= room.ssd and not late
 
 
 Bucket = tuple[tuple[int, ...], ...]

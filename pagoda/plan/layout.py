@@ -10,13 +10,13 @@ from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.packed import Packed, Span
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.shards import slice_elements
-from pagoda.plan.slices import Slices
-from pagoda.plan.units import UnitSpec, align, enclosing
+from pagoda.plan.slices import Slices, slice_elements
+from pagoda.plan.units import UnitSpec, enclosing
 
 WEIGHT, GRAD = "weight", "grad"
 WEIGHT_BACK, GRAD_QUEUE = "weight_back", "grad_queue"
-"""What asynchronous updates need beside: a second extent of every weight, and the gradients that wait."""
+"""What asynchronous updates need beside: a second extent of every weight, and the gradients that wait, which are those
+of as many steps as a weight may lag."""
 
 
 def before(state: str) -> str:
@@ -31,11 +31,6 @@ PIECE_ELEMENTS = 1 << 20
 """Elements of a state that a checkpoint writes, and hashes, at a time."""
 BLOCK_ELEMENTS = 1 << 20
 """Elements the update kernel takes at a time: its streams then stay a few MiB, and two threads share a unit."""
-MOST_REDUCING_BYTES = 10 * BLOCK_ELEMENTS
-"""Most of what adding up ranks' gradients takes beside whole ones, for up to 4096 ranks: a block's worth of pieces as
-they arrive, the fp32 sums and the mean of one piece."""
-MESSAGE_BYTES = 4 << 20
-"""Slices of weights travel between ranks in messages of at most this many bytes."""
 _ACTIVATION_BUFFER_PAGES, _ACTIVATION_BUFFER_BYTES = 16, 4 << 20
 """Most of one buffer between activations and SSD."""
 
@@ -71,11 +66,6 @@ class Layout:
     """The one whose extents these are; 0 for all where all have as many elements."""
     expert_units: frozenset[int] = frozenset()
     """Units of experts: a step uses some of them, and only some of the ranks share each."""
-    max_staleness: int | None = None
-    """Steps whose gradients may wait to be applied while a forward reads the weights; None where updates are not
-    asynchronous. Then weights have two extents, and every gradient one in RAM and one more for each such step."""
-    offloads: bool = False
-    """Whether activations may be offloaded to SSD, through buffers in RAM."""
     gradient: torch.dtype | None = None
     """What gradients are accumulated and kept in; None: what weights have."""
 
@@ -132,7 +122,13 @@ class Layout:
     @cached_property
     def slices(self) -> Slices:
         """What each rank holds."""
-        return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units, self.is_sliced)
+        return Slices(self.units, self.states, self._packed, self.ranks, self.expert_units)
+
+    def is_cut(self, unit: UnitSpec, state: str) -> bool:
+        """Whether ranks have slices of a state of a unit, not all of it each."""
+        if self.ranks is None or self.group(unit) == 1:
+            return False
+        return {WEIGHT: self.ranks.shards_weights, GRAD: self.ranks.shards_gradients}.get(state, True)
 
     def cuts(self, unit: UnitSpec) -> list[Cut]:
         """What of this rank's slice updates of a rule that takes parameters whole take at once: these, and pieces of
@@ -140,7 +136,7 @@ class Layout:
         takes_whole = self.weight.whole
         assert takes_whole is not None
         cuts: list[Cut] = []
-        mine = self.slices.trained(unit, self.slices.place(unit, self.rank))
+        mine = self.slices.updated(unit, self.rank)
         for slot, placed in enumerate(unit.slots):
             part = mine.within(placed.offset, placed.offset + placed.param.numel)
             if placed.param.trainable and part is not None:
@@ -155,22 +151,18 @@ class Layout:
         span = self.span(unit, cut.slot, state)
         if span is None:
             return None
-        first = span.first - self._begins[unit.index, state.name]
+        first = span.first - self._begin(unit, state.name)
         if cut.whole:
             return replace(span, first=first)
         count = cut.stop - cut.start
         return Span(first + cut.start - unit.slots[cut.slot].offset, count, (count,))
 
-    @cached_property
-    def _begins(self) -> dict[tuple[int, str], int]:
-        """(unit, state) -> element of the state with which this rank's extent of it begins."""
-        begins: dict[tuple[int, str], int] = {}
-        for unit in self.units:
-            mine = self.slices.trained(unit, self.slices.place(unit, self.rank))
-            for state in self.states:
-                found = self.slices.of_state(unit, state.name, (mine,)) if self.slices.is_cut(unit, state.name) else ()
-                begins[unit.index, state.name] = found[0].start if found else 0
-        return begins
+    def _begin(self, unit: UnitSpec, state: str) -> int:
+        """Element of a state with which this rank's extent of it begins."""
+        if not self.is_cut(unit, state):
+            return 0
+        mine = self.slices.of_state(unit, state, [self.slices.updated(unit, self.rank)])
+        return mine[0].start if mine else 0
 
     @cached_property
     def _widest_cut(self) -> int:
@@ -206,26 +198,15 @@ class Layout:
 
     def elements(self, unit: UnitSpec, state: str) -> int:
         """Elements of one extent on this rank: all, or a slice."""
+        cut = self.is_cut(unit, state)
         if state in self._packed:
-            if not self.slices.is_cut(unit, state):
+            if not cut:
                 return self._packed[state].elements(unit)
-            mine = self.slices.trained(unit, self.slices.place(unit, self.rank))
-            return sum(map(len, self.slices.of_state(unit, state, (mine,))))
-        per = next((s.per for s in self.states if s.name == state), 1)
-        return -(-self._covered(unit, state) // per)
-
-    def is_sliced(self, state: str) -> bool:
-        """Whether ranks that share a unit have slices of a state, not all of it each."""
-        if self.ranks is None:
-            return False
-        return {WEIGHT: self.ranks.shards_weights, GRAD: self.ranks.shards_gradients}.get(state, True)
-
-    def _covered(self, unit: UnitSpec, state: str) -> int:
-        """Parameters that one extent on this rank is for; frozen ones are sliced apart, behind the others."""
+            return sum(map(len, self.slices.of_state(unit, state, [self.slices.updated(unit, self.rank)])))
+        trained = self.updated_elements(unit) if cut else unit.trainable_numel
         frozen = unit.numel - unit.trainable_numel if state in (WEIGHT, WEIGHT_BACK) else 0
-        if not self.is_sliced(state):
-            return unit.trainable_numel + frozen
-        return self.updated_elements(unit) + slice_elements(frozen, self.group(unit))
+        per = next((s.per for s in self.states if s.name == state), 1)
+        return -(-(trained + (slice_elements(frozen, self.group(unit)) if cut else frozen)) // per)
 
     def updated_elements(self, unit: UnitSpec) -> int:
         """Parameters of a unit that this rank updates at most: whole quantization blocks."""
@@ -255,11 +236,10 @@ class Layout:
 
     def pages(self, unit: UnitSpec, state: str) -> int:
         """Pages of one extent."""
-        known = self._known_pages.get((unit.index, state))
-        if known is None:
-            known = pages_for(self.elements(unit, state) * self.itemsize(state), self.page_bytes)
-            self._known_pages[unit.index, state] = known
-        return known
+        key = unit.index, state
+        if key not in self._known_pages:
+            self._known_pages[key] = pages_for(self.elements(unit, state) * self.itemsize(state), self.page_bytes)
+        return self._known_pages[key]
 
     @cached_property
     def _known_pages(self) -> dict[tuple[int, str], int]:
@@ -269,7 +249,7 @@ class Layout:
     def with_block_limit(self, block_limit: int) -> "Layout":
         """The same extents, streamed in other blocks."""
         changed = replace(self, block_limit=block_limit)
-        changed.__dict__.update(_known_pages=self._known_pages, _leases=self._leases)
+        changed.__dict__["_known_pages"] = self._known_pages
         return changed
 
     def trained_weight_pages(self, unit: UnitSpec) -> int:
@@ -291,49 +271,6 @@ class Layout:
         """Whether every rank has all of a unit's weights and updates a slice of them."""
         return self.ranks is not None and not self.ranks.shards_weights and self.group(unit) > 1
 
-    @property
-    def reduced_elements(self) -> int:
-        """Elements of a slice that are reduced at a time: what arrives from all ranks together is a block at most, half
-        of one with replicas, whose sums take as much again."""
-        assert self.ranks is not None
-        places = {unit.index: self.group(unit) if self.slices.differ else 1 for unit in self.units}
-        widest = max(self.slices.room(unit, place) for unit in self.units for place in range(places[unit.index]))
-        return min(widest, align(max(1, BLOCK_ELEMENTS // (self.ranks.data_parallel * self.reduced_sums))))
-
-    @property
-    def landing_bytes(self) -> int:
-        """What arrives from other ranks at once, twice: gradients of a replica's, or fp32 sums of replicas."""
-        assert self.ranks is not None
-        sharers = self.ranks.data_parallel // self.ranks.replicas
-        return 2 * align(self.reduced_elements * max(sharers * self.offloaded_itemsize, self.ranks.replicas * 4))
-
-    @property
-    def reduced_sums(self) -> int:
-        """Sums of a piece that there are at once: of a replica's gradients, and of replicas."""
-        return 1 if self.ranks is None or self.ranks.replicas == 1 else 2
-
-    @cached_property
-    def whole_gradient_pages(self) -> int:
-        """Pages of the gradient of the widest unit, before it is sliced."""
-        widest = max(unit.trainable_numel for unit in self.units)
-        return pages_for(widest * self.offloaded_itemsize, self.page_bytes)
-
-    @cached_property
-    def collective_pages(self) -> int:
-        """Two buffers for whole gradients, one that backward fills and one that is reduced, and what reducing takes."""
-        if self.ranks is None or self.ranks.data_parallel == 1:
-            return 0
-        reducing = self.landing_bytes + self.reduced_elements * (4 * self.reduced_sums + self.offloaded_itemsize)
-        return 2 * self.whole_gradient_pages + pages_for(reducing, self.page_bytes)
-
-    @cached_property
-    def serving_pages(self) -> int:
-        """What a slice on SSD passes on its way to a rank that asks for it alone: a message, wherever it begins."""
-        if self.ranks is None or not self.ranks.shards_weights:
-            return 0
-        widest = max(self.pages(unit, WEIGHT) for unit in self.units)
-        return min(widest, pages_for(MESSAGE_BYTES, self.page_bytes)) + 1
-
     @cached_property
     def block_elements(self) -> int:
         """Elements per streamed block, such that every streamed state's share of it is whole pages; of a rule that
@@ -341,9 +278,8 @@ class Layout:
         if self.weight.whole is not None:
             return max(1, self._widest_cut)
         per_page = self.page_bytes // min(s.dtype.itemsize for s in (self.weight, *self.moments))
-        quarter = (
-            max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
-        )  # so that the ring holds one unit at most
+        # So that the ring holds one unit at most.
+        quarter = max(-(-unit.numel // self.group(unit)) for unit in self.units) // RING_SLOTS
         return -(-min(self.block_limit, quarter + 1) // per_page) * per_page
 
     def block_pages(self, state: str) -> int:

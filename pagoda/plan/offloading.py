@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pagoda.errors import BudgetError
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.activations import ActivationPlan, BlockMoves, SavedBlocks, peak_of
+from pagoda.plan.activations import OFFLOAD_LANES, ActivationPlan, Move, SavedBlocks, peak_of
 from pagoda.plan.layout import Layout
 from pagoda.plan.ops import HOST, SSD, Op, OpKind
 from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
@@ -46,12 +46,16 @@ def plan_activations(
         away = block.away(policy)
         host = min(away, left)
         left -= host
-        moves.append(BlockMoves(at, host, away - host))
-    return ActivationPlan(saved.policies, peak, saved.sizes, "as asked", tuple(moves))
+        for index, use in enumerate(at):
+            for tier, total in ((HOST, host), (SSD, away - host)):
+                nbytes = total * (index + 1) // len(at) - total * index // len(at)  # as evenly as can be
+                if nbytes:
+                    moves.append(Move(use, tier, nbytes))
+    return ActivationPlan(saved.policies, peak, saved.sizes, tuple(moves))
 
 
 def move_ops(activations: ActivationPlan, trace: Trace) -> Iterator[Op]:
-    """Every SAVE and RETURN of a step: a block's bytes are spread evenly over the accesses in which it runs."""
+    """Every SAVE and RETURN of a step."""
     ticks: dict[Phase, list[list[int]]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
     """Phase -> ticks of each pass."""
     before = None
@@ -63,21 +67,12 @@ def move_ops(activations: ActivationPlan, trace: Trace) -> Iterator[Op]:
         before = access.phase
         ticks[access.phase][-1].append(tick)
     for forward, backward in zip(ticks[Phase.FORWARD], ticks[Phase.BACKWARD], strict=True):
-        for moves in activations.moves:
-            for host, ssd, use in _parts(moves):
-                for nbytes, out, back in ((host, "d2h", "h2d"), (ssd, "ssd_write", "ssd_read")):
-                    if nbytes:
-                        unit = trace.accesses[forward[use]].unit
-                        yield Op(OpKind.SAVE, unit, out, nbytes, forward[use])
-                        yield Op(OpKind.RETURN, unit, back, nbytes, backward[len(backward) - 1 - use])
-
-
-def _parts(moves: BlockMoves) -> Iterator[tuple[int, int, int]]:
-    """(bytes to RAM, bytes to SSD, use) of each use of a block's."""
-    count = len(moves.uses)
-    for index, use in enumerate(moves.uses):
-        host, ssd = (n * (index + 1) // count - n * index // count for n in (moves.host, moves.ssd))
-        yield host, ssd, use
+        for move in activations.moves:
+            out, back = OFFLOAD_LANES[move.tier]
+            saved_at, returned_at = forward[move.use], backward[len(backward) - 1 - move.use]
+            unit = trace.accesses[saved_at].unit
+            yield Op(OpKind.SAVE, unit, out, move.nbytes, saved_at)
+            yield Op(OpKind.RETURN, unit, back, move.nbytes, returned_at)
 
 
 def _uses_of_blocks(root: ModuleSpec, uses: Sequence[Use]) -> list[tuple[int, ...]]:

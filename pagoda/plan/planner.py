@@ -5,91 +5,33 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
-import torch
-
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import ActivationMode, ActivationPlan, SavedBlocks
+from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks
+from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_no_device_updates
-from pagoda.plan.exchanges import exchange_ops
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
-from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.offloading import move_ops, offload_room, plan_activations
-from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD, Op
-from pagoda.plan.placement import LEASES, Budgets, Placement, place
+from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD, Op, exchange_ops
+from pagoda.plan.options import DEFAULT_SPLIT, Options
+from pagoda.plan.place import place
+from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.split import USUAL_SPLIT, Split
+from pagoda.plan.reasons import MAX_WASTE, reasons_for
 from pagoda.plan.trace import Trace, assumed_trace
 from pagoda.plan.units import ModuleSpec, UnitSpec, discover, forward_uses, is_within
 
 _MAX_UNIT_BYTES = 512 << 20
 _MIN_UNIT_BYTES = 64 << 10
 _UNITS_WANTED = 8
-_MAX_WASTE = 0.02
 _MIN_PAGE_BYTES = 4096
 _BUFFERS = ((BLOCK_ELEMENTS, 2), (BLOCK_ELEMENTS // 2, 2), (BLOCK_ELEMENTS // 4, 2), (BLOCK_ELEMENTS // 8, 1))
 """(elements of a streamed block, gradients in the staging region): what to try, from roomy to tight."""
 
 _CHECKED = (DEVICE, HOST, SSD)
 """Tiers in the order in which `place` checks their budgets."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user fixed; None leaves the choice to the planner."""
-
-    page_bytes: int | None = None
-    unit_limit: int | None = None
-    accumulation_steps: int | None = None
-    """Micro-batches per step, if announced."""
-    clipping: bool = False
-    split: Split | None = None
-    """How host RAM is divided where not everything fits it."""
-    keep_checkpoints: int | None = None
-    """Checkpoints whose pages on SSD are kept at once; None: one where there is room."""
-    max_staleness: int | None = None
-    """Bound of asynchronous updates, in steps; None: every update ends before the next forward of its unit."""
-    speculate: bool | None = None
-    """Update under backward as if nothing would be clipped: False never, None where there is room to undo it, True even
-    at the cost of moments in RAM, and where all states are there."""
-    activations: ActivationMode = "keep"
-    """What becomes of activations."""
-    partition_activations: bool = False
-    """Whether tensor-parallel ranks keep a part each of what blocks that are recomputed are given."""
-    activation_bytes: int | None = None
-    """Most bytes of activations beside the pages, where that is to be chosen; None for no limit."""
-    gradients: torch.dtype | None = None
-    """What gradients are accumulated in; None: what weights have."""
-    may_skip: bool = False
-    """Whether a step is skipped where a gradient is not finite, as with dynamic loss scaling."""
-    activations_limited: bool = False
-    """Whether the user set `activation_bytes`, so that more is refused."""
-
-    @property
-    def update_under_backward(self) -> bool:
-        """True when a gradient is known to be final, and its scale too, as soon as it has arrived."""
-        return self._announced and not self._decided_last
-
-    @property
-    def may_offload(self) -> bool:
-        """True when activations may leave the memory that compute uses."""
-        return self.activations not in ("keep", "recompute")
-
-    @property
-    def may_speculate(self) -> bool:
-        """True when a gradient is known to be final as soon as it has arrived, but not its scale."""
-        return self._announced and self._decided_last and self.speculate is not False
-
-    @property
-    def _announced(self) -> bool:
-        return self.accumulation_steps is not None and self.max_staleness is None
-
-    @property
-    def _decided_last(self) -> bool:
-        """Whether only the end of backward shows what the gradients are multiplied by, or that they do not count."""
-        return self.clipping or self.may_skip
 
 
 @dataclass(frozen=True)
@@ -122,8 +64,19 @@ class Plan:
 
     @cached_property
     def bytes(self) -> Mapping[str, Mapping[str, int]]:
-        """tier -> state -> bytes: what each tier holds at its peak, in whole pages."""
-        return bytes_by_state(self.layout, self.placement, None if self.activations is None else self.activations.peak)
+        """tier -> line -> bytes, in the order a table shows them: what each tier holds at its peak, in whole pages."""
+        order = (*(state.name for state in self.layout.states), *LINES_AFTER_STATES)
+        account = {
+            tier: {line: pages[line] * self.page_bytes for line in order if line in pages}
+            for tier in (DEVICE, HOST, SSD)
+            if (pages := self.placement.lines.get(tier))
+        }
+        peak = self.activations.peak if self.activations is not None else ActivationBytes()
+        for tier, nbytes in ((HOST, peak.host), (SSD, peak.ssd)):
+            if nbytes:
+                lines = account.setdefault(tier, {})
+                lines[ACTIVATIONS] = lines.get(ACTIVATIONS, 0) + nbytes
+        return account
 
     @cached_property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -142,16 +95,13 @@ class Plan:
         return {} if activations is None or not activations.moves else _by_tick(move_ops(activations, self.trace))
 
     @property
-    def needs_leases(self) -> bool:
-        return self.lease_tier is not None
-
-    @property
     def ranks(self) -> Ranks | None:
         return self.layout.ranks
 
     @property
     def lease_tier(self) -> str | None:
-        """Where leases take frames: the device if it is a memory of its own, else host RAM for weights on SSD."""
+        """Where leases take frames: the device if it is a memory of its own, else host RAM; None where every weight is
+        used where it lives."""
         if self.budgets.device is not None:
             return DEVICE
         return HOST if self.placement.pages(HOST, LEASES) else None
@@ -163,8 +113,8 @@ class Plan:
         From a device of its own, a gradient that is larger by itself need not be waited for: the estimate of
         activations has room for two of the largest. Several ranks have their buffers.
         """
-        if self.layout.collective_pages:
-            return self.layout.whole_gradient_pages * self.page_bytes
+        if (buffers := reduce_buffers(self.layout)) is not None:
+            return buffers.whole_pages * self.page_bytes
         if self.budgets.device is None:
             return GRADIENTS_IN_FLIGHT_BYTES
         trainable = (slot.param for unit in self.units for slot in unit.slots if slot.param.trainable)
@@ -193,6 +143,12 @@ class Plan:
             if (everywhere or self.placement.home(unit.index, WEIGHT) == SSD)
             and unit.index not in self.placement.resident
         }
+
+    def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:
+        """State -> pages, of those states of a unit that are in RAM or on the device."""
+        names = [state.name for state in self.layout.states]
+        pages = {name: self.layout.pages(unit, name) for name in names if self.placement.home(unit.index, name) != SSD}
+        return {name: count for name, count in pages.items() if count}
 
     @property
     def lease_slab(self) -> int:
@@ -228,53 +184,11 @@ def make_plan(
     Raises BudgetError, naming tier, shortfall and setting, when no choice fits; ConfigError for a split whose share of
     updates or homes on the device cannot be had.
     """
-    params = list(root.walk())
-    if not params:
-        raise BudgetError("The model has no floating-point parameters, so there is nothing to train in pages.")
-    itemsize = states[0].dtype.itemsize
-    total = sum(p.numel for p in params) * itemsize
-    limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
-    expert_modules = frozenset(root.experts())
-    refusals: list[BudgetError] = []
-    while True:
-        units = discover(root, limit, itemsize)
-        experts = frozenset(unit.index for unit in units if is_within(unit.module, expert_modules))
-        draft = Layout(
-            units,
-            states,
-            PAGE_BYTES,
-            ranks=ranks,
-            expert_units=experts,
-            max_staleness=options.max_staleness,
-            offloads=options.may_offload,
-            gradient=options.gradients,
-        )
-        try:
-            paged = _paged(replace(draft, rank=draft.slices.fullest_rank), options.page_bytes)
-            layout, placement = _fit(paged, budgets, options)
-            break
-        except BudgetError as refusal:
-            refusals.append(refusal)
-        smaller = _next_limit(units, limit, itemsize)
-        if options.unit_limit is not None or smaller is None:
-            raise _with_advice(_least(refusals), units, itemsize, budgets)
-        limit = smaller
+    limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
     if rank is not None and layout.slices.differ:
-        layout, placement = _fit(replace(paged, rank=rank), budgets, options)
-    largest = format_bytes(max(unit.numel for unit in units) * itemsize)
-    reasons = (
-        f"{len(units)} units, the largest of {largest}: modules of at most {format_bytes(limit)} of weights "
-        + ("(as set)" if options.unit_limit else "(an eighth of the model, less where the budget is tight)")
-        + ", and larger ones that have no parts.",
-        f"Pages of {format_bytes(layout.page_bytes)}"
-        + (" (as set)." if options.page_bytes else f": the largest that waste at most {_MAX_WASTE:.0%} in padding."),
-        *placement.reasons,
-        _state_bytes(layout),
-        *([str(options.split)] if options.split is not None and len(placement.lines) > 1 else []),
-        _when(options),
-        *([_shared(ranks)] if ranks is not None else []),
-    )
-    uses = forward_uses(root, units)
+        layout, placement = _fit(replace(layout, rank=rank), budgets, options)
+    reasons = reasons_for(layout, budgets, placement, options, limit)
+    uses = forward_uses(root, layout.units)
     trace = assumed_trace([use.unit for use in uses], options.accumulation_steps or 1)
     activations = None
     if saved is not None:
@@ -289,11 +203,35 @@ def _by_tick(ops: Iterable[Op]) -> Mapping[int, tuple[Op, ...]]:
     return {tick: tuple(of_tick) for tick, of_tick in ticks.items()}
 
 
+def _units_that_fit(
+    root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options, ranks: Ranks | None
+) -> tuple[int, Layout, Placement]:
+    """A placement of units as large as fit, and the limit in bytes that they were made with."""
+    itemsize = states[0].dtype.itemsize
+    total = sum(param.numel for param in root.walk()) * itemsize
+    limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
+    expert_modules = frozenset(root.experts())
+    refusals: list[BudgetError] = []
+    while True:
+        units = discover(root, limit, itemsize)
+        experts = frozenset(unit.index for unit in units if is_within(unit.module, expert_modules))
+        draft = Layout(units, states, PAGE_BYTES, ranks=ranks, expert_units=experts, gradient=options.gradients)
+        paged = _paged(replace(draft, rank=draft.slices.fullest_rank), options.page_bytes)
+        try:
+            return limit, *_fit(paged, budgets, options)
+        except BudgetError as refusal:
+            refusals.append(refusal)
+        smaller = _next_limit(units, limit, itemsize)
+        if options.unit_limit is not None or smaller is None:
+            raise _with_advice(_least(refusals), units, itemsize, budgets)
+        limit = smaller
+
+
 def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Placement]:
     """A placement, with smaller streaming buffers where the budget is tight."""
     refusals: list[BudgetError] = []
-    split = options.split or USUAL_SPLIT
-    refused = why_no_device_updates(layout, budgets.device)
+    split = options.split or DEFAULT_SPLIT
+    refused = why_no_device_updates(layout, options, budgets.device)
     for name in ("device_update_share", "device_home_share"):
         if refused is not None and getattr(split, name):
             raise ConfigError(
@@ -307,16 +245,7 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     for split, (block_limit, staging_buffers) in product(splits, _BUFFERS):
         candidate = layout.with_block_limit(block_limit)
         try:
-            return candidate, place(
-                candidate,
-                budgets,
-                options.update_under_backward,
-                staging_buffers,
-                split,
-                options.keep_checkpoints,
-                options.may_speculate,
-                options.accumulation_steps is not None and options.accumulation_steps > 1,
-            )
+            return candidate, place(candidate, budgets, replace(options, split=split), staging_buffers)
         except BudgetError as refusal:
             refusals.append(refusal)
     raise _least(refusals)
@@ -343,40 +272,6 @@ def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: in
     )
 
 
-def _when(options: Options) -> str:
-    if options.max_staleness is not None:
-        return (
-            "Units are updated while forward and backward run on (update='async'): weights lag at most "
-            f"{options.max_staleness} steps, for which RAM keeps the gradients of {options.max_staleness + 1} steps, "
-            "and every weight has a second extent."
-        )
-    if options.update_under_backward:
-        return "Units are updated under backward, as soon as their last gradient has arrived."
-    why = "the number of backward passes is not announced"
-    if options.clipping:
-        why = "the clipped norm is known only then"
-    elif options.may_skip and options.accumulation_steps is not None:
-        why = "whether a scaled gradient is not finite is known only then"
-    return f"Units are updated after backward ({why}), just before the next forward needs each."
-
-
-def _state_bytes(layout: Layout) -> str:
-    """What a trained parameter takes, gradients and padding aside."""
-    kept = {name: size for name, size in layout.bytes_per_parameter.items() if size >= 0.005}
-    states = ", ".join(f"{name} {size:.2f}".rstrip("0").rstrip(".") for name, size in kept.items())
-    total = sum(layout.bytes_per_parameter.values())
-    return f"State takes {total:.2f} bytes a parameter: {states}."
-
-
-def _shared(ranks: Ranks) -> str:
-    what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "weights, gradients and optimizer states"}
-    experts = f"; experts over {ranks.expert_parallel}" if ranks.expert_parallel > 1 else ""
-    steps = "; gathers go once between nodes, then inside each" if ranks.two_step else ""
-    tensors = f"; tensors over {ranks.tensor_parallel}" if ranks.tensor_parallel > 1 else ""
-    said = f"share out {what[ranks.stage]} (ZeRO stage {ranks.stage})"
-    return f"{ranks.data_parallel} ranks {said}{experts}{tensors}{steps}."
-
-
 def _paged(layout: Layout, asked: int | None) -> Layout:
     """The layout with the page size asked for, or the largest one whose padding is small."""
     if asked is not None:
@@ -389,7 +284,7 @@ def _paged(layout: Layout, asked: int | None) -> Layout:
     exact = sum(layout.elements(unit, state) * layout.itemsize(state) for unit in layout.units for state in states)
     while page > _MIN_PAGE_BYTES:
         paged = replace(layout, page_bytes=page)
-        if sum(map(paged.total_pages, states)) * page <= exact * (1 + _MAX_WASTE):
+        if sum(map(paged.total_pages, states)) * page <= exact * (1 + MAX_WASTE):
             return paged
         page //= 2
     return replace(layout, page_bytes=page)

@@ -1,13 +1,31 @@
 """Slices: which elements of each unit, and of each of its states, each of the ranks that share it holds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.packed import Packed
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.shards import Atom, Span, balanced, equal_slice, slice_elements, whole_slices
-from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec
+from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements [start, stop) of a unit, or of a state of it, which lie from element `at` on in an extent."""
+
+    start: int
+    stop: int
+    at: int = 0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def within(self, start: int, stop: int) -> "Span | None":
+        """What of it lies in [start, stop) of the unit; None where nothing does."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        return Span(first, last, self.at + first - self.start) if first < last else None
 
 
 class Slices:
@@ -26,15 +44,12 @@ class Slices:
         packed: Mapping[str, Packed],
         ranks: Ranks | None,
         expert_units: frozenset[int],
-        is_sliced: Callable[[str], bool],
     ) -> None:
-        """`is_sliced` says whether ranks have slices of a state, not all of it each."""
         self._units = units
         self._states = states
         self._packed = packed
         self._ranks = ranks
         self._experts = expert_units
-        self._is_sliced = is_sliced
         self._takes_whole = states[0].whole
 
     @property
@@ -52,14 +67,17 @@ class Slices:
             return 0
         if unit.index in self._experts:
             return rank // self._ranks.expert_parallel
-        each = 1 if self._ranks is None else self._ranks.tensor_parallel
-        return rank // each % self.group(unit)
+        return rank // self._ranks.tensor_parallel % self.group(unit)
 
     def trained(self, unit: UnitSpec, place: int) -> Span:
         """The trainable elements of a unit that the rank at a place updates."""
         if self._takes_whole is None:
             return Span(*equal_slice(0, unit.trainable_numel, self.group(unit), place))
         return Span(*self._of_wholes[0][unit.index][place])
+
+    def updated(self, unit: UnitSpec, rank: int) -> Span:
+        """The trainable elements of a unit that a rank updates."""
+        return self.trained(unit, self.place(unit, rank))
 
     def room(self, unit: UnitSpec, place: int) -> int:
         """Elements that extents have for a slice of the trainable ones: at least a block, so every rank has some."""
@@ -75,10 +93,6 @@ class Slices:
             spans.append(Span(*others, at=self.room(unit, place)))
         return tuple(span for span in spans if len(span))
 
-    def is_cut(self, unit: UnitSpec, state: str) -> bool:
-        """Whether ranks have slices of a state of a unit, not all of it each."""
-        return self.group(unit) > 1 and self._is_sliced(state)
-
     def of_state(self, unit: UnitSpec, state: str, spans: Sequence[Span]) -> tuple[Span, ...]:
         """Spans of a unit's elements as those of one of its states."""
         packed = self._packed.get(state)
@@ -91,16 +105,6 @@ class Slices:
             found.append(Span(start, stop, start - packed.before(unit, span.start - span.at)))
         return tuple(span for span in found if len(span))
 
-    def nbytes(self, unit: UnitSpec, span: Span) -> int:
-        """Bytes of all states of some trainable elements of a unit."""
-        if not len(span):
-            return 0
-        return sum(
-            len(part) * state.dtype.itemsize
-            for state in self._states
-            for part in self.of_state(unit, state.name, (span,))
-        )
-
     @property
     def fullest_rank(self) -> int:
         """The rank that holds most."""
@@ -109,7 +113,7 @@ class Slices:
         assert self._ranks is not None
         _, dense, experts = self._of_wholes
         apart = self._ranks.expert_parallel
-        held = [dense[r % len(dense)] + experts[r // apart] for r in range(self._ranks.data_parallel)]
+        held = [dense[rank % len(dense)] + experts[rank // apart] for rank in range(self._ranks.data_parallel)]
         return held.index(max(held))
 
     @cached_property
@@ -121,7 +125,7 @@ class Slices:
         for experts in (False, True):
             alike = [unit for unit in self._units if (unit.index in self._experts) is experts]
             places = self._ranks.sharers(experts) if self._ranks is not None else 1
-            sizes = [[self.nbytes(unit, Span(*ends)) for ends in by_unit[unit.index]] for unit in alike]
+            sizes = [[self._nbytes(unit, Span(*ends)) for ends in by_unit[unit.index]] for unit in alike]
             chosen, total = balanced(sizes, places)
             for unit, numbers in zip(alike, chosen, strict=True):
                 by_unit[unit.index] = [by_unit[unit.index][number] for number in numbers]
@@ -129,12 +133,83 @@ class Slices:
         dense, of_experts = totals
         return by_unit, dense, of_experts
 
-    def _atoms(self, unit: UnitSpec) -> list[Atom]:
+    def _nbytes(self, unit: UnitSpec, span: Span) -> int:
+        """Bytes of all states of some trainable elements of a unit."""
+        parts = ((state, part) for state in self._states for part in self.of_state(unit, state.name, (span,)))
+        return sum(len(part) * state.dtype.itemsize for state, part in parts)
+
+    def _atoms(self, unit: UnitSpec) -> list["Atom"]:
         """The trainable parameters of a unit."""
         assert self._takes_whole is not None
         trained = [slot for slot in unit.slots if slot.param.trainable]
-        ends = [*(slot.offset for slot in trained[1:]), unit.trainable_numel] if trained else []
+        ends = [*(slot.offset for slot in trained), unit.trainable_numel][1:]
         return [
             Atom(slot.offset, end, self._takes_whole(slot.param.name, slot.param.shape))
             for slot, end in zip(trained, ends, strict=True)
         ]
+
+
+def slice_elements(elements: int, group: int) -> int:
+    """Elements of each of `group` equal slices: whole blocks of those that are quantized together."""
+    return align(-(-elements // group))
+
+
+def equal_slice(start: int, stop: int, group: int, index: int) -> tuple[int, int]:
+    """Slice number `index` of `group` equal ones of [start, stop). The last ones may be short or empty."""
+    each = slice_elements(stop - start, group)
+    return min(start + index * each, stop), min(start + (index + 1) * each, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """The elements of a parameter, up to where the next one starts."""
+
+    start: int
+    stop: int
+    whole: bool
+    """Whether it must not be cut; others are cut into whole blocks."""
+
+
+def whole_slices(atoms: Sequence[Atom], group: int) -> list[tuple[int, int]]:
+    """`group` slices of adjoining atoms, which leave those whole that must be, the largest slice as small as can be.
+
+    Some may be empty.
+    """
+    if not atoms:
+        return [(0, 0)] * group
+    total = atoms[-1].stop
+    least = max([slice_elements(total, group), *(atom.stop - atom.start for atom in atoms if atom.whole)])
+    sizes = range(least, total + 1, ALIGN_ELEMENTS)
+    enough = bisect_left(sizes, True, key=lambda size: len(_filled(atoms, size)) <= group)
+    slices = _filled(atoms, sizes[enough])
+    return [*slices, *[(total, total)] * (group - len(slices))]
+
+
+def _filled(atoms: Sequence[Atom], most: int) -> list[tuple[int, int]]:
+    """Slices of at most `most` elements, which no whole atom exceeds, each as full as can be."""
+    slices: list[tuple[int, int]] = []
+    start = at = 0
+    for atom in atoms:
+        while atom.stop - start > most:
+            at = at if atom.whole else start + most
+            slices.append((start, at))
+            start = at
+        at = atom.stop
+    return [*slices, (start, at)] if at > start else slices
+
+
+def balanced(sizes: Sequence[Sequence[int]], holders: int) -> tuple[list[list[int]], list[int]]:
+    """Which of its slices each holder gets of one thing after another, so that all get about as much in all.
+
+    sizes: of each thing, those of its slices, one a holder. The largest goes to who has least.
+    Returns, of each thing, the number of the slice by holder; and what each holder has of all.
+    """
+    held = [0] * holders
+    chosen: list[list[int]] = []
+    for of_thing in sizes:
+        poorest = sorted(range(holders), key=lambda holder: held[holder])
+        largest = sorted(range(holders), key=lambda number: -of_thing[number])
+        by_holder = dict(zip(poorest, largest, strict=True))
+        chosen.append([by_holder[holder] for holder in range(holders)])
+        held = [before + of_thing[number] for before, number in zip(held, chosen[-1], strict=True)]
+    return chosen, held

@@ -37,7 +37,7 @@ class Traffic:
 
 def traffic_of(plan: Plan) -> tuple[Traffic, ...]:
     """The traffic of every unit."""
-    leased = plan.leased_pages() if plan.needs_leases else {}
+    leased = plan.leased_pages()
     return tuple(_of_unit(plan, unit, leased.get(unit.index, 0)) for unit in plan.units)
 
 

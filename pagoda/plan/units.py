@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import prod
 
 from pagoda.errors import BudgetError
-from pagoda.plan.tensor_shards import TensorShard
 
 ALIGN_ELEMENTS = 256
 """Every parameter starts on a multiple of this many elements inside its extent: BLAS results may depend on alignment,
@@ -22,6 +21,42 @@ class Part:
     """Of the whole."""
     start: int
     """First element."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """How a parameter is divided over tensor-parallel ranks; which of the parts a rank has is not said here.
+
+    Seen flat, the whole is `rows` rows of `row` elements, of each of which a part has `width` adjoining ones. A part
+    has them one row after another.
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dim: int
+    ranks: int
+    """Parts, which are equal."""
+
+    @property
+    def rows(self) -> int:
+        return prod(self.shape[: self.dim])
+
+    @property
+    def row(self) -> int:
+        return prod(self.shape[self.dim :])
+
+    @property
+    def width(self) -> int:
+        return self.row // self.ranks
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of each part."""
+        return (*self.shape[: self.dim], self.shape[self.dim] // self.ranks, *self.shape[self.dim + 1 :])
+
+    def name_of_part(self, name: str, index: int) -> str:
+        """What part number `index` of the parameter `name` is called where all parts are."""
+        return f"{name}@{index}/{self.ranks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +96,10 @@ class ModuleSpec:
         for child in self.children:
             yield from child.walk()
 
-    def modules_apart(self) -> Iterator[str]:
-        """Names of the modules that share no unit with what is around them."""
-        if self.apart:
-            yield self.name
-        for child in self.children:
-            yield from child.modules_apart()
+    @property
+    def is_split(self) -> bool:
+        """Whether it holds modules that share no unit with what is around them: those apart, and experts."""
+        return any(self.routed or child.apart or child.is_split for child in self.children)
 
     def experts(self) -> Iterator[str]:
         """Names of all experts in the subtree."""
@@ -114,13 +147,12 @@ def discover(root: ModuleSpec, limit_bytes: int, itemsize: int) -> tuple[UnitSpe
     each of which shares no unit with what is around it. Units come in pre-order.
     """
     units: list[UnitSpec] = []
-    around_apart = {name for apart in (*root.modules_apart(), *root.experts()) for name in _around(apart)}
 
     def visit(module: ModuleSpec) -> None:
         params = list(module.walk())
         if not params:
             return
-        if module.name not in around_apart and sum(p.numel for p in params) * itemsize <= limit_bytes:
+        if not module.is_split and sum(p.numel for p in params) * itemsize <= limit_bytes:
             units.append(_lay_out(len(units), module.name, params))
             return
         if module.params:

@@ -83,7 +83,7 @@ class Accesses:
 
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`: its weights, where compute can read them, after every update that is due."""
-        if phase is Phase.BACKWARD and unit.updated:
+        if phase is Phase.BACKWARD and self._scheduler.began_early(unit.index):
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."

@@ -17,8 +17,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 class Block:
     """A module that is treated as one."""
 
-    def __init__(self, index: int, name: str, module: nn.Module) -> None:
-        self.index = index
+    def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
         self._name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
@@ -55,7 +54,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
             has_parts = any(True for _ in inner.children())
             if _is_transformers_layer(inner) or (repeats and has_parts and kinds[type(inner)] > 1):
                 seen.add(child)
-                blocks.append(Block(len(blocks), child_name, child))
+                blocks.append(Block(child_name, child))
             else:
                 visit(child, child_name)
 

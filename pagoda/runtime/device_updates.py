@@ -1,5 +1,7 @@
 """Updates on the device: blocks of states pass it through a ring, while the CPU updates other units."""
 
+from collections.abc import Sequence
+
 import torch
 
 from pagoda.optim.rule import StateSpec
@@ -12,9 +14,8 @@ from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
-from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, BlockStream, Update, WeightPath
+from pagoda.runtime.updates import Block, UpdatePath
 
 
 class DeviceRing:
@@ -26,62 +27,41 @@ class DeviceRing:
         assert tier is not None
         slots = DEVICE_SLOTS if store.plan.placement.pages(DEVICE, UPDATE_RING) else 0
         block, states = layout.block_elements, layout.states
-        pages = slot_pages(states, block, layout.page_bytes)
         offsets, gradient = slot_offsets(states, block)
-        runs = [tier.alloc(pages) for _ in range(slots)]
+        taken = [tier.take(slot_pages(states, block, layout.page_bytes)) for _ in range(slots)]
         self.states = [
-            [tier.tensor(run, state.dtype, state.elements(block), offsets[state.name]) for state in states]
-            for run in runs
+            [pages.tensor(state.dtype, state.elements(block), offsets[state.name]) for state in states]
+            for pages in taken
         ]
         """slot -> its tensor of each state, flat, in StateSpec order."""
-        self.gradients = [tier.tensor(run, store.dtype(GRAD), block, gradient) for run in runs]
+        self.gradients = [pages.tensor(store.dtype(GRAD), block, gradient) for pages in taken]
         self.slots = Ring(range(slots))
 
 
-class DeviceBlockStream(BlockStream):
-    """Runs the updates of units on the device, block by block.
+class DevicePath(UpdatePath):
+    """Updates blocks on the device.
 
     Units that live there are updated in place. The states of others live in RAM: a block comes with its gradient, is
     updated and goes back, all of it in the pipe of its slot, so that the device needs nobody between the three; the
     blocks of other slots come and go meanwhile. The handles of an update say when all of it is home, as they do on the
-    CPU.
+    CPU. Plans have no such unit on SSD, nor asynchronous or speculative updates of one.
     """
 
     def __init__(
-        self,
-        store: Store,
-        kernel: UpdateKernel,
-        lanes: dict[str, Lane],
-        device: Device,
-        ring: DeviceRing,
+        self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane], device: Device, ring: DeviceRing
     ) -> None:
-        super().__init__(store, kernel, lanes)
+        super().__init__(store)
+        self._kernel = kernel
+        self._lanes = lanes
         self._device = device
-        self._device_ring = ring
+        self._ring = ring
 
-    def is_small(self, update: Update) -> bool:
-        """None is: a block may have to wait for a slot."""
-        return False
-
-    def _feed_block(
-        self,
-        unit: LiveUnit,
-        start: int,
-        stop: int,
-        pieces: list[tuple[UnitGradient, Segment]],
-        streamed: list[str],
-        weights: WeightPath,
-        undo: Undo | None,
-        computed: list[Handle],
-        written: list[Handle],
-    ) -> None:
-        assert not streamed, "units with states on SSD are updated by the CPU"
-        assert weights == IN_PLACE, "asynchronous updates are the CPU's"
-        assert undo is None, "what is updated on the device is not speculated on"
+    def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
+        unit, (start, stop, pieces) = block.update.unit, block[1:]
         if unit.index in self._store.plan.placement.resident:
             computed.append(self._update_at_home(unit, start, stop, pieces))
             return
-        device, count, ring = self._device, stop - start, self._device_ring
+        device, count, ring = self._device, stop - start, self._ring
         slot = ring.slots.take()
         there = [tensor[: s.elements(count)] for s, tensor in zip(self._states, ring.states[slot], strict=True)]
         home = [self._home(unit.index, state, start, count) for state in self._states]
@@ -107,7 +87,7 @@ class DeviceBlockStream(BlockStream):
         computed.append(handle)
 
     def _update_at_home(
-        self, unit: LiveUnit, start: int, stop: int, pieces: list[tuple[UnitGradient, Segment]]
+        self, unit: LiveUnit, start: int, stop: int, pieces: Sequence[tuple[UnitGradient, Segment]]
     ) -> Handle:
         """Update a block of a unit that lives on the device, once compute has read the weights for the last time."""
         count = stop - start
@@ -131,7 +111,7 @@ class DeviceBlockStream(BlockStream):
         states: list[torch.Tensor],
         gradient: torch.Tensor,
         start: int,
-        pieces: list[tuple[UnitGradient, Segment]],
+        pieces: Sequence[tuple[UnitGradient, Segment]],
     ) -> None:
         """Update a block, whose first element is `start`, where its states and gradient lie now."""
         for _, piece in pieces:

@@ -15,10 +15,10 @@ Event = tuple[Callable[..., None], tuple[Any, ...]]
 class Driver:
     """The one queue of events.
 
-    Any thread appends to it, and works off what is there under the one lock, unless it holds that already: then it will
-    come to it. So the scheduler sees one event after another, and operations are in their lanes' queues before the lock
-    is released. Nothing under the lock waits or runs a user's code. Bytes move under it only where a lane does little
-    work at once (`Lane.inline_bytes`).
+    Any thread appends to it, and then works off what is there, under the one lock. An event that is told while another
+    is worked off comes after it. So the scheduler sees one event after another, and operations are in their lanes'
+    queues before the lock is released. Nothing under the lock waits or runs a user's code. Bytes move under it only
+    where a lane does little work at once (`Lane.inline_bytes`).
     """
 
     def __init__(self, scheduler: Scheduler, execute: Callable[[Operation], None]) -> None:
@@ -40,8 +40,7 @@ class Driver:
                 self._work_off()
 
     def holds(self, question: Callable[[], bool]) -> bool:
-        """Whether something is true of the scheduler. What it says while an event is worked off may be true of no
-        state between two events."""
+        """Whether something is true of the scheduler, between two events."""
         with self._changed:
             return question()
 
@@ -53,6 +52,7 @@ class Driver:
         """
         while True:
             with self._changed:
+                self._check()
                 while not until() and not self.scheduler.idle:
                     self._changed.wait()
                     self._check()

@@ -20,6 +20,7 @@ from pagoda.optim.rule import ElementwiseRule, Precision, Rule
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.shards import Shards
 from pagoda.parallel.wire import Wire
+from pagoda.plan.collective import reduce_pages
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
@@ -28,13 +29,12 @@ from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.brackets import Brackets
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, open_streams, update_lane
+from pagoda.runtime.executor import Executor, open_feeders, update_lane
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
 from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.loss_scale import LossScaler
-from pagoda.runtime.partition import Partitioner
 from pagoda.runtime.regions import open_buffers, open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.shutdown import Threads, end_dropped, give_back
@@ -61,9 +61,9 @@ def _close_all() -> None:
 class Engine:
     """Executes a plan on a live model.
 
-    The compute thread (whoever runs forward, backward and `step()`) calls `acquire` at every use of a unit and
-    `stepper.on_gradient` at every gradient; lanes and the updater do the rest. Where the model departs from the plan,
-    accesses are served on demand, correctly and counted as faults.
+    The compute thread (whoever runs forward, backward and `step()`) calls `accesses.begin` and `accesses.end` around
+    every use of a unit and `stepper.on_gradient` at every gradient; lanes and the updater do the rest. Where the model
+    departs from the plan, accesses are served on demand, correctly and counted as faults.
     """
 
     def __init__(
@@ -112,20 +112,20 @@ class Engine:
             self._meter.stalled,
         )
         self.leases = open_leases(self.store, device, units, Fetcher(self.store, self._lanes, device))
-        self._streams = open_streams(self.store, self._lanes, rule, precision, device)
-        self.scheduler = open_scheduler(plan)
+        feeders = open_feeders(self.store, self._lanes, rule, precision, device)
+        self.scheduler = open_scheduler(plan, None if ranks is None else ranks[0].rank)
         self.plan = plan
         """The plan followed now."""
         self._follow_trace()
         self._executor = Executor(
-            self.scheduler, self.store, units, self.leases, self.gradients, self._streams, self._lanes, device
+            self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
         )
         self.damage = self._executor.damage
         self._driver = self._executor.driver
         self.together: Together | None = None
         """The dealings with other ranks, where there are any."""
         if ranks is not None:
-            reduces = plan.layout.collective_pages > 0
+            reduces = reduce_pages(plan.layout) > 0
             self.together = Together(
                 *ranks,
                 self.store,
@@ -140,9 +140,6 @@ class Engine:
             )
             self._lanes[COLLECTIVE] = self.together.collectives.lane
             self.leases.gather = self.together.gather
-        partitioner = None
-        if ranks is not None and plan.options.partition_activations:
-            partitioner = Partitioner(ranks[0].tensor.get_group())
         self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
         self.accesses.owner = self
         self.graphs = GraphMemory(
@@ -154,7 +151,7 @@ class Engine:
             device,
             self._meter.stalled,
             poison,
-            partitioner,
+            ranks[0].tensor.get_group() if ranks is not None and plan.options.partition_activations else None,
         )
         self.graphs.packing.register(units)
         self.brackets = Brackets(self.graphs.packing, self.accesses)
@@ -172,7 +169,7 @@ class Engine:
             self.together,
         )
         self._forks = forks()
-        self._threads = Threads(self._lanes, self._executor.feeders, self._streams, self.saver, self.together)
+        self._threads = Threads(self._lanes, feeders, self.saver, self.together)
         self._dropped = weakref.finalize(self, end_dropped, self._threads, self._executor, self.store, self._forks)
         self._dropped.atexit = False  # `_close_all` is for that
         _OPEN.add(self)
@@ -208,46 +205,43 @@ class Engine:
     def replacing(self) -> Iterator[None]:
         """All states are to be replaced, whatever has become of them. If that fails half-way, they are damaged."""
         self.check_open()
-        self._stop_whatever_failed()
-        self.stepper.zero_grad()
+        if not self.damage.found:
+            with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
+                self._end_updates()
+        if self.damage.found:
+            self.stepper.drop_step()
+        else:
+            self.stepper.zero_grad()
+        self.accesses.wait_until_idle()  # what that has undone must have ended before states change
+        self.saver.settle()
         try:
             with self.store.replacing():
                 yield
         except BaseException as error:
             self.damage.note(error)
             raise
-        self._mend()
+        self.accesses.wait_until_idle()
+        self._executor.latest.clear()
+        self._driver.tell(self.scheduler.restored)
+        self.damage.cause = None
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
         """Some states are to be overwritten, other than by updates, which have ended then, as has a checkpoint that
-        was being written. Damaged states can be overwritten too; `weights_replaced` and `optimizer_replaced` say what
-        has been, and mend them when that was all. A disk that fails meanwhile damages them, and so does any error after
-        the first of them was written.
+        was being written. A disk that fails meanwhile damages them, and so does any error after the first of them was
+        written. Damaged states cannot be mended in this way: raises StorageError.
         """
-        self.check_open()
-        self._stop_whatever_failed()
+        self.check_usable()
+        self.drain()
+        self.accesses.wait_until_idle()
+        self.saver.settle()
         writes = self.store.writes
         try:
-            with self.store.replacing() if self.damage.found else nullcontext():
-                yield
+            yield
         except BaseException as error:
             if isinstance(error, StorageError) or self.store.writes != writes:
                 self.damage.note(error)
             raise
-
-    def weights_replaced(self, unit: LiveUnit, slot: int) -> None:
-        """The weights of a parameter have been overwritten as a whole."""
-        self.weights_changed(unit)
-        if self.damage.found:
-            self.damage.weights_replaced(unit.index, slot)
-            self._mend_if_replaced()
-
-    def optimizer_replaced(self) -> None:
-        """Every state that the optimizer keeps beside weights has been overwritten."""
-        if self.damage.found:
-            self.damage.optimizer_replaced()
-            self._mend_if_replaced()
 
     def prepare_capture(self) -> None:
         """Let states be as the last `step()` leaves them, but for updates that it has queued.
@@ -259,23 +253,17 @@ class Engine:
         if self.plan.options.max_staleness is not None:
             self.drain()
 
-    def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, list[Run]]) -> Capture:
-        """Start capturing every state as the last `step()` leaves it: `pieces` gives what of a unit is written."""
-        pending = self._executor.pending() if self.plan.options.max_staleness is None else {}
-        late = self.plan.options.update_under_backward
-        expected = sorted(self.units, key=lambda unit: self.scheduler.next_use(unit.index), reverse=late)
-        of_all = (piece for unit in expected for piece in pieces(unit.index))
-        capture = Capture(self.store, of_all, pending, extents)
-        for stream in self._streams:
-            stream.capture = capture
+    def capture(self, pieces: Callable[[int], Iterable[Piece]], extents: Mapping[int, Mapping[str, Run]]) -> Capture:
+        """Start capturing every state as the last `step()` leaves it, which has been prepared. The arguments are
+        those of `Capture`."""
+        capture = Capture(self.store, pieces, extents)
+        self._driver.tell(self._executor.begin_checkpoint, capture)
         return capture
 
     def end_capture(self, capture: Capture) -> None:
-        """No more of it is needed: updates need not wait."""
-        for stream in self._streams:
-            stream.capture = None
+        """It is complete, or given up: updates need not wait."""
         capture.end()
-        self._driver.tell(self.scheduler.let_checkpoint_be)
+        self._driver.tell(self._executor.end_checkpoint)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -340,31 +328,6 @@ class Engine:
         """Wait until every update has ended; raises the first error that nobody has seen."""
         self.brackets.drop_interrupted()
         self.accesses.drain()
-
-    def _stop_whatever_failed(self) -> None:
-        """End updates, and a checkpoint that is being written, before states change otherwise.
-
-        An error of an update is not raised: damage stays until it is mended, and `step()` finds a gradient that is not
-        finite once more.
-        """
-        if not self.damage.found:
-            with suppress(Exception):
-                self._end_updates()
-        self.accesses.wait_until_idle()
-        self.saver.settle()
-        if self.damage.found:
-            self.stepper.drop_step()
-
-    def _mend_if_replaced(self) -> None:
-        if self.damage.all_replaced(sum(len(unit.params) for unit in self.units)):
-            self._mend()
-
-    def _mend(self) -> None:
-        """Every state has been replaced: what became of the old ones no longer matters."""
-        self.accesses.wait_until_idle()
-        self._executor.latest.clear()
-        self._driver.tell(self.scheduler.restored)
-        self.damage.mend()
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
         """`norms` are None where the step was skipped."""

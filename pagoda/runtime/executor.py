@@ -8,24 +8,27 @@ from pagoda.optim.formats import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Precision, Rule
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.plan.ops import SSD
+from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
-from pagoda.runtime.device_updates import DeviceBlockStream, DeviceRing
+from pagoda.runtime.device_updates import DevicePath, DeviceRing
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.host_updates import HostPath
 from pagoda.runtime.lanes import Handle, Lane, Latch
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.store import Store
-from pagoda.runtime.tensor_stream import TensorStream
+from pagoda.runtime.tensor_updates import TensorPath
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, BlockStream, Feeder, Part, Update, WeightPath
+from pagoda.runtime.updates import IN_PLACE, Feeder, Part, Update, UpdatePath, WeightExtents
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 
 
 class Executor:
-    """Gives each operation to its lanes. Called under the driver's lock, except for what compute asks."""
+    """Gives each operation to its lanes. Operations start under the driver's lock; what reports their end runs on the
+    threads of lanes."""
 
     def __init__(
         self,
@@ -34,13 +37,14 @@ class Executor:
         units: Sequence[LiveUnit],
         leases: Leases,
         gradients: Gradients,
-        streams: Sequence[BlockStream],
+        feeders: Sequence[Feeder],
         lanes: dict[str, Lane],
         device: Device,
     ) -> None:
         self.driver = Driver(scheduler, self._execute)
         self.damage = Damage()
-        self.feeders = [Feeder(stream) for stream in streams]
+        self.feeders = feeders
+        """Of the CPU, and of the device where it updates units."""
         self._scheduler = scheduler
         self._store = store
         self._units = units
@@ -48,12 +52,12 @@ class Executor:
         self._gradients = gradients
         self._update_lane = lanes["update"]
         self._device = device
-        self._on_device = store.plan.placement.updated_on_device | store.plan.placement.resident
+        self._on_device = store.plan.placement.on_device
         self._asynchronous = store.plan.options.max_staleness is not None
         self._held: list[Operation] = []
         """Reclaims that were answered: still held."""
         self._undos: dict[int, Undo] = {}
-        """unit -> what brings the states back that its update under backward has changed."""
+        """unit -> the old states of its speculative update."""
         self._updating: dict[int, UnitGradient] = {}
         """unit -> the gradient of its latest UPDATE."""
         self.latest: dict[int, UnitGradient] = {}
@@ -61,7 +65,9 @@ class Executor:
         self.failures: dict[int, BaseException] = {}
         """unit -> the error of its latest FETCH."""
         self.spill_failure: BaseException | None = None
-        """The error of a SPILL, or of an OFFLOAD, since compute last asked."""
+        """The error of a SPILL since compute last asked."""
+        self.capture: Capture | None = None
+        """The checkpoint that is being written, if any."""
         self._do = {
             Kind.FETCH: self._fetch,
             Kind.RECLAIM: self._reclaim,
@@ -72,6 +78,7 @@ class Executor:
             Kind.UPDATE: self._update,
             Kind.UNDO: self._undo,
             Kind.PUBLISH: self._publish,
+            Kind.SAVE: self._save,
         }
 
     # --- what compute asks ---
@@ -101,16 +108,23 @@ class Executor:
         record = self.latest.get(unit.index)
         return None if record is None else record.updated
 
+    def begin_checkpoint(self, capture: Capture) -> None:
+        """Have a checkpoint read every unit; an event."""
+        self.capture = capture
+        self._scheduler.begin_checkpoint(capture.in_place)
+        self._end_lost_capture()
+
+    def end_checkpoint(self) -> None:
+        """The checkpoint is complete, or given up; an event."""
+        self.capture = None
+        self._scheduler.end_checkpoint()
+
     def close(self) -> bool:
         """Let go of all memory, once every lane has ended; returns whether someone still holds weights of a lease."""
         self.latest.clear()
         self._updating.clear()
         self._gradients.close()
         return self._leases.close()
-
-    def pending(self) -> dict[int, Handle]:
-        """unit -> what ends when the update that `step()` asked for last has been written, where it has not been."""
-        return {unit: record.written for unit, record in self.latest.items() if not record.written.succeeded}
 
     # --- operations ---
 
@@ -134,6 +148,7 @@ class Executor:
         if self._scheduler.has_failed or operation.kind is Kind.RELOAD:
             self.damage.note(error)
         self._end_pending()
+        self._end_lost_capture()
 
     def _end_pending(self) -> None:
         """Once one has failed, no other update begins: whoever waits for one learns of it."""
@@ -141,6 +156,10 @@ class Executor:
             if not record.begun and not record.written.done:
                 record.updated.finish(self.damage.cause)
                 record.written.finish(self.damage.cause)
+
+    def _end_lost_capture(self) -> None:
+        if self.capture is not None and self._scheduler.checkpoint_lost:
+            self.capture.end(self.damage.cause)
 
     def _fetch(self, operation: Operation) -> None:
         record = self._gradients.find(operation) or self._updating.get(operation.unit) if operation.steps else None
@@ -176,14 +195,14 @@ class Executor:
         records = self._gradients.of(operation)
         unit, last = self._units[operation.unit], records[-1]
         undo = None
-        if operation.keeps_old:
+        if operation.undoable:
             undo = self._undos[operation.unit] = Undo(self._store, operation.unit)
         else:
             for record in records:
                 self._gradients.forget(record)
-        path = IN_PLACE
+        weights = IN_PLACE
         if self._asynchronous:
-            path = WeightPath(self._store.newest[operation.unit], WEIGHT_BACK)
+            weights = WeightExtents(self._store.newest[operation.unit], WEIGHT_BACK)
         parts = [Part(record, record.segments) for record in records]
         tell, scheduler = self.driver.tell, self._scheduler
         on_device = operation.unit in self._on_device
@@ -213,12 +232,21 @@ class Executor:
         last.shown.then(shown)
         Latch("ssd_write", [last.written, last.shown]).then(ended)
         used = partial(tell, scheduler.gradient_used, operation)
-        update = Update(unit, parts, path, undo, last.updated, last.written, used)
+        keep = None
+        if operation.run is not None and self.capture is not None:
+            keep = partial(self.capture.keep, operation.unit, operation.run)
+        update = Update(unit, parts, weights, undo, keep, last.updated, last.written, used)
         self.feeders[on_device].submit(update)
 
     def _undo(self, operation: Operation) -> None:
         undo = self._undos.pop(operation.unit)
         self._follow(operation, self._update_lane.submit(undo.revert, (), 0, "undo"))
+
+    def _save(self, operation: Operation) -> None:
+        if self.capture is None:  # writing it has failed
+            self.driver.tell(self._scheduler.ended, operation)
+        else:
+            self._follow(operation, self.capture.read(operation.unit, operation.run))
 
     def _publish(self, operation: Operation) -> None:
         unit = self._units[operation.unit]
@@ -229,26 +257,27 @@ class Executor:
         self.driver.tell(self._scheduler.ended, operation)
 
 
-def open_streams(
+def open_feeders(
     store: Store, lanes: dict[str, Lane], rule: Rule, precision: Precision, device: Device
-) -> list[BlockStream]:
-    """What carries out the updates of a plan: the CPU's stream, then that of units that are updated on the device."""
+) -> list[Feeder]:
+    """What carries out the updates of a plan: on the CPU, and on the device where that updates units."""
+    path: UpdatePath
     if isinstance(rule, ElementwiseRule):
-        kernel = update_kernel(rule, precision, store.plan.layout.gradient_dtype)
-        streams = [BlockStream(store, kernel, lanes)]
+        path = HostPath(store, update_kernel(rule, precision, store.plan.layout.gradient_dtype), lanes)
     else:
-        streams = [TensorStream(store, lanes)]
-    if store.plan.placement.updated_on_device | store.plan.placement.resident:
+        path = TensorPath(store, lanes)
+    feeders = [Feeder(store, path)]
+    if store.plan.placement.on_device:
         assert isinstance(rule, ElementwiseRule)
-        ring = DeviceRing(store)
-        streams.append(DeviceBlockStream(store, device.update_kernel(rule, precision), lanes, device, ring))
-    return streams
+        kernel = device.update_kernel(rule, precision)
+        feeders.append(Feeder(store, DevicePath(store, kernel, lanes, device, DeviceRing(store))))
+    return feeders
 
 
 def update_lane(store: Store, unit: int) -> str:
     """The lane whose work ends last before a unit's new weights can be used, most likely."""
     placement = store.plan.placement
-    if unit in placement.updated_on_device | placement.resident:
+    if unit in placement.on_device:
         return "device_update"
     homes = {state.name: store.plan.placement.home(unit, state.name) for state in store.plan.layout.states}
     if homes[WEIGHT] == SSD:

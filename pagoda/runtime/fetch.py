@@ -2,7 +2,8 @@
 
 import torch
 
-from pagoda.memory.page import Run, pages_for
+from pagoda.memory.page import pages_for
+from pagoda.memory.region import Region
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS
@@ -35,7 +36,7 @@ class Fetcher:
             if pages
             else pages_for(_PIECE_BYTES, plan.page_bytes) * plan.page_bytes
         )
-        self._ring = Ring(store.host.alloc(pages // FETCH_SLOTS) for _ in range(FETCH_SLOTS if pages else 0))
+        self._ring = Ring(store.host.take(pages // FETCH_SLOTS) for _ in range(FETCH_SLOTS if pages else 0))
 
     def fill(self, unit: LiveUnit, into: torch.Tensor, free: Event, after: tuple[Handle, ...]) -> Handle:
         """Start bringing a unit's weights into `into`, uint8, whole pages long, once compute has passed `free` and
@@ -106,13 +107,13 @@ class Fetcher:
         label: str,
     ) -> Handle:
         """Bytes of an extent from `at` on, in whole pages; `parts` are targets, and where their bytes begin therein."""
-        taken: list[Run] = []
+        taken: list[Region] = []
         nbytes = sum(part.numel() for part, _ in parts)
         page = self._store.plan.page_bytes
         whole = pages_for(max(begin + part.numel() for part, begin in parts), page) * page
 
         def view() -> memoryview:
-            return self._store.host.view(taken[0], 0, whole)
+            return taken[0].view(0, whole)
 
         def read() -> None:
             taken.append(self._ring.take())

@@ -8,11 +8,12 @@ import torch
 from pagoda.errors import RankError
 from pagoda.parallel.agreement import Asks, Call
 from pagoda.parallel.world import rank_timeout_s
-from pagoda.plan.layout import MESSAGE_BYTES, WEIGHT
+from pagoda.plan.collective import MESSAGE_BYTES
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import SERVING
 from pagoda.plan.ranks import ring_bytes
-from pagoda.plan.shards import Span
+from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives, askers
 from pagoda.runtime.device import Device, Event
@@ -45,7 +46,7 @@ class Gathering:
         self._device = device
         self._dtype = store.dtype(WEIGHT)
         pages = store.plan.placement.pages(HOST, SERVING)
-        self._window = store.host.view(store.host.alloc(pages), 0, pages * store.plan.page_bytes) if pages else None
+        self._window = store.host.take(pages).view() if pages else None
         """What a slice on SSD passes, message by message: one has been sent before the next is read."""
         self._two_step = collectives.mesh.ranks.two_step
         self._updated: dict[int, Handle] = {}

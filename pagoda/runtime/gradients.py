@@ -5,6 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -50,11 +51,11 @@ class UnitGradient:
         """`lane` is what its update is waited for on; `shared`: ranks send each other what they have updated."""
         self.unit = unit
         self.step = step
-        self.buffer: torch.Tensor | None = None
-        """Flat gradient in RAM, or on the device; None, or no longer its own, while it is on SSD only."""
+        self.place: Callable[[], torch.Tensor] | None = None
+        """Gives the buffer; None until there is one."""
         self.made: list[_Made] = []
         """Gradients that autograd has made and that are to be brought to the buffer together."""
-        self.waiting: deque[Offload] = deque()
+        self.waiting: list[Offload] = []
         """What is to be brought, for which no OFFLOAD has come yet."""
         self.hypers: dict[int, Hyper] = {}
         """slot -> hyperparameters of its update."""
@@ -90,13 +91,22 @@ class UnitGradient:
         """Ends when every state is."""
 
     @property
+    def buffer(self) -> torch.Tensor | None:
+        """Flat gradient in RAM, or on the device; None, or no longer its own, while it is on SSD only.
+
+        A tensor of shared pages is made for each use. If the record kept it, this small object would split the free
+        memory that autograd's large tensors come from, and the allocator would take other memory for them.
+        """
+        return None if self.place is None else self.place()
+
+    @property
     def complete(self) -> bool:
         """Every parameter that trains now has had as many arrivals: this backward is through with the unit."""
         counts = {self.arrivals[slot] for slot in self.unit.expected}
         return len(counts) == 1 and 0 not in counts
 
     def settle(self) -> None:
-        """Wait until what has arrived lies in the extent. Both the compute thread and the updater may wait."""
+        """Wait until every OFFLOAD that has begun has ended."""
         wait_all(list(self.pending))
 
     def non_finite(self) -> tuple[int, str] | None:
@@ -252,7 +262,7 @@ class Gradients:
         """Start an OFFLOAD."""
         (record,) = self.of(operation)
         self._place(record, operation)
-        handle = record.waiting.popleft()(record)
+        handle = record.waiting.pop(0)(record)
         record.pending.append(handle)
         return handle
 
@@ -280,10 +290,11 @@ class Gradients:
 
         For what an OFFLOAD was issued for; `values` lie where compute leaves gradients.
         """
-        assert record.buffer is not None
+        buffer = record.buffer
+        assert buffer is not None
         spec = record.unit.spec
         at = start - self._store.shards.updated(spec).start + self._store.shards.origin(spec, GRAD)
-        return self._take(record.unit, record.buffer[at : at + values.numel()], values, PAST, accumulate).square_sum()
+        return self._take(record.unit, buffer[at : at + values.numel()], values, PAST, accumulate).square_sum()
 
     def close(self) -> None:
         """Let go of all extents, once every lane has ended."""
@@ -293,7 +304,7 @@ class Gradients:
 
     def exhausted(self, unit: LiveUnit) -> str:
         """The message for a gradient for which there is no buffer."""
-        waiting = ", ".join(repr(record.unit.spec.name) for record in self.records() if record.buffer is not None)
+        waiting = ", ".join(repr(record.unit.spec.name) for record in self.records() if record.place is not None)
         page = self._store.plan.page_bytes
         return (
             f"No room for the gradient of unit {unit.spec.name!r}: the buffers are held by {waiting}, whose "
@@ -304,28 +315,30 @@ class Gradients:
     def _place(self, record: UnitGradient, operation: Operation) -> None:
         """Give a record the buffer that an operation names."""
         if operation.run is None:
-            record.buffer = self._store.gradients(record.unit.index)[operation.home]
+            home = self._store.gradients(record.unit.index)[operation.home]
+            record.place = lambda: home
             return
         assert self._staging is not None
         elements = self._store.plan.layout.elements(record.unit.spec, GRAD)
-        record.buffer = self._staging.tensor(operation.run, self._store.dtype(GRAD), elements)
+        record.place = partial(self._staging.part(operation.run).tensor, self._store.dtype(GRAD), elements)
 
     def _ssd_extent(self, operation: Operation) -> tuple[memoryview, Run]:
         run = self._store.run(operation.unit, GRAD)
         assert run is not None
         assert self._staging is not None
         assert operation.run is not None
-        return self._staging.view(operation.run), run
+        return self._staging.part(operation.run).view(), run
 
     def _submit(self, record: UnitGradient, made: list[_Made]) -> Handle:
         unit = record.unit
 
         def take() -> Event:
             arrivals = []
+            buffer = record.buffer
+            assert buffer is not None
             for slot, values, issued, accumulate in made:
                 spec = unit.spec.slots[slot]
-                assert record.buffer is not None
-                into = record.buffer[spec.offset : spec.offset + spec.param.numel]
+                into = buffer[spec.offset : spec.offset + spec.param.numel]
                 arrivals.append((slot, self._take(unit, into, values, issued, accumulate)))
             taken = _Taken(record, arrivals)
             if not all(arrival.is_there for _, arrival in arrivals):
@@ -342,11 +355,7 @@ class Gradients:
     def _open_bounce(self) -> list[torch.Tensor]:
         """Two buffers in which gradients of a device of its own land to be added, shape [BOUNCE_ELEMENTS] at most."""
         pages = self._store.plan.placement.pages(HOST, BOUNCE) // 2
-        dtype = self.arriving
-        runs = [self._store.host.alloc(pages) for _ in range(2 if pages else 0)]
-        return [
-            self._store.host.tensor(run, dtype, pages * self._store.plan.page_bytes // dtype.itemsize) for run in runs
-        ]
+        return [self._store.host.take(pages).tensor(self.arriving) for _ in range(2 if pages else 0)]
 
     def _take(self, unit: LiveUnit, into: torch.Tensor, grad: torch.Tensor, issued: Event, accumulate: bool) -> Arrival:
         """Store or add a flat gradient, shape [n]; the square sum is that of the result.

@@ -87,7 +87,7 @@ class ModelHooks:
         if root:
             brackets.drop_interrupted(calling=module)
             if not brackets.in_forward and torch.is_grad_enabled():
-                self._engine.graphs.activations.begin_forward((args, kwargs))
+                self._engine.graphs.begin_forward((args, kwargs))
         brackets.open(module, units)
 
     def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:
@@ -109,11 +109,11 @@ class ModelHooks:
 
     def _follow(self, block: Block, units: list[LiveUnit]) -> None:
         """Let activations run a block's forward, and lease its units when backward repeats that: no hook sees it."""
-        brackets, activations = self._engine.brackets, self._engine.graphs.activations
+        brackets, graphs = self._engine.brackets, self._engine.graphs
 
         def run(block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             again = partial(brackets.run, block.module, units, forward)
-            return activations.run(block, forward, args, kwargs, again)
+            return graphs.run(block, forward, args, kwargs, again)
 
         block.wrap(run)
 

@@ -108,8 +108,9 @@ class Leases:
         self._filling = [(taken, handle) for taken, handle in self._filling if not handle.done]
         earlier = tuple(h for taken, h in self._filling if taken.start < run.stop and run.start < taken.stop)
         with torch.inference_mode(False):  # a lease may outlive the inference that asked for it
-            base = self.region.tensor(run, self._dtype, unit.spec.numel)
-            target = self.region.tensor(run, torch.uint8, whole_pages)
+            frames = self.region.part(run)
+            base = frames.tensor(self._dtype, unit.spec.numel)
+            target = frames.tensor(torch.uint8, whole_pages)
             ready = self._fill(unit, target, self._freed, (*after, *earlier))
             if self.gather is not None:
                 ready = self.gather(unit, target.view(self._dtype)[: unit.spec.numel], ready, self._freed)
@@ -132,7 +133,7 @@ class Leases:
         assert lease.ready is not None
         if lease.ready.done:
             assert self.region is not None
-            self.region.poison(operation.run)
+            self.region.part(operation.run).poison()
         elif not lease.ready.issued:
             self._filling.append((operation.run, lease.ready))
         self._freed = self._device.fence()

@@ -1,48 +1,64 @@
-"""Offloading: saved tensors leave the memory that compute uses, and come back ahead of backward."""
+"""Offloading: saved storages leave the memory that compute uses, and come back ahead of backward."""
 
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from pagoda.errors import BudgetError, UsageError
-from pagoda.memory.scratch import Piece
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.activations import BUFFERED
+from pagoda.memory.ssd.slots import Hashes
+from pagoda.plan.activations import BUFFERED, OFFLOAD_LANES
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
-from pagoda.runtime.places import Offloaded, Pages, Place
-from pagoda.runtime.saved import AbsentTensor, SavedStorage, SavedStorages
-
-_MOST_OF_STORAGE = 8
-"""A tensor that is less than one in so many bytes of its storage stays: moving it would move all of that."""
-_SAMPLE_BYTES = 16 << 20
-"""What is moved to measure how fast a place is."""
+from pagoda.runtime.places import Pieces, Place
+from pagoda.runtime.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
 
 
-class OffloadedTensor(AbsentTensor):
-    """What a graph keeps in place of a tensor that was offloaded."""
+class OffloadedStorage(AbsentStorage):
+    """A storage whose bytes are in a place. Their pages are free again when the last reference to it is gone, those of
+    transfers included."""
 
-    __slots__ = ("copy",)
+    __slots__ = ("_offloader", "hashes", "nbytes", "pieces", "place", "reading", "source", "target", "used", "written")
 
-    def __init__(self, tensor: torch.Tensor, copy: Offloaded, position: int) -> None:
-        super().__init__(tensor, position)
-        self.copy = copy
+    def __init__(
+        self, offloader: "Offloader", place: Place[Any], pieces: Pieces, source: torch.Tensor, version: int
+    ) -> None:
+        super().__init__(version)
+        self._offloader = offloader
+        self.place = place
+        self.pieces = pieces
+        self.nbytes = source.nbytes
+        self.source: torch.Tensor | None = source
+        """The storage, until its bytes have been written; uint8, shape [nbytes]."""
+        self.target: torch.Tensor | None = None
+        """What they have been read into, or are being read into."""
+        self.hashes: list[Hashes] = []
+        self.written: Handle
+        self.reading: Handle | None = None
+        self.used = False
+        """Whether backward has asked for it."""
+
+    def __del__(self) -> None:
+        self._offloader.freed.append((self.place, self.pieces))  # atomic, on whatever thread
+
+    def whole(self) -> torch.Tensor:
+        return self._offloader.bring_back(self)
 
 
 class Offloader:
     """Moves saved storages out and back, each once however many tensors lie in it.
 
     At most two of the largest are on their way out, and two on their way back, at a time. Backward uses them in the
-    reverse order, so each use of what is at a position has those before it read ahead. Only the compute thread calls
-    this class.
+    reverse order, so what was saved last is read first. Only the compute thread calls this class.
     """
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[Place[Any]],
         least_bytes: int,
         required: bool,
         lanes: dict[str, Lane],
@@ -52,191 +68,140 @@ class Offloader:
     ) -> None:
         """Storages of `least_bytes` and more go to the first of `places` that has room; `required` makes it an error
         that none has, else they stay."""
-        self._places = tuple(places)
-        self._required = required
+        self.places = tuple(places)
         self._least_bytes = least_bytes
+        self._required = required
         self._lanes = lanes
         self._device = device
         self._saved = saved
         self._stalled = stalled
-        self._order: list[weakref.ref[Offloaded]] = []
-        """Copies in the order in which they were made, as far as they are needed."""
-        self._freed: deque[Pages] = deque()
-        self._closed = False
+        self.freed: deque[tuple[Place[Any], Pieces]] = deque()
+        """Pages that nothing needs any more."""
+        self._order: list[weakref.ref[OffloadedStorage]] = []
+        """What was offloaded, in that order, as far as it is needed."""
         self._window = 0
-        self._writing: deque[tuple[Handle, int, str]] = deque()
-        self._ahead: dict[int, weakref.ref[Offloaded]] = {}
-        """Copies that are being read, or have been, and were not used yet."""
+        """Most bytes on their way in each direction."""
+        self._writing: deque[tuple[Handle, int]] = deque()
+        """What is on its way out, and its bytes."""
+        self._closed = False
 
-    def close(self) -> None:
-        """Lanes have ended: what they did not bring back is gone."""
-        self._closed = True
-
-    @property
-    def position(self) -> int:
-        """Copies made so far, of those that are needed."""
-        return len(self._order)
-
-    def movable(self, storage: SavedStorage) -> bool:
-        return storage.nbytes >= self._least_bytes
-
-    def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedTensor | None:
-        """Start moving a saved tensor; None where it has to stay."""
-        if not self.movable(storage) or tensor.nbytes * _MOST_OF_STORAGE < storage.nbytes:
+    def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
+        """Start moving the storage of a tensor, unless it has been moved; None where it has to stay."""
+        if tensor.device != self._device.torch_device or not storage.may_leave(tensor, self._least_bytes):
             return None
-        if tensor.device != self._device.torch_device or tensor.is_conj() or tensor.is_neg():
-            return None
-        if tensor.is_leaf and tensor.requires_grad:
-            return None  # the user's: it lives on
-        copy = storage.copy() if isinstance(storage.copy, weakref.ref) else None
-        if copy is None or storage.version != tensor._version:
-            copy = self._move(tensor, storage)
-            if copy is None:
+        offloaded = storage.absent(OffloadedStorage, tensor._version)
+        if offloaded is None:
+            place, pieces = self._alloc(storage.nbytes)
+            if place is None:
                 return None
-        return OffloadedTensor(tensor, copy, self.position)
+            offloaded = OffloadedStorage(self, place, pieces, storage_of(tensor, torch.uint8), tensor._version)
+            storage.replace_by(offloaded)
+            self._write(offloaded)
+        return offloaded
 
-    def unpack(self, packed: OffloadedTensor) -> torch.Tensor:
-        """The tensor, in the memory that compute uses."""
-        if packed.modified:
-            raise RuntimeError(modified(packed.shape, packed.version))
-        copy = packed.copy
-        self._ahead.pop(id(copy), None)
-        if copy.tensor is None:
-            copy.tensor = copy.source  # still here while it is being written
-        if copy.tensor is None:
-            self._read(copy)
-        if copy.reading is not None:
-            self._wait(copy.reading, copy.place.lanes[1])
-        assert copy.tensor is not None
-        empty = torch.empty(0, dtype=packed.dtype, device=copy.tensor.device)
-        return empty.set_(copy.tensor.untyped_storage(), packed.offset, packed.shape, packed.stride)
+    def bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
+        """The storage, in the memory that compute uses."""
+        offloaded.used = True
+        if offloaded.target is None:
+            offloaded.target = offloaded.source  # still here while it is being written
+        if offloaded.target is None:
+            offloaded.target = self._read(offloaded)
+        if offloaded.reading is not None:
+            self._wait(offloaded.reading)
+        return offloaded.target
 
-    def read_ahead(self, position: int) -> None:
-        """Backward has come to `position`: read what it will need next."""
+    def read_ahead(self) -> None:
+        """Backward goes on: read what it will need next."""
         while self._order and self._order[-1]() is None:
             self._order.pop()
-        for key in [key for key, copy in self._ahead.items() if copy() is None]:
-            del self._ahead[key]
-        ahead = sum(copy.nbytes for reference in self._ahead.values() if (copy := reference()) is not None)
-        for index in range(min(position, len(self._order)) - 1, -1, -1):
-            copy = self._order[index]()
-            if copy is None or copy.tensor is not None or copy.source is not None:
+        room = self._window
+        for reference in reversed(self._order):
+            offloaded = reference()
+            if offloaded is None or offloaded.used or offloaded.source is not None:
                 continue
-            ahead += copy.nbytes
-            if ahead > self._window:
+            room -= offloaded.nbytes
+            if room < 0:
                 break
-            self._ahead[id(copy)] = self._order[index]
-            self._read(copy)
+            if offloaded.target is None:
+                offloaded.target = self._read(offloaded)
 
     def settle(self) -> None:
         """Wait until nothing is on its way out, and give pages back. Raises what a transfer raised."""
         self._hold_back(0)
-        self._give_back()
-        self._order = [reference for reference in self._order if reference() is not None]
-        self._window = max((copy.nbytes for r in self._order if (copy := r()) is not None), default=0) * BUFFERED
+        self._take_back()
+        live = [(reference, offloaded) for reference in self._order if (offloaded := reference()) is not None]
+        self._order = [reference for reference, _ in live]
+        self._window = BUFFERED * max((offloaded.nbytes for _, offloaded in live), default=0)
 
-    def _move(self, tensor: torch.Tensor, storage: SavedStorage) -> Offloaded | None:
-        self._give_back()
-        place, pieces = self._room_for(storage.nbytes)
-        if place is None:
-            return None
-        with torch.no_grad():
-            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        copy = Offloaded(place, pieces, source, self._freed)
-        issued = self._device.fence()
-        wanted = weakref.ref(copy)
+    def close(self) -> None:
+        """Lanes have ended: what they did not bring back is gone."""
+        self._closed = True
+        for place in self.places:
+            place.scratch.close()
 
-        def write() -> None:
-            copy = wanted()
-            if copy is None or copy.source is None:
-                return  # the graph is gone
-            copy.place.write(copy, copy.source, issued)
-            copy.source = None
-
-        lane = place.lanes[0]
-        copy.written = self._lanes[lane].submit(write, (), copy.nbytes, "save activation")
-        storage.copy, storage.version = wanted, tensor._version
-        self._order.append(wanted)
-        self._window = max(self._window, BUFFERED * copy.nbytes)
-        self._writing.append((copy.written, copy.nbytes, lane))
-        del source
-        self._hold_back(self._window)
-        return copy
-
-    def _room_for(self, nbytes: int) -> tuple[Place | None, tuple[Piece, ...]]:
-        for place in self._places:
+    def _alloc(self, nbytes: int) -> tuple[Place[Any] | None, Pieces]:
+        self._take_back()
+        for place in self.places:
             pieces = place.scratch.alloc(nbytes)
             if pieces is not None:
                 return place, pieces
         if self._required:
-            names = " and ".join(place.tier for place in self._places)
-            room = sum(place.scratch.room_bytes for place in self._places)
+            last = self.places[-1].tier
+            names = " and ".join(place.tier for place in self.places)
+            room = sum(place.scratch.room_bytes for place in self.places)
             raise BudgetError(
                 f"No room to offload activations: {names} has {format_bytes(room)} beside training state, and "
-                f"{format_bytes(nbytes)} more are needed. Raise memory.{self._places[-1].tier}, or use "
+                f"{format_bytes(nbytes)} more are needed. Raise memory.{last}, or use "
                 "activations='recompute+offload', which moves the inputs of blocks alone, or 'auto'.",
-                tier=self._places[-1].tier,
+                tier=last,
             )
         return None, ()
 
-    def rates(self) -> list[tuple[float, float]]:
-        """(out, back) in bytes per second of each place, measured now, before anything is offloaded; 0 for no room."""
-        measured = []
-        for place in self._places:
-            sample = torch.zeros(min(_SAMPLE_BYTES, place.scratch.room_bytes), dtype=torch.uint8)
-            sample = sample.to(self._device.torch_device)
-            pieces = place.scratch.alloc(sample.nbytes) if sample.nbytes else None
-            if pieces is None:
-                measured.append((0.0, 0.0))
-                continue
-            copy = Offloaded(place, pieces, sample, self._freed)
-            issued = self._device.fence()
-            start = time.perf_counter()
-            place.write(copy, sample, issued)
-            middle = time.perf_counter()
-            place.read(copy, sample, issued)
-            end = time.perf_counter()
-            measured.append((sample.nbytes / (middle - start), sample.nbytes / (end - middle)))
-            del copy
-            self._give_back()
-            place.scratch.restart_peak()
-        return measured
+    def _write(self, offloaded: OffloadedStorage) -> None:
+        reference, nbytes = weakref.ref(offloaded), offloaded.nbytes
+        issued = self._device.fence()
 
-    def _read(self, copy: Offloaded) -> None:
+        def write() -> None:
+            wanted = reference()
+            if wanted is not None and wanted.source is not None:  # else the graph is gone
+                wanted.hashes = wanted.place.write(wanted.pieces, wanted.source, issued)
+                wanted.source = None
+
+        lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][0]]
+        offloaded.written = lane.submit(write, (), nbytes, "save activation")
+        self._order.append(reference)
+        self._writing.append((offloaded.written, nbytes))
+        self._window = max(self._window, BUFFERED * nbytes)
+        self._hold_back(self._window)
+
+    def _read(self, offloaded: OffloadedStorage) -> torch.Tensor:
         if self._closed:
             raise UsageError("Backward needs activations that were offloaded, but the optimizer is closed.")
-        target = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device.torch_device)
-        self._saved.add(target)
+        target = torch.empty(offloaded.nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        self._saved.count(self._saved.find(target))
         issued = self._device.fence()
-        lane = copy.place.lanes[1]
-        copy.tensor = target
-        copy.reading = self._lanes[lane].submit(
-            lambda: copy.place.read(copy, target, issued), (copy.written,), copy.nbytes, "return activation"
-        )
+
+        def read() -> None:
+            offloaded.place.read(offloaded.pieces, offloaded.hashes, target, issued)
+
+        lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][1]]
+        offloaded.reading = lane.submit(read, (offloaded.written,), offloaded.nbytes, "return activation")
+        return target
+
+    def _take_back(self) -> None:
+        """Let pages be used again."""
+        while self.freed:
+            place, pieces = self.freed.popleft()
+            place.scratch.free(pieces)
 
     def _hold_back(self, most: int) -> None:
         """Wait until at most `most` bytes are on their way out."""
-        while self._writing and (self._writing[0][0].done or sum(nbytes for _, nbytes, _ in self._writing) > most):
-            handle, _, lane = self._writing.popleft()
-            self._wait(handle, lane)
+        while self._writing and (self._writing[0][0].done or sum(nbytes for _, nbytes in self._writing) > most):
+            self._wait(self._writing.popleft()[0])
 
-    def _wait(self, handle: Handle, lane: str) -> None:
+    def _wait(self, handle: Handle) -> None:
         if not handle.done:
             start = time.perf_counter()
             handle.wait_until_done()
-            self._stalled(lane, time.perf_counter() - start)
+            self._stalled(handle.lane, time.perf_counter() - start)
         handle.wait()
-
-    def _give_back(self) -> None:
-        """Free the pages of copies that are gone."""
-        while self._freed:
-            place, pieces = self._freed.popleft()
-            place.scratch.free(pieces)
-
-
-def modified(shape: torch.Size, version: int) -> str:
-    """The message for a saved tensor that was changed before backward."""
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {tuple(shape)} that was saved at version {version}. Do not change it before backward."
-    )

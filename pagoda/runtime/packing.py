@@ -1,8 +1,9 @@
-"""Packing: what graphs keep. Of a weight its name, of an activation itself or where it was offloaded to."""
+"""Packing: what graphs keep. Of a weight its name, of an activation itself or where its bytes are."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -10,83 +11,84 @@ from torch import nn
 from pagoda.errors import UsageError
 from pagoda.models.hidden import hidden_class, outside_use
 from pagoda.parallel.tensors import Form, local
+from pagoda.plan.activations import Policy
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.leases import Leases
-from pagoda.runtime.offload import OffloadedTensor, Offloader, modified
-from pagoda.runtime.partition import PartitionedTensor, Partitioner
-from pagoda.runtime.saved import SavedStorage, SavedStorages
+from pagoda.runtime.offload import Offloader
+from pagoda.runtime.partition import Partitioner
+from pagoda.runtime.saved import AbsentTensor, KeptTensor, SavedStorage, SavedStorages, View
 from pagoda.runtime.unit import LiveUnit, ShownParameter
 
 
-class WeightReference:
+class Packed(Protocol):
+    """What a graph keeps in place of a tensor."""
+
+    def unpack(self) -> torch.Tensor: ...
+
+
+class WeightReference(View):
     """What a graph keeps in place of a tensor that lies in a lease."""
 
-    __slots__ = ("device", "dtype", "offset", "position", "shape", "stride", "unit", "version")
+    __slots__ = ("_accesses", "_unit", "_version", "device")
 
     requires_grad = False
     """With shape, dtype and device, what torch's checkpoint asks of what it holds."""
 
-    def __init__(self, unit: LiveUnit, tensor: torch.Tensor, position: int) -> None:
-        self.unit = unit
-        self.position = position
-        self.version = unit.version
-        self.dtype = tensor.dtype
+    def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self.device = tensor.device
-        self.offset = tensor.storage_offset()
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
+        self._accesses = accesses
+        self._unit = unit
+        self._version = unit.version
         unit.packed += 1
 
     def __del__(self) -> None:
-        self.unit.packed -= 1
+        self._unit.packed -= 1
 
-
-class KeptTensor:
-    """What a graph keeps of a tensor that stays: its value, and the version it was saved at.
-
-    torch compares versions only where there are no hooks, so these do it.
-    """
-
-    __slots__ = ("position", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, position: int) -> None:
-        self.tensor = tensor.detach()  # the tensor itself could hold the graph that holds this
-        self.version = tensor._version
-        self.position = position
-
-
-Kept = KeptTensor | WeightReference | OffloadedTensor
-Whole = Kept | PartitionedTensor
-"""What a graph keeps of a tensor that one rank has all of."""
+    def unpack(self) -> torch.Tensor:
+        """The weight, leased again. Raises UsageError where it was updated since."""
+        unit = self._unit
+        if unit.version != self._version:
+            raise UsageError(
+                f"Backward needs the weights of {unit.spec.name!r} as they were in forward (version {self._version}), "
+                f"but an update has changed them since (version {unit.version}). Run every backward of a graph before "
+                "optimizer.step(); with updates under backward, leave out wrap(accumulation_steps=...) so that they "
+                "wait for step()."
+            )
+        return self.of(self._accesses.read(unit))
 
 
 class PackedPart:
     """What a graph keeps of a DTensor: what it keeps of this rank's part, and how that is shown."""
 
-    __slots__ = ("device", "dtype", "form", "part", "position", "shape")
+    __slots__ = ("_form", "_part", "device", "dtype", "shape")
 
     requires_grad = False
 
-    def __init__(self, form: Form, tensor: torch.Tensor, part: Whole) -> None:
-        self.form = form
-        self.part = part
-        self.position = part.position
+    def __init__(self, form: Form, tensor: torch.Tensor, part: Packed) -> None:
+        self._form = form
+        self._part = part
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.device = tensor.device
+
+    def unpack(self) -> torch.Tensor:
+        return self._form.around(self._part.unpack())
 
 
 class ForeignTensor:
     """What a graph keeps of a tensor that hooks of the user's have packed."""
 
-    __slots__ = ("packed", "unpack")
+    __slots__ = ("_packed", "_unpack")
 
     def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self.packed = packed
-        self.unpack = unpack
+        self._packed = packed
+        self._unpack = unpack
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
 
 
-Packed = Whole | PackedPart | ForeignTensor
 References = (WeightReference, PackedPart)
 """What `Packing.reference` gives."""
 
@@ -103,18 +105,19 @@ class Packing:
         leases: Leases,
         accesses: Accesses,
         saved: SavedStorages,
-        offloader: Offloader | None,
+        offloader: Offloader,
         partitioner: Partitioner | None,
+        noted: Callable[[SavedStorage], None],
     ) -> None:
+        """`noted` is told of every storage that is saved and is not a weight's."""
         self._leases = leases
         self._accesses = accesses
         self._saved = saved
         self._offloader = offloader
         self._partitioner = partitioner
-        self.offloading = False
-        """Whether what is saved now is to be offloaded."""
-        self.noted: Callable[[SavedStorage], None] | None = None
-        """Told of every storage that is saved and is not a weight's."""
+        self._noted = noted
+        self.policy: Policy | None = None
+        """That of the block whose forward runs; None outside blocks."""
         self._entered: list[tuple[Callable[[torch.Tensor], Packed], Any]] = []
         """The hooks that are active, outermost first, each after what packs for them."""
         self._placeholders: dict[int, str] = {}
@@ -156,6 +159,17 @@ class Packing:
         _, hooks = self._entered.pop()
         hooks.__exit__(None, None, None)
 
+    @contextmanager
+    def in_block(self, index: int, policy: Policy) -> Iterator[None]:
+        """Inside, a block of the forward runs for the first time."""
+        self.policy = policy
+        if self._partitioner is not None:
+            self._partitioner.begin_block(index)
+        try:
+            yield
+        finally:
+            self.policy = None
+
     def _pack_inside(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], tensor: torch.Tensor
     ) -> Packed:
@@ -163,7 +177,7 @@ class Packing:
         reference = self.reference(tensor)
         if reference is not None:
             return reference
-        if self.offloading or self._partitioner is not None:
+        if self._partitioner is not None or (self.policy is not None and self.policy.offloads):
             raise UsageError(
                 "Hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu, ...) are active "
                 "around a forward whose activations wrap(activations=...) offloads or divides: leave one of them out."
@@ -172,32 +186,34 @@ class Packing:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         form = Form.of(tensor)
-        if form is not None:
-            part = local(tensor)
-            return PackedPart(form, tensor, self._pack(part) if form.replicated else self._keep(part))
-        return self._pack(tensor)
+        if form is None:
+            return self._pack(tensor, alike=True)
+        return PackedPart(form, tensor, self._pack(local(tensor), form.replicated))
 
-    def _pack(self, tensor: torch.Tensor) -> Whole:
-        if self._partitioner is not None and _plain(tensor) and self._reference(tensor) is None:
-            storage = self._saved.find(tensor)
-            partitioned = self._partitioner.partition(tensor, storage, self._keep, self._position)
-            if partitioned is not None:
-                return partitioned
-        return self._keep(tensor)
-
-    def _keep(self, tensor: torch.Tensor) -> Kept:
+    def _pack(self, tensor: torch.Tensor, alike: bool) -> Packed:
+        """Pack what this rank has of a tensor; `alike` says whether other ranks may have the same."""
         reference = self._reference(tensor)
         if reference is not None:
             return reference
-        storage = self.count(tensor)
-        if storage is not None:
-            if self.noted is not None:
-                self.noted(storage)
-            if self.offloading and self._offloader is not None:
-                offloaded = self._offloader.offload(tensor, storage)
-                if offloaded is not None:
-                    return offloaded
-        return KeptTensor(tensor, self._position)
+        storage = self._activation(tensor)
+        if storage is None:
+            return KeptTensor(tensor)
+        if alike and self._partitioner is not None and self.policy is not None and self.policy.recomputes:
+            partitioned = self._partitioner.partition(
+                tensor, storage, lambda part: self._keep(part, self._saved.find(part))
+            )
+            if partitioned is not None:
+                return AbsentTensor(tensor, partitioned)
+        return self._keep(tensor, storage)
+
+    def _keep(self, tensor: torch.Tensor, storage: SavedStorage) -> KeptTensor | AbsentTensor:
+        self._saved.count(storage)
+        self._noted(storage)
+        if self.policy is not None and self.policy.offloads:
+            offloaded = self._offloader.offload(tensor, storage)
+            if offloaded is not None:
+                return AbsentTensor(tensor, offloaded)
+        return KeptTensor(tensor)
 
     def reference(self, tensor: torch.Tensor) -> WeightReference | PackedPart | None:
         """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
@@ -211,69 +227,33 @@ class Packing:
         address = tensor.untyped_storage()._cdata
         lease = self._leases.find(address)
         if lease is not None:
-            return WeightReference(lease.unit, tensor, self._position)
+            return WeightReference(self._accesses, lease.unit, tensor)
         name = self._placeholders.get(address)
         if name is not None:
             raise UsageError(outside_use(name))
         return None
 
     def count(self, tensor: torch.Tensor) -> SavedStorage | None:
-        """Count a tensor that a graph saves; None where that keeps nothing that would not live anyway."""
-        tensor = local(tensor)
-        if not _plain(tensor):
+        """Count a tensor that a graph saves and that is no weight; None where that keeps nothing that would not live
+        anyway."""
+        storage = self._activation(local(tensor))
+        if storage is not None:
+            self._saved.count(storage)
+        return storage
+
+    def _activation(self, tensor: torch.Tensor) -> SavedStorage | None:
+        if not _plain(tensor) or tensor.untyped_storage()._cdata in self._buffers:
             return None
-        address = tensor.untyped_storage()._cdata
-        if address in self._buffers or address in self._placeholders or self._leases.find(address) is not None:
-            return None
-        return self._saved.add(tensor)
+        return self._saved.find(tensor)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        if isinstance(packed, ForeignTensor):
-            return packed.unpack(packed.packed)
-        if isinstance(packed, PackedPart):
-            return packed.form.around(self.unpack(packed.part))
-        if isinstance(packed, PartitionedTensor):
-            assert self._partitioner is not None
-            return self._partitioner.whole(packed, self.unpack(packed.storage.kept))
-        if self._offloader is not None:
-            self._offloader.read_ahead(packed.position)
-        if isinstance(packed, KeptTensor):
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(modified(packed.tensor.shape, packed.version))
-            return packed.tensor
-        if isinstance(packed, OffloadedTensor):
-            assert self._offloader is not None
-            return self._offloader.unpack(packed)
-        return self._weight(packed)
-
-    def weight(self, packed: WeightReference | PackedPart) -> torch.Tensor:
-        """The weight that a reference names, leased again."""
-        if isinstance(packed, PackedPart):
-            assert isinstance(packed.part, WeightReference)
-            return packed.form.around(self._weight(packed.part))
-        return self._weight(packed)
-
-    def _weight(self, packed: WeightReference) -> torch.Tensor:
-        unit = packed.unit
-        if unit.version != packed.version:
-            raise UsageError(
-                f"Backward needs the weights of {unit.spec.name!r} as they were in forward (version "
-                f"{packed.version}), but an update has changed them since (version {unit.version}). Run every "
-                "backward of a graph before optimizer.step(); with updates under backward, leave out "
-                "wrap(accumulation_steps=...) so that they wait for step()."
-            )
-        base = self._accesses.read(unit)
-        empty = torch.empty(0, dtype=packed.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), packed.offset, packed.shape, packed.stride)
-
-    @property
-    def _position(self) -> int:
-        return self._offloader.position if self._offloader is not None else 0
+        self._offloader.read_ahead()
+        return packed.unpack()
 
 
 def _counts_tensors(pack: Callable[..., Any]) -> bool:
     """Whether hooks are those of a non-reentrant checkpoint, or of what stands before them in a recomputed block."""
-    return getattr(pack, "__module__", None) in ("torch.utils.checkpoint", "pagoda.runtime.activations")
+    return getattr(pack, "__module__", None) in ("torch.utils.checkpoint", "pagoda.runtime.recompute")
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))

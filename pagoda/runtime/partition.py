@@ -4,51 +4,58 @@ What these ranks compute with is mostly the same on each of them. Of a block tha
 and each rank then keeps an equal part of their bytes in place of all; all gather the whole before they recompute.
 """
 
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pagoda.errors import UsageError
-from pagoda.runtime.offload import modified
-from pagoda.runtime.saved import AbsentTensor, SavedStorage
+from pagoda.runtime.saved import AbsentStorage, AbsentTensor, KeptTensor, SavedStorage, storage_of
 
-LEAST_BYTES = 4096
+_LEAST_BYTES = 4096
 """Storages with less stay whole."""
 _WORD = torch.int32
 _COLUMNS = 61
 """Sums by which two ranks' bytes are compared: of every so-manieth word each."""
-_MOST_OF_STORAGE = 8
-"""A tensor that is less than one in so many bytes of its storage stays: keeping it would keep all of that."""
+
+Part = KeptTensor | AbsentTensor
+"""What a graph keeps of a rank's part."""
 
 
-class PartitionedStorage:
-    """This rank's part of a storage's bytes, as a graph keeps it."""
+class PartitionedStorage(AbsentStorage):
+    """A storage of which this rank keeps a part."""
 
-    __slots__ = ("__weakref__", "kept", "nbytes", "sums", "version")
+    __slots__ = ("_gather", "_nbytes", "_part", "_shape", "sums")
 
-    def __init__(self, kept: Any, nbytes: int, sums: torch.Tensor, version: int) -> None:
-        self.kept = kept
-        """What `Packing` keeps of it."""
-        self.nbytes = nbytes
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        part: Part,
+        nbytes: int,
+        sums: torch.Tensor,
+        gather: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """`gather` gives every rank's part of what this rank has one of, a row each."""
+        super().__init__(tensor._version)
+        self._shape = tensor.shape
+        self._part = part
+        self._nbytes = nbytes
         self.sums = sums
-        self.version = version
+        self._gather = gather
 
-
-class PartitionedTensor(AbsentTensor):
-    """What a graph keeps in place of a tensor whose storage was partitioned."""
-
-    __slots__ = ("storage",)
-
-    def __init__(self, tensor: torch.Tensor, storage: PartitionedStorage, position: int) -> None:
-        super().__init__(tensor, position)
-        self.storage = storage
+    def whole(self) -> torch.Tensor:
+        """All ranks' parts. Raises UsageError where the ranks did not have the same."""
+        words = self._gather(self._part.unpack()).view(-1)
+        if not torch.equal(_sums(words[: self._nbytes // _WORD.itemsize]), self.sums):
+            raise UsageError(
+                f"Tensor-parallel ranks do not have the same tensor of shape {tuple(self._shape)} among the inputs of "
+                "a block, though they had at first: leave out wrap(partition_activations=True)."
+            )
+        return words
 
 
 class Partitioner:
-    """Divides what all ranks of a tensor-parallel group have alike, and makes it whole again.
+    """Divides what all ranks of a tensor-parallel group have alike.
 
     Whether they do is found out by sums over its bytes when a block first saves it, by its place among what the forward
     saves: what they do not have alike, such as parts of sequences, stays. Later, each use compares the sums with those
@@ -59,87 +66,49 @@ class Partitioner:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._ranks = group.size()
-        self._index = group.rank()
         self._alike: dict[tuple[int, int], bool] = {}
         """(block of the forward, place among what it saves) -> whether all ranks had the same."""
-        self._place: tuple[int, int] | None = None
+        self._block = self._saved = 0
 
     def begin_block(self, index: int) -> None:
         """A block of the forward starts to save its inputs."""
-        self._place = index, 0
-
-    def end_block(self) -> None:
-        """What is saved from now on is not partitioned."""
-        self._place = None
+        self._block, self._saved = index, 0
 
     def partition(
-        self, tensor: torch.Tensor, storage: SavedStorage, keep: Callable[[torch.Tensor], Any], position: int
-    ) -> PartitionedTensor | None:
-        """What a graph keeps in place of a tensor; None where it stays whole. `keep` says what it keeps of a part."""
-        if self._place is None:
+        self, tensor: torch.Tensor, storage: SavedStorage, keep: Callable[[torch.Tensor], Part]
+    ) -> PartitionedStorage | None:
+        """Divide the storage of a tensor; None where it stays whole. `keep` says what a graph keeps of a part."""
+        place = self._block, self._saved
+        self._saved += 1
+        if not storage.may_leave(tensor, _LEAST_BYTES) or storage.nbytes % _WORD.itemsize:
             return None
-        place, self._place = self._place, (self._place[0], self._place[1] + 1)
-        if storage.nbytes < LEAST_BYTES or storage.nbytes % _WORD.itemsize:
-            return None
-        if tensor.nbytes * _MOST_OF_STORAGE < storage.nbytes or tensor.is_conj() or tensor.is_neg():
-            return None
-        if tensor.is_leaf and tensor.requires_grad:
-            return None  # the user's: it lives on
-        words = _words(tensor, storage.nbytes)
-        known: PartitionedStorage | None = storage.part() if isinstance(storage.part, weakref.ref) else None
-        if known is not None and known.version != tensor._version:
-            known = None
+        words = storage_of(tensor, _WORD)
+        known = storage.absent(PartitionedStorage, tensor._version)
         sums = _sums(words) if known is None else known.sums
         if place not in self._alike:
-            self._alike[place] = self._same(sums)
+            everyone = self._gather(sums)
+            self._alike[place] = bool((everyone == everyone[0]).all())
         if not self._alike[place]:
             return None
         if known is None:
-            known = PartitionedStorage(keep(self._part(words)), storage.nbytes, sums, tensor._version)
-            storage.part = weakref.ref(known)
-        return PartitionedTensor(tensor, known, position)
-
-    def whole(self, packed: PartitionedTensor, part: torch.Tensor) -> torch.Tensor:
-        """The tensor, of all ranks' parts. Raises UsageError where they did not have the same, RuntimeError where the
-        tensor was changed since."""
-        if packed.modified:
-            raise RuntimeError(modified(packed.shape, packed.version))
-        words = self._gathered(part).view(-1)
-        count = packed.storage.nbytes // _WORD.itemsize
-        if not torch.equal(_sums(words[:count]), packed.storage.sums):
-            raise UsageError(
-                f"Tensor-parallel ranks do not have the same tensor of shape {tuple(packed.shape)} among the inputs of "
-                "a block, though they had at first: leave out wrap(partition_activations=True)."
-            )
-        empty = torch.empty(0, dtype=packed.dtype, device=words.device)
-        return empty.set_(words.untyped_storage(), packed.offset, packed.shape, packed.stride)
+            part = keep(self._part(words))
+            known = PartitionedStorage(tensor, part, storage.nbytes, sums, self._gather)
+            storage.replace_by(known)
+        return known
 
     def _part(self, words: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's part, as long as every rank's."""
-        each = -(-words.numel() // self._ranks)
-        mine = words[self._index * each : (self._index + 1) * each]
+        each = -(-words.numel() // self._group.size())
+        mine = words[self._group.rank() * each :][:each]
         part = words.new_zeros(each)
         part[: mine.numel()] = mine
         return part
 
-    def _same(self, sums: torch.Tensor) -> bool:
-        """Whether all ranks have the same sums."""
-        everyone = self._gathered(sums)
-        return bool((everyone == everyone[0]).all())
-
-    def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's flat tensor, a row each."""
-        everyone = mine.new_empty(self._ranks, mine.numel())
+        everyone = mine.new_empty(self._group.size(), mine.numel())
         dist.all_gather(list(everyone), mine, group=self._group)
         return everyone
-
-
-def _words(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """All of a tensor's storage, flat."""
-    with torch.no_grad():
-        empty = torch.empty(0, dtype=_WORD, device=tensor.device)
-        return empty.set_(tensor.untyped_storage(), 0, (nbytes // _WORD.itemsize,), (1,))
 
 
 def _sums(words: torch.Tensor) -> torch.Tensor:

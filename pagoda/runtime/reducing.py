@@ -17,7 +17,7 @@ from pagoda.parallel.world import rank_timeout_s
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.ranks import ring_bytes
-from pagoda.plan.shards import Span
+from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives, askers
 from pagoda.runtime.device import PAST, Device, Event

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from pagoda.memory.region import Region
+from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import LEASES, STAGING
@@ -21,7 +22,7 @@ def open_leases(store: Store, device: Device, units: Sequence[LiveUnit], fetcher
     plan = store.plan
     region = None
     if plan.lease_tier is not None:
-        region = Region(store.device or store.host, plan.placement.pages(plan.lease_tier, LEASES))
+        region = (store.device or store.host).take(plan.placement.pages(plan.lease_tier, LEASES))
 
     leases = Leases(region, store.dtype(WEIGHT), device, fetcher.fill)
     pages = plan.leased_pages()
@@ -33,19 +34,19 @@ def open_leases(store: Store, device: Device, units: Sequence[LiveUnit], fetcher
 
 def open_buffers(store: Store, dtype: torch.dtype) -> Buffers:
     """What the gradients of several ranks, which have `dtype`, are added up in, where compute leaves them."""
-    layout, tier = store.plan.layout, store.device or store.host
-    whole, piece = layout.whole_gradient_pages, layout.reduced_elements
-    widest = max(unit.trainable_numel for unit in layout.units)
-    first, second = (tier.tensor(tier.alloc(whole), dtype, widest) for _ in range(2))
-    rest = tier.alloc(layout.collective_pages - 2 * whole)
-    landing = tier.tensor(rest, torch.uint8, layout.landing_bytes)
-    rows = layout.reduced_sums
-    sums = tier.tensor(rest, torch.float32, rows * piece, layout.landing_bytes).view(rows, piece)
-    means = tier.tensor(rest, dtype, piece, layout.landing_bytes + sums.nbytes)
+    tier, planned = store.device or store.host, reduce_buffers(store.plan.layout)
+    assert planned is not None
+    widest = max(unit.trainable_numel for unit in store.plan.units)
+    first, second = (tier.take(planned.whole_pages).tensor(dtype, widest) for _ in range(2))
+    rest = tier.take(planned.pages - 2 * planned.whole_pages)
+    landing = rest.tensor(torch.uint8, planned.landing_bytes)
+    rows, piece = planned.sums, planned.piece
+    sums = rest.tensor(torch.float32, rows * piece, planned.landing_bytes).view(rows, piece)
+    means = rest.tensor(dtype, piece, planned.landing_bytes + sums.nbytes)
     return Buffers((first, second), landing, sums, means)
 
 
 def open_staging(store: Store) -> Region | None:
     """Pages for gradients whose home is not host RAM."""
     pages = store.plan.placement.pages(HOST, STAGING)
-    return Region(store.host, pages) if pages else None
+    return store.host.take(pages) if pages else None

@@ -1,31 +1,61 @@
-"""Saved storages: what graphs keep for backward, counted for exactly as long as it lives."""
+"""Saved storages: what graphs keep for backward, counted for exactly as long as it lives, and what stands for a saved
+tensor: itself, or where its bytes are."""
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
+from typing import TypeVar
 
 import torch
+
+_MOST_OF_STORAGE = 8
+"""A tensor that is less than one in so many bytes of its storage stays: to move it would move all of that."""
+
+
+class AbsentStorage(ABC):
+    """What graphs keep in place of a storage. It lives as long as some graph needs it."""
+
+    __slots__ = ("__weakref__", "version")
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        """Version of the tensor that it was made of."""
+
+    @abstractmethod
+    def whole(self) -> torch.Tensor:
+        """A tensor in whose storage all bytes are, where compute reads them."""
+
+
+_Absent = TypeVar("_Absent", bound=AbsentStorage)
 
 
 class SavedStorage:
     """One storage that a block was given or that a graph has saved, as long as the storage lives."""
 
-    __slots__ = ("_alive", "copy", "counted", "given_to", "nbytes", "part", "seen", "version")
+    __slots__ = ("_absent", "_alive", "counted", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.counted = False
         """Whether a graph has saved it, so that it is an activation."""
-        self.seen: object = None
-        """The forward that has counted it as saved."""
-        self.given_to: object = None
-        """The forward that has counted it as an argument of a block."""
-        self.copy: object = None
-        """A weak reference to what holds its bytes elsewhere, if they were offloaded."""
-        self.part: object = None
-        """A weak reference to what this rank keeps of it, if tensor-parallel ranks have divided it."""
-        self.version = 0
-        """Version of the tensor that `copy` was made of."""
+        self._absent: weakref.ref[AbsentStorage] | None = None
         self._alive: object = None
+
+    def may_leave(self, tensor: torch.Tensor, least_bytes: int) -> bool:
+        """Whether a graph may keep something else in place of a tensor that lies here."""
+        if self.nbytes < least_bytes or tensor.nbytes * _MOST_OF_STORAGE < self.nbytes:
+            return False
+        is_users = tensor.is_leaf and tensor.requires_grad  # so it lives on
+        return not (is_users or tensor.is_conj() or tensor.is_neg())
+
+    def absent(self, kind: type[_Absent], version: int) -> _Absent | None:
+        """What some graph keeps in its place, if that is of a kind and was made of the given version."""
+        found = self._absent() if self._absent is not None else None
+        return found if isinstance(found, kind) and found.version == version else None
+
+    def replace_by(self, absent: AbsentStorage) -> None:
+        """Graphs keep something in its place."""
+        self._absent = weakref.ref(absent)
 
 
 class SavedStorages:
@@ -42,14 +72,10 @@ class SavedStorages:
         self._dead: deque[int] = deque()
         """Storages that have died, on whatever thread: appending is atomic."""
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the storages that graphs have saved and that live now."""
-        self._bury()
-        return self._live_bytes
-
     def start_step(self) -> None:
-        self.peak_bytes = self.live_bytes
+        """Count the peak anew, from what lives now."""
+        self._bury()
+        self.peak_bytes = self._live_bytes
 
     def find(self, tensor: torch.Tensor) -> SavedStorage:
         """The storage that a tensor lies in; counts nothing."""
@@ -62,14 +88,12 @@ class SavedStorages:
             found._alive = weakref.ref(storage, lambda _: self._dead.append(address))
         return found
 
-    def add(self, tensor: torch.Tensor) -> SavedStorage:
+    def count(self, storage: SavedStorage) -> None:
         """A graph saves a tensor: its storage is an activation from now until it dies."""
-        found = self.find(tensor)
-        if not found.counted:
-            found.counted = True
-            self._live_bytes += found.nbytes
+        if not storage.counted:
+            storage.counted = True
+            self._live_bytes += storage.nbytes
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        return found
 
     def _bury(self) -> None:
         while self._dead:
@@ -78,23 +102,69 @@ class SavedStorages:
                 self._live_bytes -= found.nbytes
 
 
-class AbsentTensor:
-    """What a graph keeps in place of a tensor whose storage is elsewhere: how it lies there, and its version."""
+def storage_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All of the storage that a tensor lies in, flat, in whole elements of `dtype`."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
-    __slots__ = ("_counter", "dtype", "offset", "position", "shape", "stride", "version")
 
-    def __init__(self, tensor: torch.Tensor, position: int) -> None:
-        self.position = position
+class View:
+    """How a tensor lies in its storage."""
+
+    __slots__ = ("dtype", "offset", "shape", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset()
         self.shape = tensor.shape
         self.stride = tensor.stride()
-        self.version = tensor._version
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies so in the storage of another one."""
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class KeptTensor:
+    """What a graph keeps of a tensor that stays: its value, and the version it was saved at.
+
+    torch compares versions only where there are no hooks, so these do it.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()  # the tensor itself could hold the graph that holds this
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError where it was changed since."""
+        _check_unchanged(self._tensor, self._version, self._tensor.shape)
+        return self._tensor
+
+
+class AbsentTensor(View):
+    """What a graph keeps of a tensor whose storage is absent."""
+
+    __slots__ = ("_counter", "_storage", "_version")
+
+    def __init__(self, tensor: torch.Tensor, storage: AbsentStorage) -> None:
+        super().__init__(tensor)
+        self._storage = storage
+        self._version = tensor._version
         # Shares the tensor's version counter, but not its storage.
         self._counter = tensor.detach()
         self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
-    @property
-    def modified(self) -> bool:
-        """Whether the tensor was changed in place since."""
-        return self._counter._version != self.version
+    def unpack(self) -> torch.Tensor:
+        """The tensor, where compute reads it. Raises RuntimeError where it was changed since."""
+        _check_unchanged(self._counter, self._version, self.shape)
+        return self.of(self._storage.whole())
+
+
+def _check_unchanged(counter: torch.Tensor, version: int, shape: torch.Size) -> None:
+    if counter._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} that was saved at version {version}. Do not change it before backward."
+        )

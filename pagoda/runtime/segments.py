@@ -19,6 +19,8 @@ class Segment:
 
     def within(self, start: int, stop: int) -> Self:
         """What of it lies in [start, stop)."""
+        if start <= self.start and self.stop <= stop:
+            return self
         return replace(self, start=max(start, self.start), stop=min(stop, self.stop))
 
 

@@ -13,7 +13,7 @@ from pagoda.runtime.lanes import THREAD_NAMES, Lane
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.store import Store
 from pagoda.runtime.together import Together
-from pagoda.runtime.updates import BlockStream, Feeder
+from pagoda.runtime.updates import Feeder
 
 _log = logging.getLogger("pagoda")
 
@@ -27,7 +27,6 @@ class Threads:
 
     lanes: Mapping[str, Lane]
     feeders: Sequence[Feeder]
-    streams: Sequence[BlockStream]
     saver: Saver
     together: Together | None
 
@@ -77,8 +76,8 @@ def _end(threads: Threads, executor: Executor, store: Store) -> None:
         with ExitStack() as stack:
             stack.callback(give_back, executor, store)
             threads.end(stack)
-            for stream in threads.streams:
-                stream.refused = refusal
+            for feeder in threads.feeders:
+                feeder.refused = refusal
     except Exception as error:
         _log.warning("An optimizer was dropped without close(), and its end failed: %s", error)
     refusal.__traceback__ = None  # its frames would keep memory until the next collection

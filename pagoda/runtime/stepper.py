@@ -13,7 +13,7 @@ from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
 from pagoda.models.hidden import outside_use
 from pagoda.optim.rule import Hyper, Rule
 from pagoda.plan.ops import HOST
-from pagoda.plan.planner import Options
+from pagoda.plan.options import Options
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.factors import Factors
@@ -177,9 +177,15 @@ class Stepper:
                 waiting.append(record)
         self._early = waiting
 
+    def updates_have_begun(self) -> bool:
+        """Whether some unit has had, or is about to have, its update of this step under backward."""
+        self._executor.poll()
+        self._note_early()
+        return any(unit.updated for unit in self._units)
+
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
-        if any(unit.updated for unit in self._units):
+        if self.updates_have_begun():
             raise UsageError(
                 "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
@@ -190,13 +196,14 @@ class Stepper:
         self._factors.clear()
 
     def _drop_gradients(self) -> None:
-        if self._gradients.records():
+        if self._gradients.records() or self._norm_terms:
             self._driver.tell(self._scheduler.drop_gradients)
         self._gradients.clear()
         self._early.clear()
 
     def drop_step(self) -> None:
         """Forget the step that has begun, whose updates have failed: no `step()` will end it."""
+        self._early.clear()
         for unit in self._units:
             unit.updated = False
             for param in unit.params:
@@ -290,6 +297,7 @@ class Stepper:
 
         Returns the norms of the gradients, or None when a scaled one was not finite, and the step is skipped.
         """
+        self.updates_have_begun()
         check_hypers_are_as_used(self._units, self._used_groups, self.group_of, self._rule)
         check_frozen(self._units)
         check_gradients(self._units)
@@ -310,7 +318,6 @@ class Stepper:
                 "Gradients were multiplied by NaN or infinity, so no step can be taken with them. Clip with a max_norm "
                 "that is a number."
             )
-        self._driver.tell(self._scheduler.step_asked)
         self._queue_updates(clipped=any(factor != 1.0 for factor in factors))
         if self._norm_terms:
             self.scaler.end_of_step(skipped=False)

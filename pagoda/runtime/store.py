@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,8 +10,8 @@ import torch
 
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.page import Run, pages_for
+from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.memory.tier import MemoryTier
 from pagoda.optim.flat import split
 from pagoda.optim.rule import StateSpec
 from pagoda.parallel.shards import Shards
@@ -19,7 +19,7 @@ from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK, before
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO, WORK
 from pagoda.plan.planner import Plan
-from pagoda.plan.shards import Span
+from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device
 
@@ -51,56 +51,31 @@ class Store:
         """Which elements the extents hold."""
         self.assemble: Callable[[UnitSpec, StateSpec, int, torch.Tensor], None] | None = None
         """Fills in, on every rank at once, what the other ranks have of some elements of a state."""
-        layout, placement = plan.layout, plan.placement
-        page = plan.page_bytes
+        placement, page = plan.placement, plan.page_bytes
         lines = placement.lines
         self._device = device
         self.device = _open_device_tier(plan, device, poison)
         """All that a device of its own has of pages, taken at once; None where compute reads host RAM."""
-        self.host = MemoryTier(HOST, device.host_arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
+        self.host = Region.of(HOST, device.host_arena(max(page, plan.peak_bytes.get(HOST, 0))), page, poison=poison)
         self.ssd: SSDTier | None = None
         if SSD in lines:
             assert directories, "a plan uses SSD only where there is a directory"
             spare = placement.pages(SSD, SPARE) + placement.pages(SSD, UNDO)
-            self.ssd = SSDTier(SSD, directories, sum(lines[SSD].values()) - spare, page, spare)
+            self.ssd = SSDTier(directories, sum(lines[SSD].values()) - spare, page, spare)
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._runs: dict[tuple[int, str], Run] = {}
         for unit in plan.units:
-            doubled = () if layout.max_staleness is None else (WEIGHT_BACK,)
-            for state in (*(s.name for s in layout.states), *doubled, GRAD):
-                pages = layout.pages(unit, state)
-                home = placement.home(unit.index, state)
-                if pages and home == SSD and state in lines[SSD]:
-                    assert self.ssd is not None
-                    self._runs[unit.index, state] = self.ssd.alloc(pages, transient=state == GRAD)
-                elif pages and home == HOST and state in lines[HOST]:
-                    run = self.host.alloc(pages)
-                    numel = pages * page // layout.itemsize(state)
-                    tensor = self.host.tensor(run, self.dtype(state), numel)
-                    self._tensors[unit.index, state] = tensor.zero_() if state != GRAD else tensor
-                elif pages and home == DEVICE:
-                    assert self.device is not None
-                    run = self.device.alloc(pages)
-                    numel = pages * page // layout.itemsize(state)
-                    self._tensors[unit.index, state] = self.device.tensor(run, self.dtype(state), numel).zero_()
-            if unit.index in placement.speculated:
-                in_ram = {s.name for s in layout.states if placement.home(unit.index, s.name) == HOST}
-                for state, pages in layout.undo_pages(unit, in_ram).items():
-                    run = self.host.alloc(pages)
-                    numel = pages * page // layout.itemsize(state)
-                    self._tensors[unit.index, before(state)] = self.host.tensor(run, self.dtype(state), numel)
+            self._open(unit)
         self._gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
         slots = placement.ring_slots
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
-        self.ring = [self.host.alloc(pages_per_slot) for _ in range(slots)]
-        self.ring_bytes = pages_per_slot * page
-        """Bytes of one slot of the ring."""
+        self.ring = [self.host.take(pages_per_slot) for _ in range(slots)]
         self.newest = dict.fromkeys(range(len(plan.units)), WEIGHT)
         """unit -> which extent of its weights, front or back, is the newest."""
         work = placement.pages(HOST, WORK)
-        self.work = self.host.alloc(work) if work else None
+        self.work = self.host.take(work) if work else None
         """Frames in which parameters are updated, for rules that take them whole."""
-        self.spare = self.host.alloc(placement.pages(HOST, CHECKPOINT))
+        self.spare = self.host.take(placement.pages(HOST, CHECKPOINT))
         """Frames for what a checkpoint has not written yet when its update comes."""
         self.writes = 0
         """How often `write` was called."""
@@ -171,7 +146,7 @@ class Store:
 
     def ring_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
         """Bytes of one slot of the ring."""
-        return self.host.view(self.ring[slot], offset, nbytes)
+        return self.ring[slot].view(offset, nbytes)
 
     def ring_address(self, slot: int) -> int:
         return self.host.arena.address + self.ring[slot].start * self.plan.page_bytes
@@ -185,8 +160,8 @@ class Store:
         if not self.shards.is_cut(spec, state):
             return self._read(unit, self.newest_extent(unit, state), start, count)
         out = torch.empty(count, dtype=self.dtype(state))
-        for first, last, at in self._held(spec, state, start, start + count):
-            out[first - start : last - start] = self._read(unit, state, at, last - first)
+        for held in self._held(spec, state, start, start + count):
+            out[held.start - start : held.stop - start] = self._read(unit, state, held.at, len(held))
         assert self.assemble is not None
         self.assemble(spec, self._spec(state), start, out)
         return out
@@ -198,9 +173,9 @@ class Store:
             return home[start : start + count].to("cpu", copy=True)
         out = torch.empty(count, dtype=self.dtype(state))
         with self._bounce:
-            for first, last, window, offset in self._windows(unit, state, start, count):
+            for part, offset, window, elements in self._windows(state, start, count):
                 self._load(unit, state, offset, window)
-                out[first - start : last - start] = self._elements(state, window, offset, first, last)
+                out[part] = elements
         return out
 
     def read_into(self, window: memoryview, unit: int, state: str, start: int, count: int) -> memoryview:
@@ -222,14 +197,14 @@ class Store:
         updates copy only what they train.
         """
         self.writes += 1
-        if state == WEIGHT and self.plan.layout.max_staleness is not None:
+        if state == WEIGHT and self.plan.options.max_staleness is not None:
             self._write(unit, WEIGHT_BACK, start, values)
-        for first, last, at in self._held(self.plan.units[unit], state, start, start + values.numel()):
-            self._write(unit, state, at, values[first - start : last - start])
+        for held in self._held(self.plan.units[unit], state, start, start + values.numel()):
+            self._write(unit, state, held.at, values[held.start - start : held.stop - start])
 
     def holds(self, unit: UnitSpec, state: str, start: int, stop: int) -> bool:
         """Whether some of the elements [start, stop) of a unit's state are on this rank."""
-        return any(True for _ in self._held(unit, state, start, stop))
+        return bool(self._held(unit, state, start, stop))
 
     def holds_master(self, unit: UnitSpec, slot: int, first: int, count: int) -> bool:
         """Whether some of a parameter's master weights [first, first + count) are on this rank."""
@@ -237,9 +212,9 @@ class Store:
         kept = (WEIGHT, LOW) if self.has_low and unit.slots[slot].param.trainable else (WEIGHT,)
         return any(self.holds(unit, state, start, start + count) for state in kept)
 
-    def _held(self, unit: UnitSpec, state: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first, end, where the first lies in the extent) of what is on this rank of a state's [start, stop)."""
-        yield from _within(self.shards.held(unit, state), start, stop)
+    def _held(self, unit: UnitSpec, state: str, start: int, stop: int) -> list[Span]:
+        """What of a state's elements [start, stop) is on this rank."""
+        return [part for span in self.shards.held(unit, state) if (part := span.within(start, stop)) is not None]
 
     def _spec(self, state: str) -> StateSpec:
         states = self.plan.layout.states
@@ -252,11 +227,10 @@ class Store:
             home[start : start + values.numel()] = values
             return
         with self._bounce:
-            for first, last, window, offset in self._windows(unit, state, start, values.numel()):
-                itemsize = values.element_size()
-                if offset != first * itemsize or len(window) != (last - first) * itemsize:
+            for part, offset, window, elements in self._windows(state, start, values.numel()):
+                if elements.nbytes != window.nbytes:
                     self._load_around(unit, state, offset, window)
-                self._elements(state, window, offset, first, last).copy_(values[first - start : last - start])
+                elements.copy_(values[part])
                 assert self.ssd is not None
                 self.ssd.store(self._runs[unit, state], offset, window)
 
@@ -299,13 +273,34 @@ class Store:
             if placed.param.trainable:
                 self.write(unit.index, LOW, at, low)
 
+    def _open(self, unit: UnitSpec) -> None:
+        """Take the pages of a unit's extents, and of what an update that may be undone changes in RAM."""
+        layout, placement = self.plan.layout, self.plan.placement
+        states = [state.name for state in layout.states]
+        for state in (*states, *(() if self.plan.options.max_staleness is None else (WEIGHT_BACK,)), GRAD):
+            pages = layout.pages(unit, state)
+            home = placement.home(unit.index, state)
+            if pages and home == SSD and state in placement.lines[SSD]:
+                assert self.ssd is not None
+                self._runs[unit.index, state] = self.ssd.alloc(pages)
+            elif pages and home == HOST and state in placement.lines[HOST]:
+                tensor = self.host.take(pages).tensor(self.dtype(state))
+                self._tensors[unit.index, state] = tensor if state == GRAD else tensor.zero_()
+            elif pages and home == DEVICE:
+                assert self.device is not None
+                self._tensors[unit.index, state] = self.device.take(pages).tensor(self.dtype(state)).zero_()
+        if unit.index in placement.speculated:
+            in_ram = {state for state in states if placement.home(unit.index, state) == HOST}
+            for state, pages in layout.undo_pages(unit, in_ram).items():
+                self._tensors[unit.index, before(state)] = self.host.take(pages).tensor(self.dtype(state))
+
     def _gradient_extents(self, unit: UnitSpec) -> list[torch.Tensor]:
         home = self._tensors.get((unit.index, GRAD))
         if home is None:
             return []
         pages = self.plan.layout.pages(unit, GRAD)
-        waiting = [self.host.alloc(pages) for _ in range(self.plan.layout.max_staleness or 0)]
-        return [home, *(self.host.tensor(run, home.dtype, home.numel()) for run in waiting)]
+        waiting = range(self.plan.options.max_staleness or 0)
+        return [home, *(self.host.take(pages).tensor(home.dtype) for _ in waiting)]
 
     def close(self, device: bool = True) -> None:
         """Release the tiers, of the device only if told so; host memory goes with the last tensor over it."""
@@ -317,16 +312,19 @@ class Store:
         if self.ssd is not None:
             self.ssd.close()
 
-    def _windows(self, unit: int, state: str, start: int, count: int) -> Iterator[tuple[int, int, memoryview, int]]:
-        """(first element, end element, bounce window of whole pages, its byte offset) covering a range of elements."""
-        itemsize, page = self.dtype(state).itemsize, self.plan.page_bytes
-        end = start + count
+    def _windows(self, state: str, start: int, count: int) -> Iterator[tuple[slice, int, memoryview, torch.Tensor]]:
+        """(which of them, byte offset in the extent, whole pages to move there or from there, the elements in these),
+        part by part of elements [start, start + count) of an extent on SSD."""
+        dtype, page, end = self.dtype(state), self.plan.page_bytes, start + count
         first = start
         while first < end:
-            offset = first * itemsize // page * page
-            nbytes = min(self.ring_bytes, pages_for(end * itemsize - offset, page) * page)
-            last = min(end, (offset + nbytes) // itemsize)
-            yield first, last, self.ring_view(0, 0, nbytes), offset
+            offset = first * dtype.itemsize // page * page
+            left = pages_for(end * dtype.itemsize - offset, page) * page
+            window = self.ring[0].view(0, min(self.ring[0].nbytes, left))
+            last = min(end, (offset + window.nbytes) // dtype.itemsize)
+            skip = first - offset // dtype.itemsize
+            elements = torch.frombuffer(window, dtype=dtype)[skip : skip + last - first]
+            yield slice(first - start, last - start), offset, window, elements
             first = last
 
     def _load(self, unit: int, state: str, offset: int, window: memoryview) -> None:
@@ -342,23 +340,10 @@ class Store:
                 raise
             torch.frombuffer(window, dtype=torch.uint8).zero_()
 
-    def _elements(self, state: str, window: memoryview, offset: int, first: int, last: int) -> torch.Tensor:
-        dtype = self.dtype(state)
-        skip = first - offset // dtype.itemsize
-        return torch.frombuffer(window, dtype=dtype)[skip : skip + last - first]
 
-
-def _open_device_tier(plan: Plan, device: Device, poison: bool) -> MemoryTier | None:
+def _open_device_tier(plan: Plan, device: Device, poison: bool) -> Region | None:
     if plan.budgets.device is None:
         return None
-    tier = MemoryTier(DEVICE, device.arena(plan.peak_bytes[DEVICE]), plan.page_bytes, poison=poison)
+    tier = Region.of(DEVICE, device.arena(plan.peak_bytes[DEVICE]), plan.page_bytes, poison=poison)
     device.fence().synchronize()  # else it might be poisoned after the first copies have come
     return tier
-
-
-def _within(spans: Iterable[Span], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(first, end, where the first lies in the extent) of what of some spans of a state lies in [start, stop)."""
-    for span in spans:
-        part = span.within(start, stop)
-        if part is not None:
-            yield part.start, part.stop, part.at

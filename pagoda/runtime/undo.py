@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections.abc import Mapping
 
-from pagoda.memory.ssd.tier import Fork
+from pagoda.memory.ssd.tier import FrozenPages
 from pagoda.plan.layout import before
 from pagoda.runtime.store import Store
 
@@ -13,14 +13,16 @@ class Undo:
     """Keeps the old states of one unit beside the new ones, until `keep` or `revert`, one of which is called once.
 
     States on SSD keep their pages, while the update writes to others. What is in RAM is copied, block by block, just
-    before it changes. `begin`, `save` and `ended` are the update's, on its threads; `_lock` guards the forks.
+    before it changes. `begin`, `save` and `ended` are the update's, on its threads; `_lock` guards how
+    far it has come.
     """
 
     def __init__(self, store: Store, unit: int) -> None:
         self._store = store
         self._unit = unit
         self._lock = threading.Lock()
-        self._forks: list[Fork] = []
+        self._frozen: FrozenPages | None = None
+        """The pages of states on SSD as they were."""
         self._saved: list[tuple[str, range]] = []
         """State, and which elements of its extent have been copied."""
         self._over = False
@@ -29,11 +31,11 @@ class Undo:
 
     def begin(self) -> None:
         """The update is about to begin: nothing of the unit is being stored."""
-        for state in self._store.plan.layout.states:
-            run = self._store.run(self._unit, state.name)
-            if run is not None:
-                assert self._store.ssd is not None
-                self._forks.append(self._store.ssd.fork(run))
+        runs = [self._store.run(self._unit, state.name) for state in self._store.plan.layout.states]
+        if self._store.ssd is not None and any(runs):
+            self._frozen = self._store.ssd.freeze(awaited=False)
+            for run in filter(None, runs):
+                self._frozen.add(run)
 
     def save(self, changing: Mapping[str, range]) -> None:
         """These elements of the unit's extents, by state, are about to change."""
@@ -56,15 +58,14 @@ class Undo:
 
     def revert(self) -> None:
         """Have the old states back; the update has ended."""
-        for fork in self._forks:
-            fork.undo()
+        if self._frozen is not None:
+            self._frozen.restore()
         for state, elements in self._saved:
             self._copy(before(state), state, elements)
 
     def _let_go(self) -> None:
-        if self._over and self._kept:
-            for fork in self._forks:
-                fork.keep()
+        if self._over and self._kept and self._frozen is not None:
+            self._frozen.close()
 
     def _copy(self, source: str, target: str, elements: range) -> None:
         """One plain memcpy, without the GIL."""

@@ -8,7 +8,7 @@ A step, as the scheduler sees it:
 
     access(unit) ... release(unit)       forward and backward use units; compute waits until `ready`
     gradient(unit)                       autograd has made a gradient
-    step_asked(), scale_known()          what becomes of the gradients
+    scale_known()                        what becomes of the gradients
     ended(operation), failed(operation)  lanes (the executor's queues) report, at any time
 
 Five parts share the work, each in a file that states its invariants:
@@ -28,7 +28,7 @@ What always holds, whatever the order of events; `tests/schedule/worlds.py` trie
 - a frame has one owner, and what compute uses is not evicted;
 - an access reads exactly the version of the weights that the algorithm says;
 - each gradient is applied once, or dropped with its step;
-- what is kept for an undo or a checkpoint fits the reserve, leases and buffers fit their frames;
-- if compute waits, some operation is under way;
+- what is kept for a checkpoint fits the reserve, leases and buffers fit their frames;
+- if compute waits, some operation is under way, or only references that are let go, or an error, can end the wait;
 - ranks that agree fetch alike, however fast their lanes are.
 """

@@ -1,15 +1,17 @@
 """Checkpoints: which units are read next, and the reserve of old states.
 
-A checkpoint reads every state as the last `step()` leaves it. An update that comes later destroys what the checkpoint
-has yet to read. So it waits for the SAVE, or keeps the old states in the reserve, if there is room: the SAVE then reads
-them there. The same reserve holds what an UNDO may need. A checkpoint waits for a later update only while that update
-runs.
+A checkpoint reads every state as the last `step()` leaves it. A later update of a unit that is yet to be read waits for
+its SAVE; or it first copies the old states to the reserve, if there is room, and the SAVE reads the copy once that
+update has ended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 
+from pagoda.memory.page import Run
+from pagoda.memory.pool import PagePool
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
 
@@ -24,8 +26,8 @@ class Saving:
     version: int | None = None
     """The version that it has yet to read."""
     reading: bool = False
-    kept: bool = False
-    """Whether the reserve holds the states of `version`, because the home has others by now, or is about to."""
+    kept: Run | None = None
+    """Where the reserve holds the states of `version`, because the home has others by now, or is about to."""
 
 
 class Checkpoint:
@@ -47,25 +49,28 @@ class Checkpoint:
         self._settled = settled
         self._issue = issue
         self._units = [Saving() for _ in plan.units]
+        self._in_place: Collection[int] = ()
+        """Units whose old states can only be read in their home."""
         self._next: list[tuple[float, int]] = []
         """(urgency, unit) of what is yet to be read: a heap, with entries that no longer count."""
         self._reading = 0
         self.left = 0
         """Units that are yet to be read."""
-        self.reserve = plan.reserve_pages
-        """Pages that are free."""
+        self.under_way = False
+        """Whether it is yet to be written, or given up."""
+        self.reserve = PagePool(plan.reserve_pages) if plan.reserve_pages else None
 
-    def begin(self, versions: list[int]) -> None:
-        """A checkpoint is to have these versions of the units' states."""
-        self.left = len(versions)
+    def begin(self, versions: list[int], in_place: Collection[int]) -> None:
+        """A checkpoint is to have these versions of the units' states. Those `in_place` are not kept elsewhere."""
+        self.left, self.under_way = len(versions), True
+        self._in_place = in_place
         for unit, version in enumerate(versions):
             self._units[unit].version = version
             self.retry(unit)
 
     def ended(self, unit: int) -> None:
         """A SAVE has ended, well or not."""
-        if self._units[unit].kept:
-            self.give_back(unit)
+        self._give_back(unit)
         self._units[unit] = Saving()
         self._reading -= 1
         self.left -= 1
@@ -73,40 +78,60 @@ class Checkpoint:
     def retry(self, unit: int) -> None:
         """An update that a SAVE may have waited for has ended."""
         if self._units[unit].version is not None:
-            heappush(self._next, (self._order.next_use(unit), unit))
+            use = self._order.next_use(unit)  # backward uses, and so updates, in the opposite order
+            heappush(self._next, (-use if self._plan.under_backward else use, unit))
 
-    def refused(self, unit: int, version: int, newest: int) -> None:
-        """A unit's states are to stay at `version`, not to become `newest`."""
+    def refused(self, unit: int, version: int, newest: int, kept: bool) -> None:
+        """An update leaves a unit's states at `version`; they do not become `newest`. `kept`: it was to copy them to
+        the reserve, and has not."""
         wanted = self._units[unit].version
         if wanted is not None and wanted > version:
             self._units[unit].version = wanted - (newest - version)
+        if kept:
+            self._give_back(unit)
 
-    def keep(self, unit: int, version: int, speculative: bool) -> bool | None:
-        """Whether an update of these states is to keep them, and has room for that; None if it has to wait."""
+    def would_destroy(self, unit: int, version: int) -> bool:
+        """Whether an update of these states destroys what is yet to be read."""
+        of_unit = self._units[unit]
+        return of_unit.version == version and of_unit.kept is None
+
+    def keep(self, unit: int) -> Run | None:
+        """Where an update is to keep the old states; None if it has to wait for the SAVE."""
         of_unit, pages = self._units[unit], self._plan.units[unit].old_state_pages
-        needed = of_unit.version == version and not of_unit.kept
-        if needed:
-            heappush(self._next, (-1.0, unit))  # the sooner it is read, the sooner the update may begin
-        if not (needed or speculative):
-            return False
-        if (needed and of_unit.reading) or self.reserve < pages:
+        heappush(self._next, (-inf, unit))  # the sooner it is read, the sooner the update may begin
+        if unit in self._in_place or of_unit.reading:
             return None
-        self.reserve -= pages
-        of_unit.kept = of_unit.kept or needed
-        return True
-
-    def give_back(self, unit: int) -> None:
-        """Old states of a unit are not needed any more."""
-        self.reserve += self._plan.units[unit].old_state_pages
+        if not pages:
+            of_unit.kept = Run(0, 0)
+        elif self.reserve is not None:
+            of_unit.kept = self.reserve.alloc(pages)
+        return of_unit.kept
 
     def pump(self) -> None:
         """Start every SAVE that can start now."""
         while self._reading < MOST_SAVES and self._next:
             unit = heappop(self._next)[-1]
-            of_unit, version = self._units[unit], self._settled(unit)
-            if of_unit.version is None or of_unit.reading or version is None:
+            of_unit = self._units[unit]
+            if of_unit.version is None or of_unit.reading or not self._readable(unit):
                 continue  # it has been read, or comes back when an update has ended
-            if version == of_unit.version or of_unit.kept:
-                of_unit.reading = True
-                self._reading += 1
-                self._issue(Operation(Kind.SAVE, unit, version=of_unit.version, keeps_old=of_unit.kept))
+            of_unit.reading = True
+            self._reading += 1
+            self._issue(Operation(Kind.SAVE, unit, of_unit.kept, of_unit.version))
+
+    def _give_back(self, unit: int) -> None:
+        """Old states of a unit are not needed any more."""
+        kept, self._units[unit].kept = self._units[unit].kept, None
+        if kept is not None and kept.count:
+            assert self.reserve is not None
+            self.reserve.free(kept)
+
+    @property
+    def lost(self) -> bool:
+        """Whether some unit cannot be read until an update has ended."""
+        unread = [unit for unit, of_unit in enumerate(self._units) if of_unit.version is not None]
+        return not all(self._units[unit].reading or self._readable(unit) for unit in unread)
+
+    def _readable(self, unit: int) -> bool:
+        """Whether the states that the checkpoint needs of a unit are in its home or in the reserve."""
+        version, of_unit = self._settled(unit), self._units[unit]
+        return version is not None and (version == of_unit.version or of_unit.kept is not None)

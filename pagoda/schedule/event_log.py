@@ -27,15 +27,14 @@ EVENTS = (
     "expect",
     "release",
     "gradient",
-    "step_asked",
     "scale_known",
     "drop_gradients",
     "drain",
     "overwritten",
     "restored",
     "prepare_checkpoint",
-    "let_checkpoint_be",
     "begin_checkpoint",
+    "end_checkpoint",
     "issued",
     "ended",
     "failed",
@@ -79,10 +78,15 @@ class LoggedScheduler(Scheduler):
         self._file.flush()
 
 
-def open_scheduler(plan: Plan) -> Scheduler:
-    """The scheduler of a live run: it writes a log where the environment variable PAGODA_EVENT_LOG names a file."""
+def open_scheduler(plan: Plan, rank: int | None = None) -> Scheduler:
+    """The scheduler of a live run: it writes a log where the environment variable PAGODA_EVENT_LOG names a file.
+
+    Several ranks write FILE.0, FILE.1, ...; `rank` is None where there is one.
+    """
     path = os.environ.get("PAGODA_EVENT_LOG")
-    return LoggedScheduler(schedule_plan(plan), Path(path)) if path else Scheduler(schedule_plan(plan))
+    if not path:
+        return Scheduler(schedule_plan(plan))
+    return LoggedScheduler(schedule_plan(plan), Path(path if rank is None else f"{path}.{rank}"))
 
 
 def replay(path: Path) -> int:
@@ -107,7 +111,7 @@ def replay(path: Path) -> int:
 def _describe(operation: Operation) -> list[Any]:
     run = None if operation.run is None else [operation.run.start, operation.run.count]
     steps = list(operation.steps)
-    return [operation.kind, operation.unit, run, operation.version, steps, operation.home, operation.keeps_old]
+    return [operation.kind, operation.unit, run, operation.version, steps, operation.home, operation.undoable]
 
 
 def _decode(argument: Any, operations: Sequence[Operation]) -> Any:

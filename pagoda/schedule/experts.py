@@ -22,7 +22,7 @@ class Steadiness:
         self._routed = routed
         self.steady: frozenset[int] = frozenset()
         """Units that the trace counts on."""
-        self.idle = routed
+        self._idle = routed
         """Units that the last step did not use."""
         self._alike = routed
         self._uses: Counter[int] | None = None
@@ -41,7 +41,7 @@ class Steadiness:
         uses = Counter(access.unit for access in trace.accesses if access.unit in self._routed)
         before = uses if self._uses is None else self._uses
         self._alike = frozenset(unit for unit in self._alike if 0 < uses[unit] == before[unit])
-        self.idle = self._routed - uses.keys()
+        self._idle = self._routed - uses.keys()
         self._uses = uses
         self._steps += 1
         if self._steps < self._decide_at:
@@ -50,6 +50,10 @@ class Steadiness:
         self.steady, self._alike = self._alike, self._routed
         self._decide_at += min(self._decide_at, _LONGEST_WAIT)
         return changed
+
+    def counts_on(self, unit: int) -> bool:
+        """Whether a unit will be used, as far as is known; of experts that the last step did not use, it is not."""
+        return unit not in self._routed or (unit in self.steady and unit not in self._idle)
 
     def counted_on(self, trace: Trace) -> Trace:
         """What of a trace can be counted on."""

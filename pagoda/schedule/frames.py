@@ -8,10 +8,10 @@ from pagoda.memory.pool import PagePool
 
 
 class Frames:
-    """The frames [0, count), cut into slabs: as long as the longest run that will be asked for, or longer.
+    """The frames [0, count), cut into slabs at least as long as the longest run; the last slab may be shorter.
 
-    Invariant: no run straddles two slabs. So runs in use that touch k slabs leave every other slab whole, and a holder
-    of one slab more than can be in use at once can always make room for one more run.
+    Invariant: no run crosses a border of slabs. So runs in use that touch k slabs leave every other slab whole, and a
+    holder of one slab more than can be in use at once can always make room for one more run.
     """
 
     def __init__(self, count: int, slab: int) -> None:

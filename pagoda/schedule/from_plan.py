@@ -2,24 +2,22 @@
 
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST, SSD
-from pagoda.plan.placement import LEASES, STAGING
+from pagoda.plan.placement import CHECKPOINT, LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.schedule.operations import SchedulePlan, UnitPlan
 
 
 def schedule_plan(plan: Plan) -> SchedulePlan:
-    """The scheduler's view of `plan`: sizes in pages, and which rules hold.
-
-    Undo needs no pages of the reserve: the plan has room of its own for it.
-    """
+    """The scheduler's view of `plan`: sizes in pages, and which rules hold."""
     placement, tier = plan.placement, plan.lease_tier
     staging = placement.pages(HOST, STAGING)
-    leased = plan.leased_pages() if plan.needs_leases else {}
-    on_device = placement.updated_on_device | placement.resident
+    leased = plan.leased_pages()
+    on_device = placement.on_device
     units = tuple(
         UnitPlan(
             lease_frames=leased.get(unit.index, 0),
             buffer_pages=_buffer_pages(plan, unit.index),
+            old_state_pages=sum(plan.pages_in_memory(unit).values()),
             trained=unit.trainable_numel > 0,
             speculated=unit.index in placement.speculated,
             updater=int(unit.index in on_device),
@@ -35,6 +33,7 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
         buffer_pool=staging,
         buffer_slab=staging if sum(unit.buffer_pages for unit in units) <= staging else 0,
         spills=GRAD in placement.lines.get(SSD, {}),
+        reserve_pages=placement.pages(HOST, CHECKPOINT) - plan.layout.piece_pages,
         under_backward=plan.options.update_under_backward,
         max_staleness=plan.options.max_staleness,
         agreed=plan.ranks is not None,

@@ -7,8 +7,7 @@ buffer until another gradient needs the pages. So a gradient that is used soon n
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagoda.memory.page import Run
@@ -33,11 +32,9 @@ class Record:
     transferring: bool = False
     """Whether a SPILL or RELOAD is under way. Until it ends, nothing arrives in the buffer, and no update reads it."""
     clean: bool = False
-    """True from the start of a SPILL until more arrives. SSD holds all of it once nothing is `transferring`."""
+    """Whether SSD holds the same bytes, or will once the transfer under way has ended."""
     complete: bool = False
     """Whether this backward is through with it."""
-    last: bool = False
-    """Whether no other backward adds to it before `step()`."""
     in_use: bool = False
     """Whether an update reads the buffer."""
     wanted: bool = False
@@ -82,8 +79,13 @@ class Gradients:
         """Records that need a buffer: for an update, or for what autograd has made."""
         self._spilling_fails = False
         """A SPILL has failed since compute last made a gradient: it is not tried again at once."""
+        self._made = 0
+        """Gradients that autograd has made and that wait for a buffer."""
         self.unsettled = 0
-        """Gradients that autograd has made and that do not lie in their buffer yet."""
+        """Those, and the ones on their way to their buffer."""
+        self.changes = False
+        """Whether something has come about since the last pump that may give a buffer to a record: else it need not be
+        pumped."""
 
     # --- events ---
 
@@ -94,44 +96,46 @@ class Gradients:
             record = self._records[unit] = Record(unit, step)
         self._spilling_fails = False
         record.made += 1
+        self._made += 1
         record.complete = complete
         self.unsettled += 1
-        self._waiting[record] = None
+        self._wait(record)
 
     def offloaded(self, record: Record) -> None:
         """An OFFLOAD has ended."""
         self.unsettled -= 1
-        with self._changing(record):
-            record.arriving -= 1
+        record.arriving -= 1
+        self._changed(record)
         if record.complete and record.arrived and not (self._plan.under_backward or record.dropped or record.lost):
             self._spill(record)  # it waits for `step()`
 
     def transferred(self, record: Record, failed: bool = False) -> None:
         """A SPILL or RELOAD has ended. A SPILL that failed loses nothing: the buffer still has the gradient."""
-        with self._changing(record):
-            record.transferring = False
-            record.clean = record.clean and not failed
+        record.transferring = False
+        record.clean = record.clean and not failed
+        self._changed(record)
         self._spilling_fails = self._spilling_fails or failed
 
     def use(self, record: Record) -> None:
         """An update begins to read a gradient."""
-        with self._changing(record):
-            record.in_use = True
+        record.in_use = True
+        self._changed(record)
 
     def used(self, record: Record, last: bool) -> None:
         """An update has read a gradient. If it was the `last` to do so, the gradient is dropped; else the update may be
         undone, and another will need it."""
-        with self._changing(record):
-            record.in_use = False
+        record.in_use = False
+        self._changed(record)
         if last:
             self.drop(record)
 
     def drop(self, record: Record) -> None:
         """Nobody needs a gradient any more."""
         self.unsettled -= record.made
+        self._made -= record.made
         self._waiting.pop(record, None)
-        with self._changing(record):
-            record.made, record.dropped = 0, True
+        record.made, record.dropped = 0, True
+        self._changed(record)
 
     def take(self, unit: int) -> Record | None:
         """Hand the record of this step over: what arrives from now on is of the next step."""
@@ -151,20 +155,19 @@ class Gradients:
         lacking = self._lacks_buffer(record)
         if lacking:
             record.wanted = True
-            self._waiting[record] = None
+            self._wait(record)
         return not (lacking or record.transferring)
 
     @property
     def held_back(self) -> bool:
         """Whether a gradient that autograd has made waits for a buffer."""
-        return any(record.made for record in self._waiting)
+        return self._made > 0
 
     # --- decisions ---
 
     def pump(self) -> None:
         """Give buffers to whoever waits for one, updates first: they free buffers again."""
-        if not self._waiting:
-            return
+        self.changes = False
         for record in sorted(self._waiting, key=lambda record: not record.wanted):
             if record.transferring or (record.in_use and record.made):
                 continue
@@ -174,11 +177,12 @@ class Gradients:
                 continue
             del self._waiting[record]
             record.wanted = False
-            with self._changing(record):
-                record.clean = record.clean and not record.made
-                record.arriving += record.made
+            record.clean = record.clean and not record.made
+            record.arriving += record.made
+            self._changed(record)
             for _ in range(record.made):
                 self._issue(self._operation(Kind.OFFLOAD, record), record)
+            self._made -= record.made
             record.made = 0
 
     def _operation(self, kind: Kind, record: Record) -> Operation:
@@ -225,19 +229,23 @@ class Gradients:
             self._transfer(Kind.SPILL, record)
 
     def _transfer(self, kind: Kind, record: Record) -> None:
-        with self._changing(record):
-            record.transferring = True
+        record.transferring = True
+        self._changed(record)
         self._issue(self._operation(kind, record), record)
 
-    @contextmanager
-    def _changing(self, record: Record) -> Iterator[None]:
-        """What moves or reads a buffer changes: keep `_idle` and `_busy` true, and free the buffer if that is due."""
-        before = record.busy
-        yield
-        if record.run is not None and record.busy and not before:
+    def _wait(self, record: Record) -> None:
+        self._waiting[record] = None
+        self.changes = True
+
+    def _changed(self, record: Record) -> None:
+        """Other things may move or read a buffer now: keep `_idle` and `_busy` true, and free the buffer if that is
+        due."""
+        self.changes = True
+        was_idle = record in self._idle
+        if record.run is not None and record.busy and was_idle:
             del self._idle[record]
             self._busy += 1
-        elif record.run is not None and before and not record.busy:
+        elif record.run is not None and not record.busy and not was_idle:
             self._idle[record] = None
             self._busy -= 1
         if record.dropped and not record.busy:

@@ -20,20 +20,18 @@ The executor sees to it that such an operation waits for what is under way.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from heapq import heapify, heappop, heappush
 from math import inf
 
 from pagoda.memory.page import Run
+from pagoda.schedule.agenda import Agenda
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
 
 MOST_PREFETCHES = 2
-"""Prefetches under way at once. More would only queue up in front of what compute comes to wait for."""
+"""A prefetch starts while fewer FETCHes are under way. More would delay what compute comes to wait for."""
 _CANDIDATES = 16
-"""Slabs in which room for a prefetch is looked for. What compute waits for looks in all of them."""
-_MOST_STALE = 4
-"""Entries a unit, on average, above which a heap is made anew without those that are out of date."""
+"""Leases that a prefetch tries to take frames from. What compute waits for tries all."""
 
 
 class State(Enum):
@@ -59,7 +57,7 @@ class Leases:
 
     Invariants: a frame belongs to at most one lease; a unit in use is not evicted; a fetch reads the version that
     accesses need, and a lease ends before that version changes, so no access ever finds old weights. The unit that
-    compute used last counts as in use: backward comes back to it as often as it has operations.
+    compute used last is not evicted either: backward accesses it once for each of its operations.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Leases:
         self._readable = readable
         self._awaited = awaited
         self._issue = issue
-        self._frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
+        self.frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
         self._leases: dict[int, Lease] = {}
         """unit -> its lease that has not ended."""
         self._owner: dict[int, Lease] = {}
@@ -88,14 +86,10 @@ class Leases:
         """The unit that compute used last."""
         self._wanted: dict[int, None] = {}
         """Units that compute waits for, the first one first."""
-        self._missing: list[tuple[float, int]] = []
-        """(time of the next use, unit) of units that may lack a lease: a heap. A time may have passed since."""
-        self._listed: dict[int, float] = {}
-        """The entry of `_missing` that counts, by unit."""
-        self._idle: list[tuple[float, int]] = []
-        """(minus the time when its lease is useful next, unit) of units whose lease may make room: a heap."""
-        self._idle_as: dict[int, float] = {}
-        """The entry of `_idle` that counts, by unit: others of that unit are out of date."""
+        self._missing = Agenda()
+        """Units that may lack a lease, by the time of their next use. That may have passed since."""
+        self._idle = Agenda()
+        """Units whose lease may make room, by minus the time when it is useful next. That may have passed, too."""
         self._after_step: list[int] = []
         """Units that are not prefetched before `step()`, because it will change their weights."""
         self.changes = True
@@ -145,10 +139,12 @@ class Leases:
         """Compute has ended one use of a unit."""
         self.users[unit] -= 1
         if not self.users[unit]:
-            self.changes = True
-            self._wanted.pop(unit, None)
-            if unit in self._leases:
+            if unit in self._wanted:
+                del self._wanted[unit]
+                self.changes = True
+            if unit in self._leases and unit != self._last_used:
                 self._note_idle(unit)
+                self.changes = True
 
     def issued(self, lease: Lease) -> None:
         """What fills a lease is in the device's queue: compute can be told to go on behind it."""
@@ -191,14 +187,12 @@ class Leases:
             self._end(lease)
 
     def note_missing(self, unit: int) -> None:
-        """A unit may be fetched ahead once its weights can be read: its lease has ended, or its update is over."""
+        """List a unit that has no lease for prefetching, at the time of its next use."""
         if not self._plan.units[unit].lease_frames or unit in self._leases:
             return
         use = self._order.next_use(unit)
         self.changes = True
-        if self._listed.get(unit) != use:
-            self._listed[unit] = use
-            heappush(self._missing, (use, unit))
+        self._missing.put(unit, use)
 
     def end_step(self) -> None:
         """`step()` has said what it updates: the others can be prefetched across it."""
@@ -225,10 +219,6 @@ class Leases:
         """Whether a FETCH of this version of a unit's weights is under way."""
         return version in self._fetching[unit]
 
-    @property
-    def frames(self) -> Frames:
-        return self._frames
-
     def holders(self) -> list[int]:
         """Units whose frames cannot be taken now."""
         return sorted({lease.unit for lease in self._owner.values() if not self._may_end(lease)})
@@ -244,45 +234,45 @@ class Leases:
         for wanted in [*self._wanted]:
             if wanted not in self._leases and not self._fetch(wanted, wanted=True):
                 return
-        while (self._plan.agreed or self._filling < MOST_PREFETCHES) and (unit := self._next_missing()) is not None:
-            if not self._fetch(unit, wanted=False):
-                self.note_missing(unit)
+        while self._plan.agreed or self._filling < MOST_PREFETCHES:
+            unit = self._next_missing()
+            if unit is None or not self._fetch(unit, wanted=False):
                 return
+            self._missing.remove(unit)
 
     def _next_missing(self) -> int | None:
         """The unit to prefetch next: the one that is used first. None also while that waits for its update."""
-        while self._missing:
-            use, unit = heappop(self._missing)
-            if self._listed.get(unit) != use:
-                continue
-            del self._listed[unit]
+        while (first := self._missing.first()) is not None:
+            use, unit = first
             if unit in self._leases:
-                continue  # it comes back when its lease ends
-            if use != self._order.next_use(unit):
+                self._missing.remove(unit)  # it comes back when its lease ends
+            elif use != self._order.next_use(unit):
                 self.note_missing(unit)  # that use has passed
             elif use == inf or not self._order.counted_on(unit):
-                continue  # the trace never uses it
-            elif self._useful(unit) == inf:
+                self._missing.remove(unit)  # the trace never uses it
+            elif self._updated_before(unit, use):
+                self._missing.remove(unit)
                 self._after_step.append(unit)
-            elif self._readable(unit) is None:
-                self.note_missing(unit)  # what is used after it must not take its frames
-                return None
             else:
-                return unit
+                # What is used after it must not take its frames.
+                return None if self._readable(unit) is None else unit
         return None
 
     def _useful(self, unit: int) -> float:
         """When a lease of a unit made now would be useful: at its next use, if no update ends it before."""
         use = self._order.next_use(unit)
-        return inf if self._plan.units[unit].trained and use > self._order.step else use
+        return inf if self._updated_before(unit, use) else use
+
+    def _updated_before(self, unit: int, use: float) -> bool:
+        return use > self._order.step and self._plan.units[unit].trained
 
     def _fetch(self, unit: int, wanted: bool) -> bool:
-        """Lease a unit; False while there is no room for it, or its update is not over."""
+        """Start the FETCH of a unit, if its weights can be read; False only if there are no frames for it."""
         version = self._readable(unit)
         if version is None:
             return True  # nothing to wait for here: what comes later may go on
         count = self._plan.units[unit].lease_frames
-        run = self._frames.alloc(count)
+        run = self.frames.alloc(count)
         if run is None:
             if not self._reclaiming:
                 self._make_room(count, -inf if wanted else self._order.next_use(unit))
@@ -307,21 +297,21 @@ class Leases:
 
         tried: list[int] = []
         victims: list[Run] | None = None
-        while self._idle and victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
-            entry, unit = heappop(self._idle)
-            if self._idle_as.get(unit) != entry:
-                continue
-            del self._idle_as[unit]
+        while victims is None and (needed_at == -inf or len(tried) < _CANDIDATES):
+            if (first := self._idle.first()) is None:
+                break
+            useful, unit = -first[0], first[1]
             lease = self._leases.get(unit)
             if lease is None or not self._may_end(lease):
-                continue  # it comes back when it is idle again
-            if -entry != self._useful(unit):
+                self._idle.remove(unit)  # it comes back when it is idle again
+            elif useful != self._useful(unit):
                 self._note_idle(unit)
-                continue
-            tried.append(unit)
-            if -entry <= needed_at:
+            elif useful <= needed_at:
                 break
-            victims = self._frames.window(lease.run, count, price)
+            else:
+                self._idle.remove(unit)
+                tried.append(unit)
+                victims = self.frames.window(lease.run, count, price)
         for unit in tried:
             self._note_idle(unit)
         for run in victims or ():
@@ -334,11 +324,7 @@ class Leases:
 
     def _note_idle(self, unit: int) -> None:
         if not self.users[unit] and unit != self._last_used:
-            self._idle_as[unit] = -self._useful(unit)
-            heappush(self._idle, (self._idle_as[unit], unit))
-        if len(self._idle) > _MOST_STALE * len(self.users):
-            self._idle = [(entry, unit) for unit, entry in self._idle_as.items()]
-            heapify(self._idle)
+            self._idle.put(unit, -self._useful(unit))
 
     def _end(self, lease: Lease, again: bool = True) -> None:
         """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""
@@ -356,4 +342,4 @@ class Leases:
     def _free(self, lease: Lease) -> None:
         self.changes = True
         del self._owner[lease.run.start]
-        self._frames.free(lease.run)
+        self.frames.free(lease.run)

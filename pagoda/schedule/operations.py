@@ -28,20 +28,25 @@ class Kind(StrEnum):
     UNDO = "undo"
     """Bring back what a speculative update has changed."""
     READ_AHEAD = "read_ahead"
-    """A unit is likely to be updated next: read its states into buffers that nothing else needs. The next UPDATE, or a
-    drain, ends it; it is not reported."""
+    """A unit is likely to be updated next: read its states into buffers that nothing else needs. The executor may drop
+    them at any time, and must before anything but an update writes the states. It is not reported."""
     SAVE = "save"
     """Read a unit's states for a checkpoint."""
 
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One piece of work on one unit. Each is reported once, as ended or failed; a RECLAIM is answered instead."""
+    """One piece of work on one unit.
+
+    Each is reported once: as ended or failed. An UPDATE may be refused instead, a RECLAIM is answered, and a READ_AHEAD
+    is not reported.
+    """
 
     kind: Kind
     unit: int
     run: Run | None = None
-    """The frames of a lease, or the pages of a gradient buffer."""
+    """The frames of a lease, or the pages of a gradient buffer. Of an UPDATE: where in the reserve it keeps the old
+    states for a checkpoint; of a SAVE: where it reads them, if not in their home."""
     version: int = 0
     """The version of the weights that a FETCH or SAVE reads, or that an UPDATE makes."""
     steps: tuple[int, ...] = ()
@@ -49,8 +54,8 @@ class Operation:
     of a version that is yet to come, where ranks must agree: the step whose update it waits for."""
     home: int = 0
     """Which of the unit's homes for gradients, where it has some."""
-    keeps_old: bool = False
-    """An UPDATE copies what it changes to the reserve; a SAVE reads it there."""
+    undoable: bool = False
+    """An UPDATE keeps what it changes, as an UNDO may have to bring that back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class UnitPlan:
     buffer_pages: int = 0
     """The size of a buffer for its gradient; 0 where the gradient has a home in RAM."""
     old_state_pages: int = 0
-    """What an update needs in the reserve to keep the old states; 0 where it leaves them where they are."""
+    """What an update needs in the reserve to keep the old states for a checkpoint."""
     trained: bool = True
     speculated: bool = False
     """Whether it may be updated under backward before it is known whether gradients are clipped."""
@@ -90,7 +95,7 @@ class SchedulePlan:
     spills: bool = True
     """Whether SSD has room for gradients, so that a buffer can be taken from one that waits."""
     reserve_pages: int = 0
-    """For old states, which a checkpoint or an undo may still need."""
+    """For old states that a checkpoint has yet to read."""
     under_backward: bool = False
     """Units are updated as soon as backward is through with them, because nothing will be clipped."""
     max_staleness: int | None = None

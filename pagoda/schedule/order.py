@@ -27,11 +27,15 @@ class Order:
         self._chosen = Chosen()
         self._follow(self._steadiness.counted_on(trace))
         self._start = -len(self.trace.accesses)
+        self._tell_time()
 
     def _follow(self, trace: Trace) -> None:
         self.trace = trace
         self._cursor = Cursor(trace)
         self._uses = NextUse(trace)
+        self._next_uses = [-inf] * self._units
+        """By unit, the time of its next use by the trace when that was last asked for. Once it has passed, it is asked
+        for again."""
         unsteady = self._steadiness.unsteady
         self._stand_in = [*range(self._units)]
         """unit -> the one whose uses are taken for its own: an expert that the trace does not have is used about when
@@ -43,26 +47,23 @@ class Order:
             elif before is not None:
                 self._stand_in[unit] = before
 
-    @property
-    def now(self) -> int:
-        return self._start + self._cursor.position
-
-    @property
-    def step(self) -> int:
+    def _tell_time(self) -> None:
+        last, position = self._uses.period - 1, self._cursor.position
+        self.now = self._start + position
+        self.step = self._start + last + (self._uses.period if position == last else 0)
         """Time of the next `step()`."""
-        last = self._uses.period - 1
-        position = self._cursor.position
-        return self._start + last + (self._uses.period if position == last else 0)
 
     def access(self, access: Access, recorded: bool) -> Sequence[int]:
-        """An access that the trace does not have leaves time where it is. What is `recorded` is part of what the next
-        trace is made of. Returns the units that it shows to come next, where it does."""
+        """Compute uses a unit: time goes on to this access, or stays where the trace does not have it. What is
+        `recorded` is part of what the next trace is made of. Returns the units that are expected next, if that shows
+        them."""
         if recorded:
             self._recorder.note(access)
         announces = self._chosen.used(access.unit, backward=access.phase is Phase.BACKWARD)
         before = self._cursor.position
         if self._cursor.advance(access) is not None and self._cursor.position < before:
             self._start += self._uses.period
+        self._tell_time()
         return self._chosen.units() if announces else ()
 
     def expect(self, units: Sequence[int]) -> None:
@@ -84,6 +85,7 @@ class Order:
         elif self._cursor.position == self._uses.period - 1:
             self._start += self._uses.period
         self._cursor.position = self._uses.period - 1
+        self._tell_time()
         return replaced
 
     def _replaces(self, recorded: Trace) -> bool:
@@ -96,14 +98,13 @@ class Order:
 
     def next_use(self, unit: int) -> float:
         """Time of the next access of a unit; infinite if nothing says that it is used again."""
-        place = self._chosen.place(unit)
-        if place is not None:
+        if (place := self._chosen.place(unit)) is not None:
             return self.now + place / (self._units + 1)
-        ahead = self._uses.after(self._stand_in[unit], self._cursor.position)
-        return inf if ahead == inf else self.now + ahead
+        use = self._next_uses[unit]
+        if use <= self.now:
+            use = self._next_uses[unit] = self.now + self._uses.after(self._stand_in[unit], self._cursor.position)
+        return use
 
     def counted_on(self, unit: int) -> bool:
         """Whether a unit will be used, as far as is known; of experts that the last step did not use, it is not."""
-        return self._chosen.place(unit) is not None or not (
-            unit in self._steadiness.unsteady or unit in self._steadiness.idle
-        )
+        return self._chosen.place(unit) is not None or self._steadiness.counts_on(unit)

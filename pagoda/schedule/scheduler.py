@@ -13,8 +13,7 @@ from pagoda.schedule.updates import Updates
 class Scheduler:
     """Events in (the methods), operations out (`take`). Deterministic: the same events give the same operations.
 
-    It knows no tensor, thread, stream or clock. Its caller holds a lock, reports events, and executes operations after
-    it has let go of the lock. Each operation is reported once, by `ended` or `failed`; a RECLAIM by `reclaimed`.
+    Its caller holds a lock, reports events, and executes operations after it has let go of the lock.
     """
 
     def __init__(self, plan: SchedulePlan) -> None:
@@ -82,7 +81,6 @@ class Scheduler:
         self._gradients.add(unit, self.steps, complete)
         record = self._gradients.get(unit)
         assert record is not None
-        record.last = record.last or (complete and last)
         if complete and last:
             if self.plan.under_backward:
                 self._updates.ask_early(record, speculative=False)
@@ -90,11 +88,8 @@ class Scheduler:
                 self._updates.ask_early(record, speculative=True)
         self._pump()
 
-    def step_asked(self) -> None:
-        """`step()` was called. Wait until `gradients_settled`; then call `scale_known`."""
-
     def scale_known(self, clipped: bool = False, skipped: bool = False, changed: Collection[int] = ()) -> None:
-        """The step is decided: whether gradients are clipped, or the step is skipped.
+        """`step()` has decided: whether gradients are clipped, or the step is skipped. OFFLOADs may still be under way.
 
         `changed`: units whose hyperparameters are others than those that a speculative update began with.
         """
@@ -135,10 +130,8 @@ class Scheduler:
         self._pump()
 
     def overwritten(self, unit: int) -> None:
-        """The weights of a unit were written in their home by other means than an update. All is `drained`.
-
-        `drain(False)` comes after it: what is read ahead from then on must be the new weights.
-        """
+        """The weights of a unit were written in their home by other means than an update. No update is queued or under
+        way, and the executor has dropped what it had read ahead."""
         self._weights_changed(unit)
         self._weights_readable(unit)
         self._pump()
@@ -152,18 +145,19 @@ class Scheduler:
         self._pump()
 
     def prepare_checkpoint(self) -> None:
-        """A checkpoint is about to begin: it can once `prepared`, and once asynchronous updates are drained."""
-        self._updates.prepare_checkpoint()
+        """A checkpoint is to begin: it can once `prepared`, and once asynchronous updates are drained."""
+        self._updates.undo_all()
         self._pump()
 
-    def let_checkpoint_be(self) -> None:
-        """The checkpoint that was prepared has ended, or will not begin."""
-        self._updates.preparing = False
-
-    def begin_checkpoint(self) -> None:
-        """A checkpoint is to have every state as the last `step()` leaves it; one at a time."""
-        self._updates.begin_checkpoint()
+    def begin_checkpoint(self, in_place: Collection[int] = ()) -> None:
+        """A checkpoint is to have every state as the last `step()` leaves it. Since it was prepared, compute has used
+        nothing. The states of units `in_place` can only be read in their home: their next updates wait for that."""
+        self._updates.begin_checkpoint(in_place)
         self._pump()
+
+    def end_checkpoint(self) -> None:
+        """The checkpoint is complete, or given up: it needs no more room."""
+        self._updates.checkpoint.under_way = False
 
     # --- events of the executor ---
 
@@ -286,17 +280,13 @@ class Scheduler:
         return weights.due - weights.version
 
     def began_early(self, unit: int) -> bool:
-        """Whether the update of a unit that `step()` has yet to ask for has begun, for good."""
+        """Whether an update of a unit that stands was queued in this step before `step()`."""
         return self._updates.began_early(unit)
 
     @property
     def trace(self) -> Trace:
         """What steps are expected to be."""
         return self._order.trace
-
-    def next_use(self, unit: int) -> float:
-        """When a unit is used next, in ticks of the trace; comparable among units."""
-        return self._order.next_use(unit)
 
     @property
     def frames_in_use(self) -> int:
@@ -328,7 +318,7 @@ class Scheduler:
         return self._updates.times_kept, self._updates.times_undone
 
     def speculates(self, unit: int) -> bool:
-        """Whether an update of a unit has begun that may be undone, or is being undone."""
+        """Whether a speculative update of a unit is queued, under way, or waits for `step()`, or is being undone."""
         return self._updates.speculates(unit)
 
     @property
@@ -362,16 +352,23 @@ class Scheduler:
 
     @property
     def saved(self) -> bool:
-        """Whether the checkpoint has read everything."""
+        """Whether every SAVE of the checkpoint has ended, well or not."""
         return self._updates.checkpoint.left == 0
+
+    @property
+    def checkpoint_lost(self) -> bool:
+        """Whether the checkpoint still waits for an update after one has failed: it may wait for ever."""
+        return self._updates.failed and self._updates.checkpoint.lost
 
     # --- parts ---
 
     def _pump(self, ranks_agree: bool = True) -> None:
         """Let each part start what it can. `ranks_agree`: the event is one that every rank has at this point."""
-        self._gradients.pump()
+        if self._gradients.changes:
+            self._gradients.pump()
         self._updates.pump()
-        self._gradients.pump()  # updates may have asked for gradients
+        if self._gradients.changes:  # updates may have asked for gradients
+            self._gradients.pump()
         if self._leases.changes and (ranks_agree or not self.plan.agreed):
             self._leases.pump()
         for unit in [*self._waiting] if self._waiting else ():

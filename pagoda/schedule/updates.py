@@ -9,14 +9,14 @@ refers to the weights, since backward may read them again. A speculative one, th
 the unit again; if it does not run yet, it is over at once.
 
 An update in place destroys what it reads. So it waits while compute uses the unit or a FETCH reads it, and until a
-checkpoint has read the unit. Or it keeps the old states in the reserve, if there is room: for that checkpoint, or for
-an UNDO, if it was begun before it was known whether gradients are clipped.
+checkpoint has read the unit or the old states can be kept for it. A speculative one
+keeps the old states, so that an UNDO can bring them back; the plan has room for that.
 
 An asynchronous update does not overwrite the weights that are read: it writes the newest ones beside them, and PUBLISH
 makes them those that are read once nothing of this step has read the old ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 
 from pagoda.schedule.checkpoints import Checkpoint
@@ -28,7 +28,7 @@ from pagoda.schedule.versions import State, Update, Weights
 MOST_ADMITTED = 2
 """Updates under way at once, so that the executor's ring of buffers does not run empty between two units."""
 CALM_STEPS = 4
-"""After a step that was clipped, as many in a row must not have been before the next speculative update."""
+"""Speculation resumes after as many steps in a row without clipping."""
 
 
 class Updates:
@@ -78,8 +78,6 @@ class Updates:
         self._calm = CALM_STEPS
         """Steps since one was clipped."""
         self.checkpoint = Checkpoint(plan, order, self._settled, issue)
-        self.preparing = False
-        """A checkpoint is about to begin: no update may be speculative."""
         self.pending = 0
         """Updates that are queued or under way."""
         self.draining = False
@@ -146,11 +144,10 @@ class Updates:
             self._speculative.pop(unit, None)
 
     def may_speculate(self, unit: int) -> bool:
-        """Whether an update may begin before `step()`: there is room to undo it, and recent steps were not clipped."""
-        of_unit = self._plan.units[unit]
-        stopped = self.checkpoint.left or self.preparing or self.draining or self.failed
-        calm = self._calm >= CALM_STEPS
-        return of_unit.speculated and calm and not stopped and self.checkpoint.reserve >= of_unit.old_state_pages
+        """Whether an update may begin before `step()`: there is room to undo it, which a checkpoint does not need
+        meanwhile, and recent steps were not clipped."""
+        stopped = self.checkpoint.under_way or self.draining or self.failed
+        return self._plan.units[unit].speculated and self._calm >= CALM_STEPS and not stopped
 
     def awaited(self, unit: int) -> tuple[int, ...]:
         """The step whose gradient makes the newest version that `step()` has asked for, if that is yet to come."""
@@ -160,11 +157,11 @@ class Updates:
         return ((weights.later or weights.update.records)[-1].step,)
 
     def speculates(self, unit: int) -> bool:
-        """Whether an update of a unit has begun that may be undone, or is being undone."""
+        """Whether a speculative update of a unit is queued, under way, or waits for `step()`, or is being undone."""
         return unit in self._speculative and self._speculative[unit].state is not State.ASKING
 
     def began_early(self, unit: int) -> bool:
-        """Whether a unit's weights have been, or are about to be, changed in this step before `step()`, for good."""
+        """Whether an update of a unit that stands was queued in this step before `step()`."""
         return unit in self._early
 
     def stands(self, unit: int) -> bool:
@@ -179,9 +176,6 @@ class Updates:
         self.weights[unit].due += 1
         for record in update.records if update.has_read else ():
             self._gradients.drop(record)
-        ended = self.weights[unit].update is not update
-        if ended or update.state is not State.RUNNING:
-            self._give_back(update)  # nothing is kept for an undo any more
         self.retry(unit)
         if self.readable(unit) is not None:
             self._weights_readable(unit)
@@ -253,8 +247,6 @@ class Updates:
         if update.withdrawn:
             self._begin_undo(update)
             return
-        if not update.speculative:
-            self._give_back(update)
         self._finish(weights)
         self.publish(unit)
 
@@ -282,7 +274,8 @@ class Updates:
             return
         self._early.discard(unit)
         weights.due -= len(update.records)
-        self.checkpoint.refused(unit, weights.newest, weights.newest + len(update.records))
+        newest = weights.newest + len(update.records)
+        self.checkpoint.refused(unit, weights.newest, newest, kept=update.keeps is not None)
         self._finish(weights)
 
     def restored(self) -> None:
@@ -315,27 +308,21 @@ class Updates:
         self.retry(unit)
 
     def drain(self, draining: bool) -> None:
-        """Everything that is queued is to end, or need not any more."""
+        """Begin or cease to drain. Meanwhile nothing is speculative, and updates do not wait for PUBLISH."""
         self.draining, self._ahead = draining, -1
         if draining:
             self.undo_all()
             for unit in range(len(self.weights)):
                 self.retry(unit)
 
-    def prepare_checkpoint(self) -> None:
-        """A checkpoint is about to begin. It can once `prepared`."""
-        self.preparing = True
-        self.undo_all()
-
     @property
     def prepared(self) -> bool:
-        """Whether nothing but updates that `step()` has asked for is under way."""
-        return not self._speculative
+        """Whether a checkpoint can begin: the one before has read everything, and no update is speculative."""
+        return not self._speculative and not self.checkpoint.left
 
-    def begin_checkpoint(self) -> None:
+    def begin_checkpoint(self, in_place: Collection[int]) -> None:
         """A checkpoint is to have every state as the last `step()` leaves it."""
-        self.preparing = False
-        self.checkpoint.begin([weights.due for weights in self.weights])
+        self.checkpoint.begin([weights.due for weights in self.weights], in_place)
 
     def save_ended(self, unit: int) -> None:
         """A SAVE has ended, well or not."""
@@ -391,13 +378,14 @@ class Updates:
                 update = heappop(queue)[-1]
                 if self.weights[update.unit].update is update and update.state is State.QUEUED:
                     self._admit(update)
-        self._read_ahead()
+        if not any(self._queues):
+            self._read_ahead()
         self.checkpoint.pump()
 
     def _read_ahead(self) -> None:
         """While no update waits to be started: read ahead the unit whose update followed the last one before."""
         unit = self._after.get(self._before, -1)
-        if unit in (-1, self._ahead) or any(self._queues) or self._asynchronous or self.draining or self.failed:
+        if unit in (-1, self._ahead) or self._asynchronous or self.draining or self.failed:
             return
         if self.weights[unit].update is None and unit not in self._speculative:
             self._ahead = unit
@@ -413,10 +401,10 @@ class Updates:
             return
         if not all(record.arrived for record in update.records):
             return
-        keeps = self.checkpoint.keep(unit, weights.newest, update.speculative)
-        if keeps is None:
-            return
-        update.keeps_old, update.for_undo = keeps, update.speculative
+        if self.checkpoint.would_destroy(unit, weights.newest):
+            update.keeps = self.checkpoint.keep(unit)
+            if update.keeps is None:
+                return
         update.state = State.LOADING
         self._admitted[self._plan.units[unit].updater] += 1
         for record in update.records:
@@ -440,9 +428,8 @@ class Updates:
             self._after[self._before] = unit
             self._before, self._ahead = unit, -1
         steps = tuple(record.step for record in update.records)
-        self._issue(
-            Operation(Kind.UPDATE, unit, version=weights.newest + len(steps), steps=steps, keeps_old=update.keeps_old)
-        )
+        version, undoable = weights.newest + len(steps), update.speculative
+        self._issue(Operation(Kind.UPDATE, unit, update.keeps, version, steps, undoable=undoable))
 
     def _settled(self, unit: int) -> int | None:
         """The version of a unit's states; None while they change."""
@@ -477,13 +464,7 @@ class Updates:
     def _over(self, update: Update) -> None:
         """A speculative update was called off, or undone: its gradient is needed again."""
         del self._speculative[update.unit]
-        self._give_back(update)
         self._finish(self.weights[update.unit])
-
-    def _give_back(self, update: Update) -> None:
-        if update.for_undo:
-            self.checkpoint.give_back(update.unit)
-            update.for_undo = update.keeps_old = False
 
     def _finish(self, weights: Weights) -> None:
         """The update of a unit is over: the next one can begin, or its weights can be read."""

@@ -6,6 +6,7 @@ A version counts the steps whose gradients the weights contain.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pagoda.memory.page import Run
 from pagoda.schedule.gradients import Record
 from pagoda.schedule.operations import Operation
 
@@ -33,10 +34,8 @@ class Update:
     """The RECLAIM under way."""
     urgent: bool = False
     """Whether compute waits for it."""
-    keeps_old: bool = False
-    """Whether it keeps the old states in the reserve."""
-    for_undo: bool = False
-    """Whether they are kept for an UNDO; the room is free again when the update stands."""
+    keeps: Run | None = None
+    """Where it keeps the old states for a checkpoint, if it does."""
     has_read: bool = False
     """Whether it has read its gradient for the last time."""
     has_written: bool = False

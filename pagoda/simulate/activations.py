@@ -6,7 +6,7 @@ from itertools import pairwise
 from pagoda.plan.activations import BUFFERED
 from pagoda.plan.ops import Op, OpKind
 from pagoda.plan.planner import Plan
-from pagoda.simulate.lanes import SimulatedLanes, Task
+from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 
 
@@ -47,7 +47,7 @@ class SimulatedActivations:
         """Compute is through with an access: most of what it saved must have left."""
         if tick in self._at:
             self._leaving = [task for task in self._leaving if not task.done]
-            while sum(task.nbytes for task in self._leaving) > self._window:
+            while sum(task.work.nbytes for task in self._leaving) > self._window:
                 self._wait(self._leaving.pop(0))
 
     def _fetch(self, tick: int) -> None:
@@ -56,4 +56,4 @@ class SimulatedActivations:
             self._coming[tick] = [self._moved(op, "return activation", leaving) for op in self._at[tick]]
 
     def _moved(self, op: Op, name: str, after: list[Task]) -> Task:
-        return self._lanes.submit(op.lane, name, op.nbytes, self._rates.seconds(op.lane, op.nbytes), after)
+        return self._lanes.submit(Work(op.lane, name, op.nbytes, self._rates.seconds(op.lane, op.nbytes)), after)

@@ -1,7 +1,8 @@
 """Executes what the scheduler asks for, on simulated lanes."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import cache, partial
 from itertools import pairwise
 
 from pagoda.plan.layout import WEIGHT
@@ -10,12 +11,15 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
-from pagoda.simulate.lanes import SimulatedLanes, Task
+from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.updates import SimulatedUpdates
 
 _FETCH_CHUNKS = 4
 """Pieces of a fetch from SSD to a device of its own: one is read while the one before is copied."""
+
+Chain = Sequence[Work]
+"""One after another."""
 
 
 class Execution:
@@ -27,9 +31,11 @@ class Execution:
         self._lanes = lanes
         self._rates = rates
         self._traffic = traffic = traffic_of(plan)
-        on_device = plan.placement.updated_on_device | plan.placement.resident
+        self._chains = cache(self._chains_of)
+        on_device = plan.placement.on_device
+        reports = self._gradient_used, self._weights_written, self._ended
         updates = [
-            SimulatedUpdates(plan, traffic, lanes, rates, self, on_device=where)
+            SimulatedUpdates(plan, traffic, lanes, rates, reports, on_device=where)
             for where in ([False, True] if on_device else [False])
         ]
         self._updates = [updates[unit.index in on_device] for unit in plan.units]
@@ -45,34 +51,24 @@ class Execution:
         """Units whose UPDATE reads its gradient, the one that began first at the front."""
         self.offloads: deque[tuple[Task, int]] = deque()
         """(end of an OFFLOAD, bytes of the gradient as autograd has made it), in the order in which they began."""
-        self.in_use: list[tuple[float, int, int]] = [(0.0, 0, 0)]
-        """(seconds, frames of leases, pages of gradient buffers) whenever that has changed."""
-        self._start: dict[Kind, Callable[[Operation], None]] = {
-            Kind.FETCH: self._fetch,
-            Kind.RECLAIM: lambda operation: scheduler.reclaimed(operation, freed=True),
-            Kind.OFFLOAD: self._offload,
-            Kind.SPILL: self._spill,
-            Kind.RELOAD: self._reload,
-            Kind.UPDATE: self._update,
-            Kind.READ_AHEAD: lambda operation: self._updates[operation.unit].read_ahead(operation),
-            Kind.PUBLISH: scheduler.ended,
-        }
+        self.in_use: list[tuple[float, tuple[int, int]]] = [(0.0, (0, 0))]
+        """(seconds, (frames of leases, pages of gradient buffers)) whenever that has changed."""
 
     def pump(self) -> None:
         """Begin everything that the scheduler asks for now."""
         while operations := self._scheduler.take():
             for operation in operations:
-                self._start[operation.kind](operation)
+                self._begin(operation)
         in_use = self._scheduler.frames_in_use, self._scheduler.buffer_pages_in_use
-        if in_use != self.in_use[-1][1:]:
-            self.in_use.append((self._lanes.now, *in_use))
+        if in_use != self.in_use[-1][1]:
+            self.in_use.append((self._lanes.now, in_use))
 
     def lane_waited_for(self, unit: int) -> str:
         """The lane that compute waits for, when it waits for the weights of a unit."""
         if self._scheduler.awaits_update(unit):
-            return self._updates[unit].lane_waited_for(unit)
+            return self._updates[unit].lanes_waited_for[unit]
         if unit in self._fetches:
-            return self._fetches[unit].lane
+            return self._fetches[unit].work.lane
         return "h2d" if self._plan.lease_tier == DEVICE else "ssd_read"
 
     def lane_of_buffers(self) -> str:
@@ -80,88 +76,94 @@ class Execution:
         if self._spills or not self._reading:
             return "ssd_write" if self._spills else "d2h"
         unit = next(iter(self._reading))
-        return self._updates[unit].lane_waited_for(unit)
+        return self._updates[unit].lanes_waited_for[unit]
 
-    def gradient_used(self, update: Operation) -> None:
-        """An UPDATE has read its gradients."""
+    def _begin(self, operation: Operation) -> None:
+        kind, unit = operation.kind, operation.unit
+        if kind is Kind.RECLAIM:
+            self._scheduler.reclaimed(operation, freed=True)
+        elif kind is Kind.UPDATE:
+            self._reading[unit] = None
+            self._updates[unit].update(operation)
+        elif kind is Kind.READ_AHEAD:
+            self._updates[unit].read_ahead(operation)
+        elif kind is Kind.FETCH and operation.version > self._versions[unit]:
+            self._early.setdefault(unit, []).append(operation)
+        elif chains := self._chains(kind, unit):
+            self._give(operation, chains)
+        else:
+            self._scheduler.ended(operation)
+
+    def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:
+        """Give lanes an operation; it ends with the last chain."""
+        for chain in chains:
+            after: list[Task] = []
+            for work in chain:
+                after = [self._lanes.submit(work, after)]
+        (task,) = after
+        task.then.append(partial(self._ended, operation))
+        if operation.kind is Kind.FETCH:
+            self._fetches[operation.unit] = task
+        elif operation.kind is Kind.OFFLOAD:
+            made = self._plan.units[operation.unit].trainable_numel * self._plan.layout.offloaded_itemsize
+            self.offloads.append((task, made))
+        elif operation.kind is Kind.SPILL:
+            self._spills += 1
+
+    def _gradient_used(self, update: Operation) -> None:
         del self._reading[update.unit]
         self._scheduler.gradient_used(update)
         self.pump()
 
-    def weights_written(self, update: Operation) -> None:
-        """An UPDATE has written the new weights."""
+    def _weights_written(self, update: Operation) -> None:
         self._versions[update.unit] = update.version
         for fetch in self._early.pop(update.unit, ()):
-            self._fetch(fetch)
+            self._begin(fetch)
         self._scheduler.weights_written(update)
         self.pump()
 
-    def ended(self, operation: Operation) -> None:
-        """An operation has ended."""
+    def _ended(self, operation: Operation) -> None:
+        self._spills -= operation.kind is Kind.SPILL
         self._scheduler.ended(operation)
         self.pump()
 
-    def _ends(self, task: Task, operation: Operation) -> None:
-        task.then.append(lambda: self.ended(operation))
-
-    def _fetch(self, operation: Operation) -> None:
-        unit = self._plan.units[operation.unit]
-        if operation.version > self._versions[unit.index]:
-            self._early.setdefault(unit.index, []).append(operation)
-            return
-        traffic, task = self._traffic[unit.index], None
-        if traffic.fetched:
-            task = self._load(unit.index, f"fetch {unit.name}", traffic.fetched)
-        if sent := traffic.gathered:
-            seconds = self._rates.gather_seconds(sent, self._plan.layout.group(unit))
-            task = self._lanes.submit(COLLECTIVE, f"gather {unit.name}", sent, seconds, [task] if task else [])
-        assert task is not None, "a lease moves something"
-        self._fetches[unit.index] = task
-        self._ends(task, operation)
-
-    def _load(self, unit: int, name: str, nbytes: int) -> Task:
-        """From a unit's home to its lease."""
-        separate, home = self._plan.lease_tier == DEVICE, self._plan.placement.home(unit, WEIGHT)
-        if not separate:
-            return self._move("ssd_read", name, nbytes)
-        if home != SSD:
-            return self._move("h2d", name, nbytes)
-        cuts = [nbytes * index // _FETCH_CHUNKS for index in range(_FETCH_CHUNKS + 1)]
-        for begin, end in pairwise(cuts):
-            copied = self._move("h2d", name, end - begin, [self._move("ssd_read", name, end - begin)])
-        return copied
-
-    def _offload(self, operation: Operation) -> None:
-        unit = self._plan.units[operation.unit]
-        traffic, after = self._traffic[unit.index], []
-        if not traffic.offloaded:
-            self._scheduler.ended(operation)
-            return
+    def _chains_of(self, kind: Kind, index: int) -> Sequence[Chain]:
+        """What an operation gives lanes to do; nothing for PUBLISH, and for the OFFLOAD of a gradient that is made
+        where it stays."""
+        unit, traffic = self._plan.units[index], self._traffic[index]
+        if kind is Kind.FETCH:
+            return self._fetch(index)
+        if kind is Kind.SPILL:
+            return [[self._move("ssd_write", f"spill {unit.name}", traffic.buffer)]]
+        if kind is Kind.RELOAD:
+            return [[self._move("ssd_read", f"gradient {unit.name}", traffic.buffer)]]
+        if kind is not Kind.OFFLOAD or not traffic.offloaded:
+            return []
+        chain = []
         if sent := traffic.reduced:
             seconds = self._rates.ring_seconds(sent, self._plan.layout.group(unit))
-            after.append(self._lanes.submit(COLLECTIVE, f"reduce {unit.name}", sent, seconds))
+            chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, seconds))
         # Handing gradients over is part of what a parameter costs.
-        task = self._move("d2h", f"offload {unit.name}", traffic.offloaded, after, pieces=0)
-        self.offloads.append((task, unit.trainable_numel * self._plan.layout.offloaded_itemsize))
-        self._ends(task, operation)
+        chain.append(self._move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0))
+        return [chain]
 
-    def _spill(self, operation: Operation) -> None:
-        self._spills += 1
-        unit = self._plan.units[operation.unit]
-        task = self._move("ssd_write", f"spill {unit.name}", self._traffic[unit.index].buffer)
-        task.then.append(self._spilled)
-        self._ends(task, operation)
+    def _fetch(self, index: int) -> Sequence[Chain]:
+        """From a unit's home to its lease, and then from all ranks."""
+        unit, traffic = self._plan.units[index], self._traffic[index]
+        lanes = ["h2d"] if self._plan.lease_tier == DEVICE else ["ssd_read"]
+        if self._plan.lease_tier == DEVICE and self._plan.placement.home(index, WEIGHT) == SSD:
+            lanes = ["ssd_read", "h2d"]
+        chunks = _FETCH_CHUNKS if len(lanes) > 1 else 1
+        cuts = [traffic.fetched * chunk // chunks for chunk in range(chunks + 1)] if traffic.fetched else []
+        chains = [
+            [self._move(lane, f"fetch {unit.name}", end - begin) for lane in lanes] for begin, end in pairwise(cuts)
+        ]
+        if sent := traffic.gathered:
+            seconds = self._rates.gather_seconds(sent, self._plan.layout.group(unit))
+            chains = chains or [[]]
+            chains[-1].append(Work(COLLECTIVE, f"gather {unit.name}", sent, seconds))
+        assert chains, "a lease moves something"
+        return chains
 
-    def _spilled(self) -> None:
-        self._spills -= 1
-
-    def _reload(self, operation: Operation) -> None:
-        unit = self._plan.units[operation.unit]
-        self._ends(self._move("ssd_read", f"gradient {unit.name}", self._traffic[unit.index].buffer), operation)
-
-    def _update(self, operation: Operation) -> None:
-        self._reading[operation.unit] = None
-        self._updates[operation.unit].update(operation)
-
-    def _move(self, lane: str, name: str, nbytes: int, after: list[Task] | None = None, pieces: int = 1) -> Task:
-        return self._lanes.submit(lane, name, nbytes, self._rates.seconds(lane, nbytes), after or (), pieces)
+    def _move(self, lane: str, name: str, nbytes: int, pieces: int = 1) -> Work:
+        return Work(lane, name, nbytes, self._rates.seconds(lane, nbytes), pieces)

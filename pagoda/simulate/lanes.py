@@ -1,27 +1,48 @@
-"""The simulator's clock: tasks on lanes, and how fast each lane works beside the others."""
+"""The simulator's clock: work on lanes, and how fast each lane works beside the others."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from math import inf
 
 from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import COMPUTE, Span
 
 
+@dataclass(eq=False, slots=True)
+class Work:
+    """What a lane can be given, as often as there is to do."""
+
+    lane: str
+    name: str
+    nbytes: int
+    seconds: float
+    """At the lane's full rate."""
+    pieces: int = 1
+    """How many times the runtime hands something over to the lane for it."""
+
+
 class Task:
-    """Work on a lane, `seconds` long at the lane's full rate, that starts once what it depends on has ended."""
+    """Work that a lane was given once. It starts when what it depends on has ended."""
 
-    __slots__ = ("done", "lane", "left", "name", "nbytes", "start", "then", "waiting")
+    __slots__ = ("done", "end", "left", "start", "then", "waiting", "work")
 
-    def __init__(self, lane: str, name: str, seconds: float, nbytes: int) -> None:
-        self.lane = lane
-        self.name = name
+    def __init__(self, work: Work, seconds: float) -> None:
+        self.work = work
         self.left = seconds
-        self.nbytes = nbytes
-        self.start = 0.0
+        """Seconds that are left, at the lane's full rate."""
+        self.start = self.end = 0.0
         self.done = False
         self.waiting = 0
+        """Tasks that must end first."""
         self.then: list[Callable[[], None]] = []
+        """What is called when it has ended."""
+
+    def span(self, since: float) -> Span:
+        """What its lane did, once it has ended, by a clock that begins at `since`."""
+        return Span(self.work.lane, self.work.name, self.start - since, self.end - since, self.work.nbytes)
 
 
 class SimulatedLanes:
@@ -29,46 +50,38 @@ class SimulatedLanes:
 
     def __init__(self, rates: Rates) -> None:
         self.now = 0.0
-        self.spans: list[Span] = []
-        self._rates = rates
+        self.ended: list[Task] = []
+        """In the order of their ends."""
+        self._handover_s = rates.handover_s
+        self._shared = cache(rates.shared)
         self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES, COLLECTIVE)}
         self._active: dict[str, Task] = {}
         self._handed_over = 0
         """Pieces of work that lanes have been given since compute last began something."""
 
-    def submit(
-        self, lane: str, name: str, nbytes: int, seconds: float, after: Iterable[Task] = (), pieces: int = 1
-    ) -> Task:
-        """Work of `seconds` at the lane's full rate; the runtime gives it to the lane in so many `pieces`."""
-        if lane == COMPUTE:
-            seconds += self._handed_over * self._rates.handover_s
+    def submit(self, work: Work, after: Iterable[Task] = (), times: float = 1.0) -> Task:
+        """Give a lane work that takes `times` its seconds."""
+        seconds = work.seconds * times
+        if work.lane == COMPUTE:
+            seconds += self._handed_over * self._handover_s
             self._handed_over = 0
         else:
-            self._handed_over += pieces
-        task = Task(lane, name, seconds, nbytes)
+            self._handed_over += work.pieces
+        task = Task(work, seconds)
         for other in after:
             if not other.done:
                 task.waiting += 1
-                other.then.append(lambda: self._let_go(task))
+                other.then.append(partial(self._let_go, task))
         if not task.waiting:
-            self._ready[lane].append(task)
+            self._ready[work.lane].append(task)
         return task
 
-    def when_all(self, tasks: Iterable[Task], then: Callable[[], None]) -> None:
-        """Call `then` once all of `tasks` have ended, or now."""
-        open_tasks = [task for task in tasks if not task.done]
-        left = len(open_tasks)
-
-        def one_ended() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                then()
-
-        for task in open_tasks:
-            task.then.append(one_ended)
-        if not open_tasks:
+    def when_ended(self, task: Task, then: Callable[[], None]) -> None:
+        """Call `then` once a task has ended, or now."""
+        if task.done:
             then()
+        else:
+            task.then.append(then)
 
     def run_out(self) -> None:
         """Let time pass until no lane has anything to do."""
@@ -78,7 +91,7 @@ class SimulatedLanes:
     def _let_go(self, task: Task) -> None:
         task.waiting -= 1
         if not task.waiting:
-            self._ready[task.lane].append(task)
+            self._ready[task.work.lane].append(task)
 
     def advance(self) -> None:
         """Let time pass until some work ends."""
@@ -88,8 +101,12 @@ class SimulatedLanes:
                 active[lane] = ready.popleft()
                 active[lane].start = self.now
         assert active, "the simulated step waits for something that nothing will do"
-        rates = self._rates.shared(frozenset(active))
-        elapsed = min(task.left / rates[lane] for lane, task in active.items())
+        rates = self._shared(frozenset(active))
+        elapsed = inf
+        for lane, task in active.items():
+            needed = task.left / rates[lane]
+            if needed < elapsed:
+                elapsed = needed
         self.now += elapsed
         ended = []
         for lane, task in active.items():
@@ -97,8 +114,8 @@ class SimulatedLanes:
             if task.left <= 1e-12:
                 ended.append(task)
         for task in ended:
-            del active[task.lane]
-            self.spans.append(Span(task.lane, task.name, task.start, self.now, task.nbytes))
-            task.done = True
-            for callback in task.then:
-                callback()
+            del active[task.work.lane]
+            task.done, task.end = True, self.now
+            self.ended.append(task)
+            for then in task.then:
+                then()

@@ -66,7 +66,6 @@ class Rates:
         self._yielding = frozenset(self._demand) - (frozenset() if hardware.device else {READ, WRITE})
         """Lanes that make do with what the others leave: threads that transfer sleep most of the time, so a CPU that
         computes runs them first."""
-        self._shares: dict[frozenset[str], dict[str, float]] = {}
         computes = hardware.device is None
         self.handover_s = cpu.handover_s.value if computes and cpu.handover_s is not None else 0.0
         """What compute loses to each piece of work of a lane, where the CPU computes."""
@@ -160,20 +159,19 @@ class Rates:
 
     def shared(self, lanes: frozenset[str]) -> dict[str, float]:
         """lane -> share of its own rate that it has while `lanes` are busy."""
-        known = self._shares.get(lanes)
-        if known is None:
-            asked = sum(self._demand[lane] for lane in lanes & self._yielding)
-            left = max(_LEAST_LEFT, 1.0 - sum(self._demand.get(lane, 0.0) for lane in lanes - self._yielding))
-            known = {lane: min(1.0, left / asked) if lane in self._yielding else 1.0 for lane in lanes}
-            if COMPUTE in lanes:
-                for lane in lanes & {READ, WRITE}:
-                    known[lane] *= self._beside_compute
-            for pair, shares in self._together.items():
-                if lanes.issuperset(pair):
-                    for lane, share in zip(pair, shares, strict=True):
-                        known[lane] *= share
-            self._shares[lanes] = known
-        return known
+        # In the order of `_demand`, since a sum of floats depends on its order.
+        demands = [(lane, demand) for lane, demand in self._demand.items() if lane in lanes]
+        asked = sum(demand for lane, demand in demands if lane in self._yielding)
+        left = max(_LEAST_LEFT, 1.0 - sum(demand for lane, demand in demands if lane not in self._yielding))
+        shares = {lane: min(1.0, left / asked) if lane in self._yielding else 1.0 for lane in lanes}
+        if COMPUTE in lanes:
+            for lane in lanes & {READ, WRITE}:
+                shares[lane] *= self._beside_compute
+        for pair, halves in self._together.items():
+            if lanes.issuperset(pair):
+                for lane, half in zip(pair, halves, strict=True):
+                    shares[lane] *= half
+        return shares
 
     def _halves(self, pair: tuple[str, str], total: float) -> tuple[float, float]:
         """Shares of their own rates at which two lanes move `total` bytes a second: as much each, unless one cannot."""

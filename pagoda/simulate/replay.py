@@ -41,7 +41,7 @@ class RecordedRates(Rates):
         busy_s = {lane: _covered_s(span for span in recorded.spans if span.lane == lane) for lane in lanes}
         moved = recorded.bytes_moved
         self._s_per_byte = {lane: busy_s[lane] / moved[lane] if moved[lane] else 0.0 for lane in lanes}
-        on_device = plan.placement.updated_on_device | plan.placement.resident
+        on_device = plan.placement.on_device
         parameters = {UPDATE: 0, DEVICE_UPDATE: 0}
         for unit in plan.units:
             parameters[DEVICE_UPDATE if unit.index in on_device else UPDATE] += plan.layout.updated_elements(unit)

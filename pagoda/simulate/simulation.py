@@ -1,7 +1,8 @@
 """The simulator: the scheduler drives a plan's steps on a model of hardware, as discrete events.
 
 A simulated compute thread walks along the plan's trace and tells the scheduler what it does; what the scheduler asks
-for, simulated lanes execute (`execution.py`). So it is a run with other durations. Between two events every lane works
+for, simulated lanes execute (`execution.py`). So it is a run with other durations, in which nothing is clipped, undone
+or saved, and no lease is still referred to when it is to make room. Between two events every lane works
 at a constant rate: its own, or its share of what it shares (the SSD's two directions, the link's, RAM, and the CPU
 where that is also what computes).
 """
@@ -20,7 +21,7 @@ from pagoda.schedule.scheduler import Scheduler
 from pagoda.simulate.activations import SimulatedActivations
 from pagoda.simulate.execution import Execution
 from pagoda.simulate.hardware import Hardware
-from pagoda.simulate.lanes import SimulatedLanes, Task
+from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 
@@ -30,7 +31,7 @@ under way, and what the scheduler has learned to read ahead."""
 _STEADY = 1e-4
 """Relative difference below which two steps took equally long."""
 _SWEEPS = 4
-"""With asynchronous updates: sweeps that are measured, each of as many steps as it may take, after half as many."""
+"""With asynchronous updates: sweeps of `max_staleness` + 1 steps that are measured, after half as many to warm up."""
 _IN_BACKWARD = 0.75
 """Of a parameter's bookkeeping: there its lease is asked for once more, and its gradient comes."""
 
@@ -51,11 +52,12 @@ def simulate(plan: Plan, hardware: Hardware, tick_s: Sequence[float]) -> Timelin
 
 @dataclass(frozen=True)
 class _Step:
-    """When a step began and ended, and what compute waited for in it."""
+    """When a step began and ended, what compute waited for in it, and what lanes ended in it."""
 
     start_s: float
     end_s: float
     stall_s: Mapping[str, float]
+    tasks: Sequence[Task]
 
     @property
     def seconds(self) -> float:
@@ -73,12 +75,14 @@ class Simulation:
         self._plan = plan
         self._rates = rates
         self._lanes = SimulatedLanes(rates)
-        self._tick_s = tick_s
+        accesses = plan.trace.accesses[:-1]
+        self._compute_at = [self._computing(access, tick_s[tick]) for tick, access in enumerate(accesses)]
+        self._compute_in_step = [Work(COMPUTE, "step", 0, seconds) for seconds in tick_s[len(accesses) :]]
         self._stalling = (*LANES, COLLECTIVE) if plan.ranks is not None else LANES
         self._stall_s = dict.fromkeys(self._stalling, 0.0)
         scheduled = schedule_plan(plan)
         # All steps use the same experts here, so the trace tells when each is used.
-        units = [replace(unit, routed=False) for unit in scheduled.units]
+        units = [replace(unit, routed=False) if unit.routed else unit for unit in scheduled.units]
         self._scheduler = Scheduler(replace(scheduled, units=units))
         self._execution = Execution(plan, self._scheduler, self._lanes, rates)
         self._activations = SimulatedActivations(plan, self._lanes, rates, self._wait_for)
@@ -98,11 +102,7 @@ class Simulation:
         stall_s = {lane: fmean(step.stall_s[lane] for step in steps) for lane in self._stalling}
         shown = min(steps, key=lambda step: abs(step.seconds - step_s))
         start, end = shown.start_s, shown.end_s
-        spans = tuple(
-            Span(s.lane, s.name, s.start_s - start, s.end_s - start, s.nbytes)
-            for s in self._lanes.spans
-            if start < s.end_s <= end
-        )
+        spans = tuple(task.span(since=start) for task in shown.tasks if task.end > start)
         return Timeline(step_s, spans, stall_s, self._ledger(start, end))
 
     def _until_steady(self) -> list[_Step]:
@@ -121,8 +121,9 @@ class Simulation:
 
     def _timed_step(self) -> _Step:
         start, self._stall_s = self._lanes.now, dict.fromkeys(self._stalling, 0.0)
+        self._lanes.ended = []
         self.step()
-        return _Step(start, self._lanes.now, self._stall_s)
+        return _Step(start, self._lanes.now, self._stall_s, self._lanes.ended)
 
     def step(self) -> None:
         """One more step, until compute is through with it."""
@@ -131,23 +132,21 @@ class Simulation:
             for exchange in self._plan.exchanges_at.get(tick, ()):
                 self._wait_for(self._exchange(exchange))
             self._activations.begin(tick)
-            name = f"{'forward' if access.phase is Phase.FORWARD else 'backward'} {self._plan.units[access.unit].name}"
-            self._compute(name, self._tick_s[tick] + self._bookkeeping_s(access))
+            self._compute(self._compute_at[tick])
             self._activations.end(tick)
             for gradient in self._gradients.get(tick, ()):
                 self._make(gradient)
-        for seconds in self._tick_s[len(self._plan.trace.accesses) - 1 :]:
-            self._compute("step", seconds)
+        for work in self._compute_in_step:
+            self._compute(work)
         self._release()
         self._let_offloads_end(most=0)
-        self._scheduler.step_asked()
         self._scheduler.scale_known()
         self._execution.pump()
 
     def drain(self) -> Sequence[Span]:
-        """Let every lane end what it has; returns what lanes have done since the first step."""
+        """Let every lane end what it has; returns what lanes have done since the first `step`."""
         self._lanes.run_out()
-        return self._lanes.spans
+        return [task.span(since=0.0) for task in self._lanes.ended]
 
     def _use(self, access: Access) -> None:
         """Compute turns to a unit, and waits for its weights."""
@@ -158,24 +157,25 @@ class Simulation:
         execution.pump()
         self._wait(lambda: scheduler.ready(unit), lambda: execution.lane_waited_for(unit))
 
-    def _compute(self, name: str, seconds: float) -> None:
-        computed = self._lanes.submit(COMPUTE, name, 0, seconds)
+    def _compute(self, work: Work) -> None:
+        computed = self._lanes.submit(work)
         while not computed.done:
             self._lanes.advance()
 
     def _release(self, keep: frozenset[int] = frozenset()) -> None:
         """Compute is through with the units that it uses, except those in `keep`, inside which it goes on."""
-        ended = [unit for unit in self._used if unit not in keep]
+        for unit in self._used:
+            if unit not in keep:
+                self._scheduler.release(unit)
         self._used = [unit for unit in self._used if unit in keep]
-        for unit in ended:
-            self._scheduler.release(unit)
         self._execution.pump()
 
-    def _bookkeeping_s(self, access: Access) -> float:
-        """What the runtime does on the compute thread, most of it as gradients arrive."""
-        share = _IN_BACKWARD if access.phase is Phase.BACKWARD else 1 - _IN_BACKWARD
-        parameters = sum(slot.param.trainable for slot in self._plan.units[access.unit].slots)
-        return share * parameters * self._rates.parameter_s
+    def _computing(self, access: Access, seconds: float) -> Work:
+        """The compute of an access, and what the runtime does meanwhile on its thread: most of it as gradients come."""
+        unit, backward = self._plan.units[access.unit], access.phase is Phase.BACKWARD
+        share = _IN_BACKWARD if backward else 1 - _IN_BACKWARD
+        bookkeeping = share * sum(slot.param.trainable for slot in unit.slots) * self._rates.parameter_s
+        return Work(COMPUTE, f"{'backward' if backward else 'forward'} {unit.name}", 0, seconds + bookkeeping)
 
     def _make(self, gradient: Gradient) -> None:
         """Autograd has made a gradient: compute goes on once it has a buffer, and not too many are on their way."""
@@ -196,10 +196,10 @@ class Simulation:
         assert ranks is not None
         name = f"tokens {self._plan.units[op.unit].name}"
         seconds = self._rates.exchange_seconds(op.nbytes, ranks.expert_parallel)
-        return self._lanes.submit(COLLECTIVE, name, op.nbytes, seconds)
+        return self._lanes.submit(Work(COLLECTIVE, name, op.nbytes, seconds))
 
     def _wait_for(self, task: Task) -> None:
-        self._wait(lambda: task.done, lambda: task.lane)
+        self._wait(lambda: task.done, lambda: task.work.lane)
 
     def _wait(self, over: Callable[[], bool], lane: Callable[[], str]) -> None:
         """Compute waits until it is `over`, and meanwhile for a lane."""
@@ -216,7 +216,7 @@ class Simulation:
             fixed = sum(nbytes for line, nbytes in lines.items() if line not in (LEASES, STAGING))
             leases, staging = tier == self._plan.lease_tier, tier == HOST
             account: list[tuple[float, int]] = []
-            for seconds, frames, pages in self._execution.in_use:
+            for seconds, (frames, pages) in self._execution.in_use:
                 in_use = fixed + (frames * leases + pages * staging) * page
                 if seconds <= start:
                     account = [(0.0, in_use)]

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 COMPUTE = "compute"
 """The thread, or the stream, that runs the model; the lanes beside it are in `plan.ops.LANES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One piece of work on one lane. Seconds count from the start of the step."""
 
     lane: str

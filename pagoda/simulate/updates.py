@@ -1,10 +1,10 @@
 """Simulated updates: the states of units stream through a ring of slots, chunk by chunk."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from math import ceil
-from typing import Protocol
 
 from pagoda.plan.device_updates import DEVICE_SLOTS
 from pagoda.plan.layout import WEIGHT
@@ -12,30 +12,22 @@ from pagoda.plan.ops import COLLECTIVE, HOST, SSD
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import Traffic
 from pagoda.schedule.operations import Operation
-from pagoda.simulate.lanes import SimulatedLanes, Task
+from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 
 _MOST_CHUNKS = 400
 """Pieces that the updates of a step are cut into besides one a unit at most, so that a large model takes no longer."""
 
-
-class Told(Protocol):
-    """What is told how an UPDATE gets on, in this order."""
-
-    def gradient_used(self, update: Operation, /) -> None: ...
-
-    def weights_written(self, update: Operation, /) -> None: ...
-
-    def ended(self, update: Operation, /) -> None: ...
+Report = Callable[[Operation], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """The lanes that an update passes."""
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    """What lanes do for some elements of a unit: nothing is read or written of states that stay where they are."""
 
-    read: str
-    update: str
-    write: str
+    read: Work | None
+    update: Work
+    write: Work | None
 
 
 @dataclass(slots=True)
@@ -43,13 +35,13 @@ class _Feeding:
     """An UPDATE that lanes have not been given whole."""
 
     operation: Operation
-    ahead: dict[int, Task]
-    """first element -> read of a chunk, begun before the update was."""
+    chunks: Sequence[_Chunk]
+    times: float
+    """How often as long its chunks take to compute as they do by themselves."""
+    ahead: list[Task]
+    """Reads of its first chunks, begun before the update was."""
     fed: int = 0
-    """Elements that lanes have been given."""
-
-
-_ON_CPU, _ON_DEVICE = _Path("ssd_read", "update", "ssd_write"), _Path("h2d", "device_update", "d2h")
+    """Chunks that lanes have been given."""
 
 
 class SimulatedUpdates:
@@ -64,37 +56,40 @@ class SimulatedUpdates:
         traffic: Sequence[Traffic],
         lanes: SimulatedLanes,
         rates: Rates,
-        told: Told,
+        reports: tuple[Report, Report, Report],
         on_device: bool,
     ) -> None:
+        """`reports` are called in this order when an UPDATE has used its gradients, has written the new weights, and
+        has ended."""
         self._plan = plan
         self._traffic = traffic
         self._lanes = lanes
         self._rates = rates
-        self._told = told
+        self._gradient_used, self._weights_written, self._ended = reports
         self._on_device = on_device
-        self._path = _ON_DEVICE if on_device else _ON_CPU
-        layout, placement = plan.layout, plan.placement
-        homes = [[placement.home(unit.index, state.name) for state in layout.states] for unit in plan.units]
-        self._streams = [len(layout.states) if on_device else of_unit.count(SSD) for of_unit in homes]
-        """States of each unit that its update moves, each by itself."""
+        self._path = ("h2d", "device_update", "d2h") if on_device else ("ssd_read", "update", "ssd_write")
+        self.lanes_waited_for = [self._lane_waited_for(unit.index) for unit in plan.units]
+        """By unit, the lane whose work ends last before new weights can be used, most likely."""
+        layout = plan.layout
         self._elements = [layout.updated_elements(unit) for unit in plan.units]
         """Parameters of each unit that this rank updates."""
         self._block = layout.block_elements
         self._chunk = self._block * max(1, ceil(sum(self._elements) / self._block / _MOST_CHUNKS))
-        slots = DEVICE_SLOTS if on_device else placement.ring_slots
+        self._chunks = cache(self._cut)
+        slots = DEVICE_SLOTS if on_device else plan.placement.ring_slots
         self._slots = max(3, slots * self._block // self._chunk) if slots else 0
         self._queue: deque[_Feeding] = deque()
         self._ahead_unit = -1
         """The unit that is read ahead."""
-        self._ahead: dict[int, Task] = {}
+        self._ahead: list[Task] = []
 
     def update(self, operation: Operation) -> None:
         """Execute an UPDATE."""
         if operation.unit != self._ahead_unit:
             self._drop_ahead()
-        self._queue.append(_Feeding(operation, self._ahead))
-        self._ahead, self._ahead_unit = {}, -1
+        times = len(operation.steps) * (self._copying(operation.unit) if operation.undoable else 1.0)
+        self._queue.append(_Feeding(operation, self._chunks(operation.unit), times, self._ahead))
+        self._ahead, self._ahead_unit = [], -1
         self._feed()
 
     def read_ahead(self, operation: Operation) -> None:
@@ -103,82 +98,94 @@ class SimulatedUpdates:
         self._ahead_unit = operation.unit
         self._feed()
 
-    def lane_waited_for(self, unit: int) -> str:
-        """The lane whose work ends last before a unit's new weights can be used, most likely."""
-        path, streamed = self._path, self._traffic[unit].streamed and not self._on_device
-        return path.write if streamed and self._weights_stream(unit) else path.read if streamed else path.update
-
     def _feed(self) -> None:
         """Give lanes all that can be given now; called whenever something it may have waited for has come about."""
         while self._queue:
-            if not self._feed_chunk(self._queue[0]):
+            feeding = self._queue[0]
+            if not self._feed_chunk(feeding):
                 return
-            if self._queue[0].fed >= self._elements[self._queue[0].operation.unit]:
+            if feeding.fed == len(feeding.chunks):
                 self._queue.popleft()
-        unit, start = self._ahead_unit, len(self._ahead) * self._chunk
-        while unit >= 0 and start < self._elements[unit] and self._traffic[unit].streamed:
-            read = self._read(unit, start, min(start + self._chunk, self._elements[unit]))
+        chunks = self._chunks(self._ahead_unit) if self._ahead_unit >= 0 else ()
+        for chunk in chunks[len(self._ahead) :]:
+            read = self._read(chunk)
             if read is None:
                 return
-            self._ahead[start] = read
-            start += self._chunk
+            self._ahead.append(read)
 
     def _feed_chunk(self, feeding: _Feeding) -> bool:
         """Give lanes the next chunk of an update; False while there is no slot for it."""
-        operation, start = feeding.operation, feeding.fed
-        unit, path, traffic = operation.unit, self._path, self._traffic[operation.unit]
-        name, total = self._plan.units[unit].name, self._elements[unit]
-        stop = min(start + self._chunk, total)
-        blocks, reads = ceil((stop - start) / self._block), list[Task]()
-        if traffic.streamed:
-            read = feeding.ahead.get(start) or self._read(unit, start, stop)
+        at, chunk = feeding.fed, feeding.chunks[feeding.fed]
+        reads: list[Task] = []
+        if chunk.read is not None:
+            read = feeding.ahead[at] if at < len(feeding.ahead) else self._read(chunk)
             if read is None:
                 return False
             reads.append(read)
-        rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
-        seconds = rate(stop - start) * len(operation.steps) * (self._copying(unit) if operation.keeps_old else 1.0)
-        touched = _part(traffic.touched, start, stop, total)
-        pieces = 2 * blocks if traffic.streamed else blocks  # the updater too wakes for each block's slot
-        last = computed = self._lanes.submit(path.update, f"update {name}", touched, seconds, reads, pieces)
-        if traffic.streamed:
-            nbytes = _part(traffic.streamed, start, stop, total)
-            seconds, pieces = self._rates.seconds(path.write, nbytes), blocks * self._streams[unit]
-            last = self._lanes.submit(path.write, f"write {name}", nbytes, seconds, [computed], pieces)
-        if stop == total:
-            self._reported(operation, computed, last)
-        if traffic.streamed:
+        last = computed = self._lanes.submit(chunk.update, reads, feeding.times)
+        if chunk.write is not None:
+            last = self._lanes.submit(chunk.write, [computed])
+        feeding.fed += 1
+        if feeding.fed == len(feeding.chunks):
+            self._last_is_fed(feeding.operation, computed, last)
+        if chunk.write is not None:
             last.then.append(self._slot_is_free)
-        feeding.fed = stop
         return True
 
-    def _reported(self, operation: Operation, computed: Task, last: Task) -> None:
+    def _last_is_fed(self, operation: Operation, computed: Task, last: Task) -> None:
         """Tell how an update gets on. Its last chunk is the last of all in every lane."""
         spec = self._plan.units[operation.unit]
-        computed.then.append(lambda: self._told.gradient_used(operation))
+        computed.then.append(partial(self._gradient_used, operation))
         published = last if self._weights_stream(operation.unit) else computed
         if sent := self._traffic[operation.unit].published:
             seconds = self._rates.gather_seconds(sent, self._plan.layout.group(spec))
-            published = self._lanes.submit(COLLECTIVE, f"gather {spec.name}", sent, seconds, [published])
-        published.then.append(lambda: self._told.weights_written(operation))
-        self._lanes.when_all([published, last], lambda: self._told.ended(operation))
+            published = self._lanes.submit(Work(COLLECTIVE, f"gather {spec.name}", sent, seconds), [published])
+        published.then.append(partial(self._weights_written, operation))
+        self._lanes.when_ended(last, partial(self._lanes.when_ended, published, partial(self._ended, operation)))
 
-    def _read(self, unit: int, start: int, stop: int) -> Task | None:
-        if not self._slots:
+    def _read(self, chunk: _Chunk) -> Task | None:
+        """Begin to read a chunk, if its states stream and there is a slot."""
+        if chunk.read is None or not self._slots:
             return None
         self._slots -= 1
-        nbytes = _part(self._traffic[unit].streamed + self._traffic[unit].brought, start, stop, self._elements[unit])
-        pieces = self._streams[unit] * ceil((stop - start) / self._block)
-        name, seconds = f"read {self._plan.units[unit].name}", self._rates.seconds(self._path.read, nbytes)
-        return self._lanes.submit(self._path.read, name, nbytes, seconds, pieces=pieces)
+        return self._lanes.submit(chunk.read)
 
     def _drop_ahead(self) -> None:
-        ahead, self._ahead, self._ahead_unit = self._ahead, {}, -1
-        for task in ahead.values():
-            self._lanes.when_all([task], self._slot_is_free)
+        ahead, self._ahead, self._ahead_unit = self._ahead, [], -1
+        for task in ahead:
+            self._lanes.when_ended(task, self._slot_is_free)
 
     def _slot_is_free(self) -> None:
         self._slots += 1
         self._feed()
+
+    def _cut(self, unit: int) -> Sequence[_Chunk]:
+        """The chunks of a unit's update."""
+        (read, update, write), traffic, name = self._path, self._traffic[unit], self._plan.units[unit].name
+        layout, placement, total = self._plan.layout, self._plan.placement, self._elements[unit]
+        rate = self._rates.device_update_seconds if self._on_device else self._rates.update_seconds
+        homes = [placement.home(unit, state.name) for state in layout.states]
+        states = len(homes) if self._on_device else homes.count(SSD)
+        chunks = []
+        for start in range(0, max(1, total), self._chunk):
+            stop = min(start + self._chunk, total)
+            blocks, seconds = ceil((stop - start) / self._block), rate(stop - start)
+            streamed, brought, touched = (
+                nbytes * stop // total - nbytes * start // total if total else 0
+                for nbytes in (traffic.streamed, traffic.streamed + traffic.brought, traffic.touched)
+            )
+            if not traffic.streamed:
+                chunks.append(_Chunk(None, Work(update, f"update {name}", touched, seconds, blocks), None))
+                continue
+            reading, writing = self._rates.seconds(read, brought), self._rates.seconds(write, streamed)
+            chunk = _Chunk(
+                Work(read, f"read {name}", brought, reading, states * blocks),
+                # The updater too wakes for each block's slot.
+                Work(update, f"update {name}", touched, seconds, 2 * blocks),
+                Work(write, f"write {name}", streamed, writing, states * blocks),
+            )
+            chunks.append(chunk)
+        return chunks
 
     def _copying(self, unit: int) -> float:
         """By what factor an update takes longer that copies the old states which are in RAM: it reads and writes them
@@ -188,11 +195,12 @@ class SimulatedUpdates:
         copied = sum(layout.updated_bytes(spec, state) for state in in_ram)
         return 1.0 + 2 * copied / (layout.bytes_per_update * self._elements[unit])
 
+    def _lane_waited_for(self, unit: int) -> str:
+        read, update, write = self._path
+        if not self._traffic[unit].streamed or self._on_device:
+            return update
+        return write if self._weights_stream(unit) else read
+
     def _weights_stream(self, unit: int) -> bool:
         streamed = self._traffic[unit].streamed > 0
         return streamed and (self._on_device or self._plan.placement.home(unit, WEIGHT) == SSD)
-
-
-def _part(nbytes: int, start: int, stop: int, total: int) -> int:
-    """The bytes of the elements from `start` to `stop` of `total`."""
-    return nbytes * stop // total - nbytes * start // total if total else 0

@@ -173,7 +173,7 @@ def _searched(config: TrainConfig, memory: Memory, mesh: Mesh) -> _Found:
         "unit_limit": options.unit_limit,
         "split": options.split,
     }
-    reasons = (*made.settled, *made.choice.simulated)
+    reasons = (*made.resolved, *made.choice.simulated)
     return _Found(fields, made.config.activations, made.config.batch_tiles, reasons)
 
 

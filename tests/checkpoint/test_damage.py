@@ -17,7 +17,7 @@ from zoo import PAGE, RESIDENT
 
 import pagoda
 from pagoda.errors import StorageError
-from pagoda.memory import Arena
+from pagoda.memory import page
 
 from .test_paged import flip
 from .test_resume import HALF, LLAMA, Run, data, on_ssd, uninterrupted
@@ -56,7 +56,7 @@ def break_moment(run: Run, verb: str, fault: Callable[..., int], patch: pytest.M
     move, real = ("load" if verb == "preadv" else "store"), getattr(os, verb)
     moved = getattr(store.ssd, move)
 
-    def transfer(run: pagoda.memory.Run, *rest: object) -> None:
+    def transfer(run: page.Run, *rest: object) -> None:
         met.fault = run == broken
         moved(run, *rest)
         met.fault = False
@@ -98,6 +98,27 @@ def test_an_update_that_fails_leaves_a_state_that_only_a_checkpoint_replaces(
             run.train(HALF, HALF + 2).optimizer.drain()
         assert_of_no_use(run, tmp_path / "bad")
     assert_of_no_use(run, tmp_path / "bad")  # that the disk is well again changes nothing
+    assert_goes_on_from(run, tmp_path / "good")
+
+
+def test_an_update_that_fails_ends_the_checkpoint_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = threading.Event()
+
+    def fails_while_saving(real: Transfer, *_: object) -> int:
+        assert saving.wait(60)
+        return fails(real)
+
+    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    run.save(tmp_path / "good")
+    with monkeypatch.context() as patch:
+        break_moment(run, "pwritev", fails_while_saving, patch)
+        run.train(HALF, HALF + 1).optimizer.save_checkpoint(tmp_path / "bad", wait=False)
+        saving.set()
+        with pytest.raises(StorageError, match="failed to write"):
+            run.optimizer.wait_for_checkpoint()
+        assert_of_no_use(run, tmp_path / "bad")
     assert_goes_on_from(run, tmp_path / "good")
 
 
@@ -149,12 +170,6 @@ def test_damage_that_is_found_before_anything_changes_does_no_harm(tmp_path: Pat
 StateDicts = tuple[dict[str, object], dict[str, object]]
 
 
-def ruins_the_page(real: Transfer, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Afterwards, neither the old page nor the new one can be read."""
-    real(descriptor, [Arena(PAGE).view(0, PAGE)], offset)
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 def by_torch(run: Run) -> StateDicts:
     return run.model.state_dict(), run.optimizer.state_dict()
 
@@ -176,58 +191,26 @@ def by_dcp_again(run: Run, saved: StateDicts) -> None:
 def damage(run: Run, patch: pytest.MonkeyPatch) -> None:
     """Let an update fail half-way."""
     with patch.context() as broken:
-        break_moment(run, "pwritev", ruins_the_page, broken)
+        break_moment(run, "pwritev", fails, broken)
         with pytest.raises(StorageError, match="failed to write"):
             run.train(HALF, HALF + 2).optimizer.drain()
 
 
 @pytest.mark.parametrize(("saves", "loads"), [(by_torch, by_torch_again), (by_dcp, by_dcp_again)])
-def test_complete_state_dicts_mend_what_a_failed_update_damaged(
+def test_state_dicts_cannot_overwrite_what_a_failed_update_damaged(
     saves: Callable[[Run], StateDicts],
     loads: Callable[[Run, StateDicts], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
+    run.save(tmp_path / "good")
     saved = copy.deepcopy(saves(run))
     damage(run, monkeypatch)
+    with pytest.raises(StorageError, match="until a checkpoint is loaded"):
+        loads(run, saved)
     assert_of_no_use(run, tmp_path / "bad")
-    loads(run, saved)
-    found = saves(run)
-    assert found[0].keys() == saved[0].keys()
-    for one, other in zip(tensors(found), tensors(saved), strict=True):
-        assert torch.equal(one, other)
-    run.train(HALF, 2 * HALF).optimizer.drain()
-    run.save(tmp_path / "after")
-    run.optimizer.close()
-
-
-def test_after_damage_the_state_of_dcp_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
-    saved, schedule = copy.deepcopy(by_dcp(run)), run.schedule.state_dict()
-    damage(run, monkeypatch)
-    by_dcp_again(run, saved)
-    run.schedule.load_state_dict(schedule)
-    run.losses, run.rates = [], []
-    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
-
-
-@pytest.mark.parametrize("left_out", ["one parameter", "the optimizer", "the model"])
-def test_what_replaces_a_part_only_mends_nothing(
-    left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
-    weights, states = copy.deepcopy(by_torch(run))
-    damage(run, monkeypatch)
-    if left_out == "one parameter":
-        del weights["model.norm.weight"]
-    if left_out != "the model":
-        run.model.load_state_dict(weights, strict=False)
-    if left_out != "the optimizer":
-        run.optimizer.load_state_dict(states)
-    assert_of_no_use(run, tmp_path / "bad")
-    with suppress(StorageError):
-        run.optimizer.close()
+    assert_goes_on_from(run, tmp_path / "good")
 
 
 def test_a_state_dict_that_an_error_cuts_short_leaves_a_state_of_no_use(
@@ -267,20 +250,11 @@ def test_a_state_dict_that_a_failing_disk_cuts_short_damages_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(LLAMA, on_ssd(LLAMA, tmp_path)).train(0, HALF)
-    weights, states = copy.deepcopy(by_torch(run))
+    run.save(tmp_path / "good")
+    states = copy.deepcopy(run.optimizer.state_dict())
     with monkeypatch.context() as patch:
         break_moment(run, "pwritev", fails, patch)
         with pytest.raises(StorageError, match="failed to write"):
             run.optimizer.load_state_dict(states)
     assert_of_no_use(run, tmp_path / "bad")
-    run.model.load_state_dict(weights)
-    run.optimizer.load_state_dict(states)
-    run.train(HALF, 2 * HALF).optimizer.close()
-
-
-def tensors(state: object) -> list[torch.Tensor]:
-    """Every tensor in it, in order."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in tensors(part)]
+    assert_goes_on_from(run, tmp_path / "good")

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import pytest
 
 from pagoda.checkpoint.directory import committed, remove, write_manifest
 from pagoda.errors import CheckpointError, PagodaError
-from pagoda.memory import SSDTier, open_commit
 from pagoda.memory.identity import new_checkpoint_id, partial, removed
-from tests.memory.ssd_parts import PAGE, make_directory, names, pattern
+from pagoda.memory.ssd.committed import open_commit
+from tests.memory.ssd_parts import PAGE, Tier, make_directory, names, pattern
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def save(checkpoint: Path, ssd: Path | None = None, **changes: object) -> dict[s
     with committed(checkpoint, checkpoint_id) as folder:
         (folder / "weight.safetensors").touch()
         if ssd is not None:
-            with SSDTier("ssd", {ssd: None}, 4, PAGE, 4) as tier:
+            with Tier({ssd: None}, 4, PAGE, 4) as tier:
                 tier.store(tier.alloc(4), 0, pattern(4, 1))
-                with tier.freeze() as frozen:
+                with closing(tier.freeze_all()) as frozen:
                     reference = frozen.commit(checkpoint, checkpoint_id)
             content["paged"] = {"ranks": [{"reference": {**reference, **changes}}]}
         write_manifest(folder, content)
@@ -75,7 +75,7 @@ def test_a_symlinked_folder_of_page_tables_deletes_nothing_elsewhere(tmp_path: P
     commits.symlink_to(precious / "commits")
     with pytest.raises(PagodaError):
         remove(tmp_path / "run" / "step-1", [ssd])
-    SSDTier("ssd", {ssd: None}, 4, PAGE, 4).close()
+    Tier({ssd: None}, 4, PAGE, 4).close()
     assert names(precious) == ["commits", f"commits/{reference['commit']}", "thesis.tex"]
 
 

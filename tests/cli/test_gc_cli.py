@@ -1,14 +1,17 @@
 """`pagoda gc` lists what looks orphaned, deletes it only if the user agrees, and nothing else."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagoda.cli.main import main
-from pagoda.memory import Arena, Run, SSDTier, open_commit
-from tests.memory.ssd_parts import PAGE, make_checkpoint, make_directory, names, pattern
+from pagoda.memory.arena import Arena
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.committed import open_commit
+from tests.memory.ssd_parts import PAGE, Tier, make_checkpoint, make_directory, names, pattern
 
 
 class Saved:
@@ -19,11 +22,11 @@ class Saved:
         self.ssd = self.drives[0]
         self.run = root / "run"
         self.references: list[dict[str, Any]] = []
-        with SSDTier("ssd", dict.fromkeys(self.drives), 4, PAGE, 8) as tier:
+        with Tier(dict.fromkeys(self.drives), 4, PAGE, 8) as tier:
             run = tier.alloc(4)
             for step in (1, 2):
                 tier.store(run, 0, pattern(4, 1) if step == 1 else pattern(1, 2))
-                with tier.freeze() as frozen:
+                with closing(tier.freeze_all()) as frozen:
                     checkpoint = make_checkpoint(self.run / "checkpoints" / f"step-{step}")
                     self.references.append(frozen.commit(*checkpoint))
 
@@ -129,7 +132,7 @@ def test_another_checkpoint_at_the_path_does_not_stand_in(saved: Saved, capsys: 
 
 def test_a_directory_in_use_is_refused(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(saved.run)
-    with SSDTier("ssd", {saved.ssd: None}, 4, PAGE, 8):
+    with Tier({saved.ssd: None}, 4, PAGE, 8):
         assert main(["gc", str(saved.ssd), "--yes"]) == 2
     assert "is in use by" in capsys.readouterr().err
     assert saved.there() == [True, True]

@@ -1,13 +1,14 @@
 """`pagoda inspect` shows what is kept on an SSD, and finds what is damaged."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from pagoda.cli.main import main
-from pagoda.memory import Arena, SSDTier
-from tests.memory.ssd_parts import make_checkpoint
+from pagoda.memory.arena import Arena
+from tests.memory.ssd_parts import Tier, make_checkpoint
 
 PAGE = 4096
 
@@ -17,13 +18,13 @@ def ssd(tmp_path: Path) -> Path:
     """A directory with one store: two commits of four pages, of which one page changed in between."""
     directory = tmp_path / "ssd"
     directory.mkdir()
-    with SSDTier("ssd", {directory: None}, 4, PAGE, 8) as tier:
+    with Tier({directory: None}, 4, PAGE, 8) as tier:
         run = tier.alloc(4)
         data = Arena(4 * PAGE).view(0, 4 * PAGE)
         for step in (1, 2):
             data[:] = bytes((k + k // PAGE) % 251 for k in range(4 * PAGE))
             tier.store(run, 0, data if step == 1 else data[:PAGE])
-            with tier.freeze() as frozen:
+            with closing(tier.freeze_all()) as frozen:
                 frozen.commit(*make_checkpoint(tmp_path / "run" / f"step-{step}"))
     return directory
 

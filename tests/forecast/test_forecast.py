@@ -12,10 +12,10 @@ from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import module_spec
 from pagoda.forecast.forecast import Forecast, forecast
+from pagoda.forecast.inputs import options_of
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, compute_memory, find_machine_for
 from pagoda.forecast.report import as_json
-from pagoda.forecast.setting import options_of
 from pagoda.forecast.subject import find_subject
 from pagoda.models.papers import find_paper_shape, gpt_of_step
 from pagoda.optim import AdamW
@@ -102,8 +102,8 @@ def test_json_has_the_documented_keys_whether_it_fits_or_not() -> None:
 
 def test_the_usual_plan_is_the_one_that_the_planner_makes() -> None:
     one = made(host="150MiB", plan="usual")
-    assert one.setting is not None
-    made_by_wrap = make_plan(one.subject.root, one.setting.states, one.setting.budgets, one.setting.options)
+    assert one.inputs is not None
+    made_by_wrap = make_plan(one.subject.root, one.inputs.states, one.inputs.budgets, one.inputs.options)
     assert one.plan == made_by_wrap
 
 
@@ -196,8 +196,8 @@ def test_a_forecast_for_this_machine_counts_the_limits_of_control_groups(monkeyp
 def test_activations_and_context_are_kept_free_on_a_gpu() -> None:
     machine = Machine(find_machine("rtx4090").with_gpus(1), here=False)
     one = made(machine, model="gpt2", batch_size=4)
-    assert one.setting is not None
-    assert one.setting.budgets.device == 23 * GIB - one.activations.total
+    assert one.inputs is not None
+    assert one.inputs.budgets.device == 23 * GIB - one.activations.total
 
 
 def test_recomputing_keeps_the_inputs_of_layers_only_and_offloading_what_is_on_its_way() -> None:
@@ -324,10 +324,10 @@ def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: MemoryConf
     name = largest_model(config, HERE_NOT)
     one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
     assert one.fits
-    assert one.setting is not None
+    assert one.inputs is not None
     larger = next(shape for shape in map(gpt_of_step, count()) if shape.params >= 1.15 * one.subject.params)
     with pytest.raises(BudgetError):
-        make_plan(module_spec(larger), AdamW().states("bf16"), one.setting.budgets, options_of(config))
+        make_plan(module_spec(larger), AdamW().states("bf16"), one.inputs.budgets, options_of(config))
 
 
 def test_no_model_fits_a_machine_without_room() -> None:

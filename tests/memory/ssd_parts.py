@@ -2,11 +2,37 @@
 
 import json
 from pathlib import Path
+from typing import Self
 
-from pagoda.memory import Arena, Run, SSDTier
+from pagoda.memory.arena import Arena
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.tier import FrozenPages, SSDTier
 
 PAGE = 4096
+
+
+class Tier(SSDTier):
+    """A tier that ends with a block, and can keep every run that it has handed out as it is."""
+
+    _runs: tuple[Run, ...] = ()
+
+    def alloc(self, pages: int) -> Run:
+        run = super().alloc(pages)
+        self._runs = (*self._runs, run)
+        return run
+
+    def freeze_all(self, awaited: bool = True) -> FrozenPages:
+        frozen = self.freeze(awaited)
+        for run in self._runs:
+            frozen.add(run)
+        return frozen
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def pattern(pages: int, seed: int) -> memoryview:

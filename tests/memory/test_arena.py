@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.memory import FRESH_USE_COUNT, PAGE_ALIGN, Arena, storage_use_count
+from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
+from pagoda.memory.page import PAGE_ALIGN
 
 MIB = 2**20
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,22 @@ import pytest
 from pagoda.checkpoint import directory as module
 from pagoda.cli.main import main
 from pagoda.errors import BudgetError, StorageError
-from pagoda.memory import Arena, Run, SSDTier, forget_commit, open_commit
+from pagoda.memory.arena import Arena
 from pagoda.memory.identity import MANIFEST, checkpoint_id_of, new_checkpoint_id
-from tests.memory.ssd_parts import PAGE, flip_bit, loaded, make_checkpoint, make_directory, names, pattern
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.committed import open_commit
+from pagoda.memory.ssd.forget import forget_commit
+from tests.memory.ssd_parts import PAGE, Tier, flip_bit, loaded, make_checkpoint, make_directory, names, pattern
 
 Reference = dict[str, Any]
 
 
-def open_tier(directory: Path, pages: int = 4, spare: int = 8) -> SSDTier:
-    return SSDTier("ssd", {directory: None}, pages, PAGE, spare)
+def open_tier(directory: Path, pages: int = 4, spare: int = 8) -> Tier:
+    return Tier({directory: None}, pages, PAGE, spare)
 
 
-def commit(tier: SSDTier, checkpoint: Path) -> Reference:
-    with tier.freeze() as frozen:
+def commit(tier: Tier, checkpoint: Path) -> Reference:
+    with closing(tier.freeze_all()) as frozen:
         return frozen.commit(*make_checkpoint(checkpoint))
 
 
@@ -62,7 +66,7 @@ def test_before_the_first_commit_nothing_has_a_name(ssd: Path) -> None:
     with open_tier(ssd) as tier:
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 1))
-        with tier.freeze():
+        with closing(tier.freeze_all()):
             tier.store(run, 0, pattern(4, 2))
         assert names(ssd) == []
     assert names(ssd) == []
@@ -132,7 +136,7 @@ def test_a_store_with_too_few_free_slots_beside_its_commits_grows(ssd: Path, che
             assert committed(reference, run) == pattern(4, 1)
         assert [path.stat().st_size for path in ssd.rglob("pages")] == [8 * PAGE]
     with pytest.raises(BudgetError, match=r"checkpoints there keep 16\.00 KiB: delete"):
-        SSDTier("ssd", {ssd: 9 * PAGE}, 6, PAGE, 0)
+        Tier({ssd: 9 * PAGE}, 6, PAGE, 0)
 
 
 def test_another_page_size_or_other_stripes_make_a_store_beside(ssd: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -141,28 +145,28 @@ def test_another_page_size_or_other_stripes_make_a_store_beside(ssd: Path, check
         tier.store(run, 0, pattern(4, 1))
         reference = commit(tier, checkpoint)
     second = make_directory(tmp_path / "second")
-    with SSDTier("ssd", {ssd: None, second: None}, 4, PAGE, 4) as tier, open_commit(reference) as pages:
+    with Tier({ssd: None, second: None}, 4, PAGE, 4) as tier, open_commit(reference) as pages:
         assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
         striped = commit(tier, tmp_path / "run" / "step-2")
         assert {path.name for path in (ssd, second) if list(path.glob(f"*{striped['store']}*"))} == {"ssd", "second"}
-    with SSDTier("ssd", {ssd: None}, 4, 2 * PAGE, 4) as tier, open_commit(reference) as pages:
+    with Tier({ssd: None}, 4, 2 * PAGE, 4) as tier, open_commit(reference) as pages:
         assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
     assert committed(reference, run) == pattern(4, 1)
 
 
 def test_what_stores_of_another_geometry_take_counts_against_the_limit(ssd: Path, checkpoint: Path) -> None:
-    with SSDTier("ssd", {ssd: 16 * PAGE}, 4, PAGE, 4) as tier:
+    with Tier({ssd: 16 * PAGE}, 4, PAGE, 4) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 1))
         commit(tier, checkpoint)
     with pytest.raises(BudgetError, match=r"32\.00 KiB are allowed; stores of another page size .* take 32\.00 KiB"):
-        SSDTier("ssd", {ssd: 16 * PAGE}, 3, 4 * PAGE, 0)
-    SSDTier("ssd", {ssd: 16 * PAGE}, 2, 4 * PAGE, 0).close()
-    SSDTier("ssd", {ssd: 16 * PAGE}, 4, PAGE, 12).close()  # its own pages it may have again
+        Tier({ssd: 16 * PAGE}, 3, 4 * PAGE, 0)
+    Tier({ssd: 16 * PAGE}, 2, 4 * PAGE, 0).close()
+    Tier({ssd: 16 * PAGE}, 4, PAGE, 12).close()  # its own pages it may have again
 
 
 def test_striped_pages_are_found_where_their_directories_are_now(tmp_path: Path, checkpoint: Path) -> None:
     drives = [make_directory(tmp_path / name) for name in ("a", "b")]
-    with SSDTier("ssd", dict.fromkeys(drives), 6, PAGE, 6) as tier:
+    with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
         run = tier.alloc(6)
         tier.store(run, 0, pattern(6, 1))
         reference = commit(tier, checkpoint)
@@ -191,21 +195,21 @@ def test_a_checkpoint_that_is_not_where_it_was_saved_keeps_its_pages(ssd: Path, 
 
 def test_too_little_room_names_the_command_that_frees_what_looks_orphaned(ssd: Path, checkpoint: Path) -> None:
     """Killed, then the run removed: not a refusal for ever that nothing explains."""
-    with SSDTier("ssd", {ssd: 12 * PAGE}, 4, PAGE, 4) as tier:
+    with Tier({ssd: 12 * PAGE}, 4, PAGE, 4) as tier:
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 1))
         commit(tier, checkpoint)
         tier.store(run, 0, pattern(4, 2))
         shutil.rmtree(checkpoint.parent)
-        frozen = tier.freeze()
+        frozen = tier.freeze_all()
         frozen.commit(*make_checkpoint(checkpoint.with_name("step-2")))
         frozen.close()
         with pytest.raises(BudgetError, match=rf"no slot .* 16\.00 KiB are kept for .*: pagoda gc {ssd} lists them"):
             tier.store(run, 0, pattern(4, 3))
     with pytest.raises(BudgetError, match=rf"16\.00 KiB are kept for .*: pagoda gc {ssd} lists them"):
-        SSDTier("ssd", {ssd: 12 * PAGE}, 6, PAGE, 4)
+        Tier({ssd: 12 * PAGE}, 6, PAGE, 4)
     assert main(["gc", str(ssd), "--yes"]) == 0
-    with SSDTier("ssd", {ssd: 12 * PAGE}, 6, PAGE, 4) as tier:
+    with Tier({ssd: 12 * PAGE}, 6, PAGE, 4) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 4))
 
 
@@ -246,7 +250,7 @@ def test_a_commit_is_forgotten_only_for_its_own_checkpoint_in_a_directory_that_w
 def striped(tmp_path: Path, checkpoint: Path) -> tuple[list[Path], Reference]:
     """Two drives, and pages 1 on them that a checkpoint keeps."""
     drives = [make_directory(tmp_path / name) for name in ("a", "b")]
-    with SSDTier("ssd", dict.fromkeys(drives), 6, PAGE, 6) as tier:
+    with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 1))
         return drives, commit(tier, checkpoint)
 
@@ -264,7 +268,7 @@ def test_a_stripe_stays_whatever_is_with_the_first_one(tmp_path: Path, checkpoin
             shutil.rmtree(folder / "commits")
         open_tier(drives[1]).close()
         open_tier(drives[0]).close()
-        SSDTier("ssd", dict.fromkeys(drives), 6, PAGE, 0).close() if exchanged != "one without page tables" else None
+        Tier(dict.fromkeys(drives), 6, PAGE, 0).close() if exchanged != "one without page tables" else None
         assert names(drives[1]) == before
     assert committed(reference, Run(0, 6), (tmp_path / "unmounted", drives[1])) == pattern(6, 1)
 
@@ -274,7 +278,7 @@ def test_a_copy_of_one_drive_of_two_is_not_written_to_with_the_other(tmp_path: P
     drives, reference = striped(tmp_path, checkpoint)
     copy = tmp_path / "copy"
     shutil.copytree(drives[0], copy)
-    with SSDTier("ssd", {copy: None, drives[1]: None}, 6, PAGE, 6) as tier:
+    with Tier({copy: None, drives[1]: None}, 6, PAGE, 6) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 2))
         forget(reference, checkpoint, copy, drives[1])
         tier.store(Run(0, 6), 0, pattern(6, 3))
@@ -287,11 +291,11 @@ def test_stripes_that_were_used_with_a_copy_are_not_written_to_with_the_original
     drives, _ = striped(tmp_path, checkpoint)
     drives[0].rename(tmp_path / "away")
     shutil.copytree(tmp_path / "away", tmp_path / "copy")
-    with SSDTier("ssd", {tmp_path / "copy": None, drives[1]: None}, 6, PAGE, 6) as tier:
+    with Tier({tmp_path / "copy": None, drives[1]: None}, 6, PAGE, 6) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 2))
         reference = commit(tier, checkpoint.with_name("step-2"))
     (tmp_path / "away").rename(drives[0])
-    with SSDTier("ssd", dict.fromkeys(drives), 6, PAGE, 6) as tier:
+    with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 3))
         tier.store(Run(0, 6), 0, pattern(6, 4))
     assert committed(reference, Run(0, 6), (tmp_path / "copy", drives[1])) == pattern(6, 2)
@@ -358,7 +362,7 @@ def test_a_full_disk_fails_the_commit_and_leaves_the_one_before(
         assert len(list(ssd.glob("*/commits/*"))) == 1
         for seed in range(3):  # no slot is lost
             tier.store(run, 0, pattern(4, seed))
-            with tier.freeze():
+            with closing(tier.freeze_all()):
                 tier.store(run, 0, pattern(4, 9))
         assert committed(first, run) == pattern(4, 1)
         assert committed(commit(tier, checkpoint.with_name("step-3")), run) == pattern(4, 9)
@@ -425,7 +429,7 @@ def killed_after(last: int, ssd: Path, run_dir: Path) -> bool:
         old = None
         for seed in (1, 2):
             tier.store(run, 0, pattern(4, seed))
-            new, checkpoint_id = tier.freeze(), new_checkpoint_id()
+            new, checkpoint_id = tier.freeze_all(), new_checkpoint_id()
             with module.committed(run_dir / f"step-{seed}", checkpoint_id) as folder:
                 reference = new.commit(run_dir / f"step-{seed}", checkpoint_id)
                 paged = {"paged": {"ranks": [{"reference": reference}]}}

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagoda.memory import PagePool, Run
+from pagoda.memory.page import Run
+from pagoda.memory.pool import PagePool
 
 Prices = dict[Run, float | None]
 
@@ -36,7 +37,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool = PagePool(frames, first)
         self.first = first
         self.owners: list[Run | None] = [None] * frames
-        self.peak = 0
 
     def runs(self) -> list[Run]:
         return list(dict.fromkeys(run for run in self.owners if run is not None))
@@ -59,7 +59,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
             mine = slice(run.start - self.first, run.stop - self.first)
             assert self.owners[mine] == [None] * count
             self.owners[mine] = [run] * count
-        self.peak = max(self.peak, len(self.owners) - self.owners.count(None))
 
     @precondition(lambda self: self.runs())
     @rule(data=st.data())
@@ -100,7 +99,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         assert self.pool.in_use == len(self.owners) - self.owners.count(None)
-        assert self.pool.peak == self.peak
         assert self.pool.largest_free == max((length for length, _ in self.holes()), default=0)
         assert [Run(start, count) for start, count, is_free in self.pool._tiles() if not is_free] == self.runs()
 

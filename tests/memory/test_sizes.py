@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
-from pagoda.memory import PAGE_BYTES, Run, format_bytes, pages_for, parse_bytes
-from pagoda.memory.sizes import format_at_least
+from pagoda.memory.page import PAGE_BYTES, Run, pages_for
+from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pagoda.memory.page import Run
 from pagoda.memory.ssd.slots import UNWRITTEN, PageTable, Slots, SlotTable
 
 PAGES, SLOTS = 6, 15
-runs = st.integers(0, PAGES - 1).flatmap(
-    lambda first: st.tuples(st.just(first), st.integers(1, PAGES - first))
-)  # (first page, pages)
+runs = st.integers(0, PAGES - 1).flatmap(lambda first: st.builds(Run, st.just(first), st.integers(1, PAGES - first)))
+ALL = Run(0, PAGES)
 Contents = list[int | None]
 """What each page holds; None where it was never written."""
+
+
+def overlap(one: Run, other: Run) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 class Bookkeeping(RuleBasedStateMachine):
@@ -25,50 +29,54 @@ class Bookkeeping(RuleBasedStateMachine):
         self.disk: dict[int, int] = {}
         self.live: Contents = [None] * PAGES
         self.pinned: list[tuple[PageTable, Contents]] = []
-        self.forks: list[tuple[int, PageTable, Contents]] = []
-        self.loads: list[tuple[PageTable, Contents]] = []
-        self.stores: list[tuple[int, Slots, int]] = []
+        self.forks: list[tuple[Run, PageTable, Contents]] = []
+        self.loads: list[tuple[Run, PageTable, Contents]] = []
+        self.stores: list[tuple[Run, Slots, int]] = []
         self.clock = 0
 
-    def busy(self, first: int, count: int) -> bool:
+    def storing(self, run: Run) -> bool:
         """Whether one of the pages is being stored."""
-        return any(first < f + len(t) and f < first + count for f, t, _ in self.stores)
+        return any(overlap(run, stored) for stored, _, _ in self.stores)
+
+    def busy(self, run: Run) -> bool:
+        """Whether one of the pages is being stored or loaded."""
+        return self.storing(run) or any(overlap(run, loaded) for loaded, _, _ in self.loads)
 
     @rule(run=runs)
-    def begin_store(self, run: tuple[int, int]) -> None:
-        before = self.table.table(0, PAGES)
-        targets = self.table.begin_store(*run)
-        after = self.table.table(0, PAGES)
+    def begin_store(self, run: Run) -> None:
+        before = self.table.table(ALL)
+        targets = self.table.begin_store(run)
+        after = self.table.table(ALL)
         assert (before.slots == after.slots).all()
         if targets is None:
             return
-        assert not self.busy(*run)
-        assert len(set(targets.tolist())) == run[1]
+        assert not self.busy(run)
+        assert len(set(targets.tolist())) == run.count
         kept = [int(s) for t, _ in self.pinned for s in t.written]
         kept += [int(s) for _, t, _ in self.forks for s in t.written]
-        kept += [int(s) for t, _ in self.loads for s in t.written]
+        kept += [int(s) for _, t, _ in self.loads for s in t.written]
         assert not set(targets.tolist()) & set(kept)
         self.clock += 1
         for slot in targets.tolist():
             self.disk[slot] = -1  # neither the old content nor the new
-        self.stores.append((run[0], targets, self.clock))
+        self.stores.append((run, targets, self.clock))
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), fails=st.booleans())
     def end_store(self, data: st.DataObject, fails: bool) -> None:
-        first, targets, value = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
-        if fails and (self.table.table(first, len(targets)).slots != targets).all():
-            self.table.abandon_store(first, targets)
+        run, targets, value = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        if fails and (self.table.table(run).slots != targets).all():
+            self.table.abandon_store(run, targets)
             return
         for at, slot in enumerate(targets.tolist()):
-            self.disk[slot] = value * 100 + first + at
-            self.live[first + at] = self.disk[slot]
-        self.table.end_store(first, targets, np.full(len(targets), value, np.uint64))
+            self.disk[slot] = value * 100 + run.start + at
+            self.live[run.start + at] = self.disk[slot]
+        self.table.end_store(run, targets, np.full(len(targets), value, np.uint64))
 
     @precondition(lambda self: not self.stores and len(self.pinned) < 3)
     @rule()
     def pin(self) -> None:
-        table = self.table.table(0, PAGES)
+        table = self.table.table(ALL)
         self.table.pin(table)
         self.pinned.append((table, list(self.live)))
 
@@ -79,46 +87,41 @@ class Bookkeeping(RuleBasedStateMachine):
         self.table.unpin(table)
 
     @rule(run=runs)
-    def fork(self, run: tuple[int, int]) -> None:
-        if self.busy(*run) or any(first < run[0] + run[1] and run[0] < first + len(c) for first, _, c in self.forks):
+    def fork(self, run: Run) -> None:
+        if self.storing(run) or any(overlap(run, forked) for forked, _, _ in self.forks):
             return
-        table = self.table.table(*run)
+        table = self.table.table(run)
         self.table.pin(table)
-        self.forks.append((run[0], table, self.live[run[0] : run[0] + run[1]]))
+        self.forks.append((run, table, self.live[run.start : run.stop]))
 
     @precondition(lambda self: self.forks)
     @rule(undo=st.booleans())
     def end_fork(self, undo: bool) -> None:
-        first, table, contents = self.forks[-1]
-        if undo and self.busy(first, len(contents)):
+        run, table, contents = self.forks[-1]
+        if undo and self.busy(run):
             return
         self.forks.pop()
         if undo:
-            self.table.adopt(first, table)
-            self.live[first : first + len(contents)] = contents
+            self.table.adopt(run, table)
+            self.live[run.start : run.stop] = contents
         self.table.unpin(table)
 
     @precondition(lambda self: self.pinned)
     @rule(run=runs, to=st.integers(0, PAGES - 1))
-    def adopt(self, run: tuple[int, int], to: int) -> None:
-        first, count = run[0], min(run[1], PAGES - to)
-        if not self.busy(to, count):
+    def adopt(self, run: Run, to: int) -> None:
+        count = min(run.count, PAGES - to)
+        its, here = Run(run.start, count), Run(to, count)
+        if not self.busy(here):
             table, contents = self.pinned[-1]
-            self.table.adopt(to, table.part(first, count))
-            self.live[to : to + count] = contents[first : first + count]
+            self.table.adopt(here, table.part(its))
+            self.live[here.start : here.stop] = contents[its.start : its.stop]
 
     @rule(run=runs)
-    def forget(self, run: tuple[int, int]) -> None:
-        if not self.busy(*run):
-            self.table.forget(*run)
-            self.live[run[0] : run[0] + run[1]] = [None] * run[1]
-
-    @rule(run=runs)
-    def begin_load(self, run: tuple[int, int]) -> None:
-        table = self.table.begin_load(*run)
-        assert (table is None) == self.busy(*run)
+    def begin_load(self, run: Run) -> None:
+        table = self.table.begin_load(run)
+        assert (table is None) == self.storing(run)
         if table is not None:
-            self.loads.append((table, self.live[run[0] : run[0] + run[1]]))
+            self.loads.append((run, table, self.live[run.start : run.stop]))
 
     @precondition(lambda self: self.loads)
     @rule()
@@ -130,17 +133,17 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @invariant()
     def every_table_reads_as_it_was(self) -> None:
-        tables = [*self.pinned, *self.loads, *((table, contents) for _, table, contents in self.forks)]
+        tables = [*self.pinned, *((table, contents) for _, table, contents in [*self.loads, *self.forks])]
         for table, contents in tables:
             assert self.contents(table) == contents
-        now = self.contents(self.table.table(0, PAGES))
+        now = self.contents(self.table.table(ALL))
         for page in range(PAGES):
-            assert self.busy(page, 1) or now[page] == self.live[page]
+            assert self.storing(Run(page, 1)) or now[page] == self.live[page]
 
     @invariant()
     def slots_are_free_exactly_when_nobody_has_them(self) -> None:
-        tables = [table for table, _ in [*self.pinned, *self.loads]] + [table for _, table, _ in self.forks]
-        had = {int(slot) for table in [*tables, self.table.table(0, PAGES)] for slot in table.written}
+        tables = [table for table, _ in self.pinned] + [table for _, table, _ in [*self.loads, *self.forks]]
+        had = {int(slot) for table in [*tables, self.table.table(ALL)] for slot in table.written}
         had |= {slot for _, targets, _ in self.stores for slot in targets.tolist()}
         assert self.table.free == SLOTS - len(had)
 
@@ -150,9 +153,10 @@ TestBookkeeping.settings = settings(max_examples=150, stateful_step_count=40, de
 
 
 def store(table: SlotTable, first: int, count: int) -> list[int]:
-    targets = table.begin_store(first, count)
+    run = Run(first, count)
+    targets = table.begin_store(run)
     assert targets is not None
-    table.end_store(first, targets, np.zeros(count, np.uint64))
+    table.end_store(run, targets, np.zeros(count, np.uint64))
     return targets.tolist()
 
 
@@ -167,7 +171,7 @@ def test_adjoining_pages_take_adjoining_slots_even_when_stored_apart() -> None:
     first = store(table, 0, 3)
     store(table, 6, 2)
     assert store(table, 3, 2) != [first[-1] + 1, first[-1] + 2]  # taken by then
-    table.pin(table.table(0, 8))
+    table.pin(table.table(Run(0, 8)))
     moved = [slot for page in range(5) for slot in store(table, page, 1)]
     assert moved == list(range(moved[0], moved[0] + 5))
 
@@ -175,27 +179,27 @@ def test_adjoining_pages_take_adjoining_slots_even_when_stored_apart() -> None:
 def test_a_store_without_enough_free_slots_changes_nothing() -> None:
     table = SlotTable(4, 6)
     store(table, 0, 4)
-    pinned = table.table(0, 4)
+    pinned = table.table(Run(0, 4))
     table.pin(pinned)
-    assert table.begin_store(0, 3) is None
-    assert (table.lacks(0, 3), table.free) == (1, 2)
+    assert table.begin_store(Run(0, 3)) is None
+    assert (table.lacks(Run(0, 3)), table.free) == (1, 2)
     store(table, 0, 2)
     assert table.free == 0
     table.unpin(pinned)
     assert table.free == 2
 
 
-def test_a_slot_that_is_still_read_is_not_handed_out() -> None:
+def test_a_page_that_is_still_loaded_is_not_stored() -> None:
     table = SlotTable(1, 2)
     store(table, 0, 1)
-    pinned = table.table(0, 1)
-    table.pin(pinned)
-    reading = table.begin_load_of(pinned)
+    page = Run(0, 1)
+    table.pin(table.table(page))
+    loads = [table.begin_load(page) for _ in range(2)]
+    for _ in loads:
+        assert (table.begin_store(page), table.lacks(page)) == (None, 0)
+        table.end_load(page)
     store(table, 0, 1)
-    table.unpin(pinned)
-    assert (table.free, table.in_transit) == (0, True)
-    table.end_load(reading)
-    assert (table.free, table.in_transit) == (1, False)
+    assert table.free == 0
 
 
 @pytest.mark.parametrize(("pages", "slots"), [(0, 1), (3, 2)])

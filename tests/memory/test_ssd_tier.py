@@ -1,4 +1,4 @@
-"""Pages on SSD are what was stored, whatever is frozen, forked, adopted or broken meanwhile."""
+"""Pages on SSD are what was stored, whatever is frozen, restored, adopted or broken meanwhile."""
 
 import errno
 import os
@@ -6,77 +6,100 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from pagoda.errors import BudgetError, CorruptPageError, StorageError
-from pagoda.memory import Arena, Run, SSDTier, open_commit
-from tests.memory.ssd_parts import PAGE, flip_bit, loaded, make_checkpoint, pattern
+from pagoda.memory.arena import Arena
+from pagoda.memory.page import Run
+from pagoda.memory.ssd.committed import open_commit
+from tests.memory.ssd_parts import PAGE, Tier, flip_bit, loaded, make_checkpoint, pattern
 
 
 @pytest.fixture(params=[1, 3], ids=["one-drive", "three-drives"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SSDTier]:
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     """Eight pages and eight spare slots."""
     directories = [tmp_path / f"drive{index}" for index in range(request.param)]
     for directory in directories:
         directory.mkdir()
-    with SSDTier("ssd", dict.fromkeys(directories), 8, PAGE, 8) as tier:
+    with Tier(dict.fromkeys(directories), 8, PAGE, 8) as tier:
         yield tier
 
 
-def test_what_is_frozen_stays_whatever_is_stored(tier: SSDTier) -> None:
+def test_what_is_frozen_stays_whatever_is_stored(tier: Tier, tmp_path: Path) -> None:
     run = tier.alloc(5)
     tier.store(run, 0, pattern(5, 1))
-    with tier.freeze() as frozen:
+    with closing(tier.freeze_all()) as frozen:
         tier.store(run, PAGE, pattern(3, 2))
         tier.store(run, 2 * PAGE, pattern(2, 3))
-        into = Arena(5 * PAGE).view(0, 5 * PAGE)
-        frozen.load(run, 0, into)
-        assert into == pattern(5, 1)
-        frozen.load(run, 2 * PAGE, into[: 2 * PAGE])
-        assert into[: 2 * PAGE] == pattern(5, 1)[2 * PAGE : 4 * PAGE]
+        with open_commit(frozen.commit(*make_checkpoint(tmp_path / "checkpoint"))) as kept:
+            into = Arena(5 * PAGE).view(0, 5 * PAGE)
+            kept.load(run, 0, into)
+            assert into == pattern(5, 1)
+            kept.load(run, 2 * PAGE, into[: 2 * PAGE])
+            assert into[: 2 * PAGE] == pattern(5, 1)[2 * PAGE : 4 * PAGE]
     now = loaded(tier, run)
     assert now[:PAGE] == pattern(5, 1)[:PAGE]
     assert now[PAGE : 2 * PAGE] == pattern(3, 2)[:PAGE]
     assert now[2 * PAGE : 4 * PAGE] == pattern(2, 3)
 
 
-def test_pages_never_stored_read_as_zeros_frozen_or_not(tier: SSDTier) -> None:
+def test_pages_never_stored_read_as_zeros_frozen_or_not(tier: Tier, tmp_path: Path) -> None:
     run = tier.alloc(3)
     tier.store(run, PAGE, pattern(1, 1))
-    with tier.freeze() as frozen:
+    with closing(tier.freeze_all()) as frozen:
         into = pattern(3, 9)
-        frozen.load(run, 0, into)
+        with open_commit(frozen.commit(*make_checkpoint(tmp_path / "checkpoint"))) as kept:
+            kept.load(run, 0, into)
     assert into == loaded(tier, run) == bytes(PAGE) + bytes(pattern(1, 1)) + bytes(PAGE)
 
 
-def test_freed_pages_read_as_never_stored_when_allocated_again(tier: SSDTier) -> None:
-    run = tier.alloc(8)
-    tier.store(run, 0, pattern(8, 1))
-    tier.free(run)
-    assert loaded(tier, tier.alloc(8)) == bytes(8 * PAGE)
+def test_pages_are_allocated_once_and_no_more_than_there_are(tier: Tier) -> None:
+    assert [tier.alloc(count) for count in (5, 2)] == [Run(0, 5), Run(5, 2)]
+    with pytest.raises(ValueError, match="2 pages of 1 that are left on SSD"):
+        tier.alloc(2)
+    assert tier.peak_bytes == (7 + 8) * PAGE
 
 
-def test_transient_pages_are_in_no_freeze_and_need_no_spare_slots(tmp_path: Path) -> None:
-    with SSDTier("ssd", {tmp_path: None}, 4, PAGE, 2) as tier:
-        state, spill = tier.alloc(2), tier.alloc(2, transient=True)
+@pytest.mark.parametrize(("offset", "nbytes"), [(-PAGE, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, PAGE)])
+def test_bytes_outside_the_run_are_refused_although_the_tier_has_them(tier: Tier, offset: int, nbytes: int) -> None:
+    tier.alloc(1)
+    run = tier.alloc(2)
+    for move in (tier.load, tier.store):
+        with pytest.raises(ValueError, match=r"Run\(start=1, count=2\): only whole pages of 4096 bytes in it"):
+            move(run, offset, pattern(nbytes // PAGE, 1))
+
+
+def test_a_run_that_is_not_allocated_is_refused(tier: Tier) -> None:
+    tier.alloc(2)
+    for move in (tier.load, tier.store):
+        with pytest.raises(ValueError, match="2 pages are allocated"):
+            move(Run(1, 2), 0, pattern(2, 1))
+
+
+def test_pages_that_are_not_added_are_in_no_freeze_and_need_no_spare_slots(tmp_path: Path) -> None:
+    with Tier({tmp_path: None}, 4, PAGE, 2) as tier:
+        state, spill = tier.alloc(2), tier.alloc(2)
         for run in (state, spill):
             tier.store(run, 0, pattern(2, 1))
-        with tier.freeze() as frozen:
+        with closing(tier.freeze()) as frozen:
+            frozen.add(state)
             for seed in range(2, 5):
                 tier.store(state, 0, pattern(2, seed))
                 tier.store(spill, 0, pattern(2, seed))
             into = pattern(2, 9)
-            frozen.load(spill, 0, into)
+            with open_commit(frozen.commit(*make_checkpoint(tmp_path / "checkpoint"))) as kept:
+                kept.load(spill, 0, into)
             assert into == bytes(2 * PAGE)
 
 
 @pytest.mark.parametrize("undo", [False, True])
-def test_a_fork_is_kept_or_undone_without_io(tier: SSDTier, undo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_freeze_is_closed_or_restored_without_io(tier: Tier, undo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tier.alloc(4)
     tier.store(run, 0, pattern(4, 1))
-    fork = tier.fork(run)
+    frozen = tier.freeze_all()
     tier.store(run, PAGE, pattern(2, 2))
     tier.store(run, PAGE, pattern(2, 3))
     expected = pattern(4, 1)
@@ -85,18 +108,18 @@ def test_a_fork_is_kept_or_undone_without_io(tier: SSDTier, undo: bool, monkeypa
     with monkeypatch.context() as patch:
         patch.delattr(os, "preadv")
         patch.delattr(os, "pwritev")
-        fork.undo() if undo else fork.keep()
+        frozen.restore() if undo else frozen.close()
     assert loaded(tier, run) == expected
-    with pytest.raises(ValueError, match="has ended"):
-        fork.keep()
+    with pytest.raises(ValueError, match="were released"):
+        frozen.restore()
     for seed in range(3):  # no slot is lost
-        other = tier.fork(run)
+        other = tier.freeze_all()
         tier.store(run, 0, pattern(4, seed))
-        other.undo()
+        other.restore()
     assert loaded(tier, run) == expected
 
 
-def test_parts_of_pages_are_refused(tier: SSDTier) -> None:
+def test_parts_of_pages_are_refused(tier: Tier) -> None:
     run = tier.alloc(2)
     view = Arena(2 * PAGE).view(0, 2 * PAGE)
     for offset, nbytes in ((512, PAGE), (0, 512)):
@@ -104,14 +127,14 @@ def test_parts_of_pages_are_refused(tier: SSDTier) -> None:
             tier.store(run, offset, view[:nbytes])
 
 
-def committed_files(tier: SSDTier, checkpoint: Path) -> list[Path]:
+def committed_files(tier: Tier, checkpoint: Path) -> list[Path]:
     """The page files of a tier, named by a commit."""
-    with tier.freeze() as frozen:
+    with closing(tier.freeze_all()) as frozen:
         reference = frozen.commit(*make_checkpoint(checkpoint))
     return [Path(d) / f"pagoda-{reference['store']}" / "pages" for d in reference["directories"]]
 
 
-def test_a_flipped_bit_in_any_page_is_an_error_that_names_file_and_offset(tier: SSDTier, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_page_is_an_error_that_names_file_and_offset(tier: Tier, tmp_path: Path) -> None:
     run = tier.alloc(8)
     tier.store(run, 0, pattern(8, 1))
     files = committed_files(tier, tmp_path / "checkpoint")
@@ -128,7 +151,7 @@ def test_a_flipped_bit_in_any_page_is_an_error_that_names_file_and_offset(tier: 
     assert loaded(tier, run) == pattern(8, 1)
 
 
-def test_a_page_in_the_place_of_another_is_an_error(tier: SSDTier, tmp_path: Path) -> None:
+def test_a_page_in_the_place_of_another_is_an_error(tier: Tier, tmp_path: Path) -> None:
     run = tier.alloc(8)
     tier.store(run, 0, pattern(8, 1))
     path = committed_files(tier, tmp_path / "checkpoint")[0]
@@ -139,7 +162,7 @@ def test_a_page_in_the_place_of_another_is_an_error(tier: SSDTier, tmp_path: Pat
         loaded(tier, run)
 
 
-def test_a_truncated_page_file_is_an_error(tier: SSDTier, tmp_path: Path) -> None:
+def test_a_truncated_page_file_is_an_error(tier: Tier, tmp_path: Path) -> None:
     run = tier.alloc(8)
     tier.store(run, 0, pattern(8, 1))
     os.truncate(committed_files(tier, tmp_path / "checkpoint")[0], PAGE)
@@ -149,7 +172,7 @@ def test_a_truncated_page_file_is_an_error(tier: SSDTier, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("verb", ["preadv", "pwritev"])
 def test_a_failing_disk_is_an_error_and_old_content_is_never_taken_for_new(
-    tier: SSDTier, verb: str, monkeypatch: pytest.MonkeyPatch
+    tier: Tier, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tier.alloc(4)
     tier.store(run, 0, pattern(4, 1))
@@ -166,7 +189,7 @@ def test_a_failing_disk_is_an_error_and_old_content_is_never_taken_for_new(
     assert loaded(tier, run) == pattern(4, 2)
 
 
-def test_a_write_that_ended_half_way_is_an_error_when_read(tier: SSDTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_ended_half_way_is_an_error_when_read(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tier.alloc(1)
     tier.store(run, 0, pattern(1, 1))
 
@@ -182,7 +205,7 @@ def test_a_write_that_ended_half_way_is_an_error_when_read(tier: SSDTier, monkey
         loaded(tier, run)
 
 
-def test_short_reads_are_completed(tier: SSDTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_completed(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tier.alloc(8)
     tier.store(run, 0, pattern(8, 1))
     real = os.preadv
@@ -195,11 +218,11 @@ def test_short_reads_are_completed(tier: SSDTier, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_free_slot_a_store_is_refused_saying_what_to_change(tmp_path: Path) -> None:
-    with SSDTier("ssd", {tmp_path: None}, 4, PAGE, 4) as tier:
+    with Tier({tmp_path: None}, 4, PAGE, 4) as tier:
         run = tier.alloc(4)
         for seed in range(2):
             tier.store(run, 0, pattern(4, seed))
-            with tier.freeze() as frozen:
+            with closing(tier.freeze_all()) as frozen:
                 frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{seed}"))
         with pytest.raises(BudgetError, match=r"2 checkpoints keep .*4 spare .*keep_checkpoints.*memory\.ssd"):
             tier.store(run, 0, pattern(1, 5))
@@ -207,10 +230,10 @@ def test_without_a_free_slot_a_store_is_refused_saying_what_to_change(tmp_path: 
 
 
 def test_a_store_waits_for_a_freeze_that_is_about_to_make_room(tmp_path: Path) -> None:
-    with SSDTier("ssd", {tmp_path: None}, 4, PAGE, 4) as tier:
+    with Tier({tmp_path: None}, 4, PAGE, 4) as tier:
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 0))
-        with tier.freeze() as old:
+        with closing(tier.freeze_all()) as old:
             old.commit(*make_checkpoint(tmp_path / "old"))
         tier.store(run, 0, pattern(4, 1))
         stored = threading.Event()
@@ -219,7 +242,7 @@ def test_a_store_waits_for_a_freeze_that_is_about_to_make_room(tmp_path: Path) -
             tier.store(run, 0, pattern(4, 2))
             stored.set()
 
-        with tier.freeze() as new:
+        with closing(tier.freeze_all()) as new:
             thread = threading.Thread(target=store)
             thread.start()
             reference = new.commit(*make_checkpoint(tmp_path / "new"))
@@ -235,11 +258,11 @@ def test_a_store_waits_for_a_freeze_that_is_about_to_make_room(tmp_path: Path) -
 
 
 def test_a_freeze_dropped_without_a_word_keeps_no_slots(tmp_path: Path) -> None:
-    with SSDTier("ssd", {tmp_path: None}, 2, PAGE, 1) as tier:
+    with Tier({tmp_path: None}, 2, PAGE, 1) as tier:
         run = tier.alloc(2)
         for seed in range(4):
             tier.store(run, 0, pattern(1, seed))
-            tier.freeze()
+            tier.freeze_all()
         tier.store(run, 0, pattern(1, 9))
         assert loaded(tier, run)[:PAGE] == pattern(1, 9)
 
@@ -250,8 +273,8 @@ def test_striping_and_drives_of_unequal_size_give_the_same_bytes(tmp_path: Path)
         (tmp_path / name).mkdir()
     directories = {tmp_path / name: limit for name, limit in limits.items() if limit}
     with (
-        SSDTier("ssd", {tmp_path / "a": None}, 9, PAGE, 5) as one,
-        SSDTier("ssd", directories, 9, PAGE, 5) as several,
+        Tier({tmp_path / "a": None}, 9, PAGE, 5) as one,
+        Tier(directories, 9, PAGE, 5) as several,
     ):
         rng = random.Random(0)
         runs = [(one.alloc(n), several.alloc(n)) for n in (4, 2, 3)]
@@ -262,7 +285,7 @@ def test_striping_and_drives_of_unequal_size_give_the_same_bytes(tmp_path: Path)
             for tier, run in zip((one, several), pair, strict=True):
                 tier.store(run, first * PAGE, data)
             if step % 50 == 10:
-                frozen = one.freeze(), several.freeze()
+                frozen = one.freeze_all(), several.freeze_all()
             if step % 50 == 12:
                 for each in frozen:
                     each.release()
@@ -272,18 +295,18 @@ def test_striping_and_drives_of_unequal_size_give_the_same_bytes(tmp_path: Path)
 
 def test_limits_too_small_for_the_pages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match=r"20\.00 KiB more are needed and 16\.00 KiB are allowed.*memory\.ssd"):
-        SSDTier("ssd", {tmp_path: 4 * PAGE}, 4, PAGE, 1)
+        Tier({tmp_path: 4 * PAGE}, 4, PAGE, 1)
 
 
 def test_adjoining_pages_move_in_one_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SSDTier("ssd", {tmp_path: None}, 64, PAGE, 64) as tier:
+    with Tier({tmp_path: None}, 64, PAGE, 64) as tier:
         run = tier.alloc(64)
         calls: list[str] = []
         for verb in ("preadv", "pwritev"):
             real = getattr(os, verb)
             monkeypatch.setattr(os, verb, lambda *a, real=real, verb=verb: (calls.append(verb), real(*a))[1])
         tier.store(run, 0, pattern(64, 1))
-        with tier.freeze():
+        with closing(tier.freeze_all()):
             for at in range(0, 64, 16):
                 tier.store(run, at * PAGE, pattern(16, 2))
             loaded(tier, run)
@@ -291,15 +314,16 @@ def test_adjoining_pages_move_in_one_transfer(tmp_path: Path, monkeypatch: pytes
         assert calls.count("preadv") == 1
 
 
-def test_random_stores_freezes_forks_and_commits_from_several_threads_keep_every_bit(
-    tier: SSDTier, tmp_path: Path
+def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_every_bit(
+    tier: Tier, tmp_path: Path
 ) -> None:
     """Each thread owns a run and knows what it must read as; freezes of one thread see whole stores of the others."""
     failures: list[BaseException] = []
+    runs = [tier.alloc(2) for _ in range(3)]
 
     def own(seed: int) -> None:
         try:
-            rng, run, value = random.Random(seed), tier.alloc(2), 0
+            rng, run, value = random.Random(seed), runs[seed], 0
             tier.store(run, 0, pattern(2, value))
             for step in range(60):
                 action = rng.random()
@@ -307,14 +331,15 @@ def test_random_stores_freezes_forks_and_commits_from_several_threads_keep_every
                     value = seed + 3 * step
                     tier.store(run, 0, pattern(2, value))
                 elif action < 0.7:
-                    fork, before = tier.fork(run), value
+                    frozen, before = tier.freeze(awaited=False), value
+                    frozen.add(run)
                     value += 1
                     tier.store(run, 0, pattern(2, value))
                     if rng.random() < 0.5:
-                        fork.undo()
+                        frozen.restore()
                         value = before
                     else:
-                        fork.keep()
+                        frozen.close()
                 time.sleep(0)
                 assert loaded(tier, run) == pattern(2, value)
         except BaseException as error:
@@ -324,16 +349,12 @@ def test_random_stores_freezes_forks_and_commits_from_several_threads_keep_every
         try:
             into = Arena(2 * PAGE).view(0, 2 * PAGE)
             for step in range(12):
-                with tier.freeze() as frozen:
-                    reference = frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{step}")) if step % 2 else None
-                    for first in (0, 2, 4):
-                        frozen.load(Run(first, 2), 0, into)
+                with closing(tier.freeze_all()) as frozen:
+                    reference = frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{step}"))
+                    for run in runs:
+                        with open_commit(reference) as committed:
+                            committed.load(run, 0, into)
                         assert into == bytes(2 * PAGE) or any(into == pattern(2, seed) for seed in range(251))
-                        if reference is not None:
-                            kept = bytes(into)
-                            with open_commit(reference) as committed:
-                                committed.load(Run(first, 2), 0, into)
-                            assert into == kept
                     frozen.release()
         except BaseException as error:
             failures.append(error)

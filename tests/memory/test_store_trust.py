@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import xxhash
 
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
-from pagoda.memory import Arena, PageFile, Run, SSDTier, open_commit
+from pagoda.memory.arena import Arena
+from pagoda.memory.page import Run
 from pagoda.memory.ssd.commits import Reference
+from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.striped import StripedFile
-from tests.memory.ssd_parts import PAGE, loaded, make_checkpoint, make_directory, names, pattern
+from tests.memory.ssd_parts import PAGE, Tier, loaded, make_checkpoint, make_directory, names, pattern
 
 
 @pytest.fixture
@@ -23,8 +26,8 @@ def ssd(tmp_path: Path) -> Path:
     return make_directory(tmp_path / "ssd")
 
 
-def open_tier(ssd: Path, pages: int = 4, spare: int = 4) -> SSDTier:
-    return SSDTier("ssd", {ssd: None}, pages, PAGE, spare)
+def open_tier(ssd: Path, pages: int = 4, spare: int = 4) -> Tier:
+    return Tier({ssd: None}, pages, PAGE, spare)
 
 
 def stored(ssd: Path, *steps: int) -> list[dict[str, Any]]:
@@ -34,7 +37,7 @@ def stored(ssd: Path, *steps: int) -> list[dict[str, Any]]:
         run = tier.alloc(4)
         for step in steps:
             tier.store(run, 0, pattern(4, step))
-            with tier.freeze() as frozen:
+            with closing(tier.freeze_all()) as frozen:
                 found.append(frozen.commit(*make_checkpoint(ssd.parent / "run" / f"step-{step}")))
     return found
 
@@ -251,7 +254,7 @@ def test_a_failed_sync_is_final(ssd: Path, tmp_path: Path, monkeypatch: pytest.M
 
         monkeypatch.setattr(os, "fdatasync", fdatasync)
         for step in range(3):
-            with tier.freeze() as frozen, pytest.raises(StorageError, match="Input/output error"):
+            with closing(tier.freeze_all()) as frozen, pytest.raises(StorageError, match="Input/output error"):
                 frozen.commit(*make_checkpoint(tmp_path / f"step-{step}"))
         assert not tier.commits
         assert not list(ssd.glob("*/commits/*"))
@@ -272,23 +275,9 @@ def test_a_failed_sync_of_the_page_tables_directory_is_final_and_leaves_no_table
 
         monkeypatch.setattr(os, "fsync", fsync)
         for step in range(2):
-            with tier.freeze() as frozen, pytest.raises(StorageError, match="Input/output error"):
+            with closing(tier.freeze_all()) as frozen, pytest.raises(StorageError, match="Input/output error"):
                 frozen.commit(*make_checkpoint(tmp_path / f"step-{step}"))
             assert not list(ssd.glob("*/commits/*"))
-
-
-def test_every_sync_after_a_failed_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with PageFile(tmp_path, 1, PAGE) as file, monkeypatch.context() as patch:
-
-        def fails(_: int) -> None:
-            raise OSError(5, "Input/output error")
-
-        patch.setattr(os, "fdatasync", fails)
-        with pytest.raises(StorageError):
-            file.sync()
-        patch.undo()
-        with pytest.raises(StorageError, match="Input/output error"):
-            file.sync()
 
 
 def replaced_by_a_copy(path: Path) -> None:
@@ -316,10 +305,13 @@ def test_what_is_deleted_or_replaced_in_mid_run_is_noticed_at_the_next_commit(
     with open_tier(ssd) as tier:
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 1))
-        with tier.freeze() as frozen:
+        with closing(tier.freeze_all()) as frozen:
             frozen.commit(*make_checkpoint(tmp_path / "step-1"))
         change(next(ssd.glob(f"*/{part}")))
-        with tier.freeze() as frozen, pytest.raises(StorageError, match=rf"{part} was deleted, moved or replaced"):
+        with (
+            closing(tier.freeze_all()) as frozen,
+            pytest.raises(StorageError, match=rf"{part} was deleted, moved or replaced"),
+        ):
             frozen.commit(*make_checkpoint(tmp_path / "step-2"))
         assert len(tier.commits) == 1
 
@@ -358,7 +350,7 @@ def test_the_folders_of_a_store_are_synced_before_it_is_referred_to(
     with open_tier(ssd) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 1))
         monkeypatch.setattr(os, "fsync", fsync)
-        with tier.freeze() as frozen:
+        with closing(tier.freeze_all()) as frozen:
             reference = frozen.commit(*make_checkpoint(tmp_path / "step-1"))
     folder = f"pagoda-{reference['store']}"
     assert (folder, ["commits", "pages", "store.json"]) in synced[:-2]

@@ -27,9 +27,11 @@ from pagoda.optim.formats import warm_up as warm_up_kernels
 from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.wire import Wire
 from pagoda.parallel.world import launched
+from pagoda.plan.collective import reduce_pages
 from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.train import TrainConfig, run
 
 PAGE = 4096
@@ -75,7 +77,7 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> 
     layout = make_plan(root, states, Budgets(1 << 40), options, ranks).layout
     device = None
     if kind.startswith("arena"):
-        device = (layout.lease_pages(ahead=1) + layout.collective_pages) * PAGE
+        device = (layout.lease_pages(ahead=1) + reduce_pages(layout)) * PAGE
         sizes["device"] = f"cpu:{device}"
     if kind == "arena":
         return pagoda.Memory(host="64MiB", **sizes)

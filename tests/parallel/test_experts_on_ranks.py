@@ -13,8 +13,9 @@ from pagoda.checkpoint.reader import Checkpoint
 from pagoda.forecast.describe import exchanged_elements, module_spec
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim import AdamW
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.traffic import traffic_of
 from pagoda.train import MemoryConfig, OptimConfig, TrainConfig

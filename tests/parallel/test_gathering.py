@@ -11,7 +11,7 @@ from runtime.parts import RESIDENT, Parts, parts
 
 from pagoda.errors import RankError
 from pagoda.parallel.agreement import Asks, Call
-from pagoda.plan.shards import Span
+from pagoda.plan.slices import Span
 from pagoda.runtime import gathering
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device

@@ -10,8 +10,9 @@ import pytest
 
 import pagoda
 from pagoda.parallel.start import agreed_plan
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, Stage
 from pagoda.plan.units import ModuleSpec, ParamSpec
 

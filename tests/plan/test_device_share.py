@@ -17,10 +17,10 @@ from pagoda.optim import Adafactor, AdamW
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_offsets, slot_pages
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import DEVICE
+from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.plan.split import Split
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.from_plan import schedule_plan
 from pagoda.simulate.hardware import Device, Hardware, Link

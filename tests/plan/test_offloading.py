@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from pagoda.errors import BudgetError
 from pagoda.plan.activations import ActivationMode, BlockSizes, Policy, SavedBlocks, StepSizes, Storages
 from pagoda.plan.ops import HOST, SSD, Op, OpKind
+from pagoda.plan.options import Options
 from pagoda.plan.placement import ACTIVATIONS, Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.trace import Phase
 from pagoda.simulate.hardware import Device, Hardware, Link
 from pagoda.simulate.simulation import simulate

@@ -6,12 +6,15 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
-from pagoda.memory import pages_for
+from pagoda.memory.page import pages_for
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
-from pagoda.plan.ledger import bytes_by_state
 from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budgets, Placement, place
-from pagoda.plan.split import Split
+from pagoda.plan.options import Options, Split
+from pagoda.plan.place import place
+from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budgets, Placement
+from pagoda.plan.planner import Plan
+from pagoda.plan.reasons import reasons_for_homes
+from pagoda.plan.trace import STEP, Trace
 
 from .strategies import STATES, Draw, layouts, unit
 
@@ -39,10 +42,15 @@ def in_ram(layout: Layout, placement: Placement, state: str) -> list[bool]:
     return [placement.home(unit.index, state) == HOST for unit in layout.units]
 
 
-cases = layouts().flatmap(lambda layout: st.tuples(st.just(layout), budgets_for(layout), st.booleans()))
+UNDER_BACKWARD, AFTER_BACKWARD = Options(accumulation_steps=1), Options()
+"""Options with which units are updated as their gradients arrive, and once all have."""
+
+cases = layouts().flatmap(
+    lambda layout: st.tuples(st.just(layout), budgets_for(layout), st.sampled_from([AFTER_BACKWARD, UNDER_BACKWARD]))
+)
 
 
-def placed(case: tuple[Layout, Budgets, bool]) -> Placement:
+def placed(case: tuple[Layout, Budgets, Options]) -> Placement:
     try:
         return place(*case)
     except BudgetError:
@@ -50,16 +58,16 @@ def placed(case: tuple[Layout, Budgets, bool]) -> Placement:
         raise
 
 
-def refusal(layout: Layout, budgets: Budgets, transient: bool) -> BudgetError | None:
+def refusal(layout: Layout, budgets: Budgets, options: Options) -> BudgetError | None:
     try:
-        place(layout, budgets, transient)
+        place(layout, budgets, options)
     except BudgetError as error:
         return error
     return None
 
 
 @given(cases)
-def test_the_ledger_of_a_tier_never_passes_its_budget(case: tuple[Layout, Budgets, bool]) -> None:
+def test_the_ledger_of_a_tier_never_passes_its_budget(case: tuple[Layout, Budgets, Options]) -> None:
     layout, budgets, _ = case
     ledger = placed(case).lines
     for tier, budget in ((HOST, budgets.host), (DEVICE, budgets.device), (SSD, budgets.ssd)):
@@ -68,13 +76,13 @@ def test_the_ledger_of_a_tier_never_passes_its_budget(case: tuple[Layout, Budget
 
 
 @given(cases)
-def test_every_extent_has_a_home_and_its_pages_are_in_the_ledger(case: tuple[Layout, Budgets, bool]) -> None:
-    layout, budgets, transient = case
+def test_every_extent_has_a_home_and_its_pages_are_in_the_ledger(case: tuple[Layout, Budgets, Options]) -> None:
+    layout, budgets, options = case
     placement = placed(case)
     for state in names(layout):
         homes = {unit.index: placement.home(unit.index, state) for unit in layout.units}
         assert set(homes.values()) <= ({HOST} if budgets.ssd is None else {HOST, SSD})
-        if state == GRAD and transient and budgets.ssd is None and placement.pages(HOST, STAGING):
+        if state == GRAD and options.update_under_backward and budgets.ssd is None and placement.pages(HOST, STAGING):
             assert placement.pages(HOST, GRAD) == 0, "a few buffers serve all units in turn"
             continue
         for tier in (HOST, SSD):
@@ -83,7 +91,7 @@ def test_every_extent_has_a_home_and_its_pages_are_in_the_ledger(case: tuple[Lay
 
 
 @given(cases)
-def test_what_leaves_ram_has_the_buffers_it_moves_through(case: tuple[Layout, Budgets, bool]) -> None:
+def test_what_leaves_ram_has_the_buffers_it_moves_through(case: tuple[Layout, Budgets, Options]) -> None:
     layout, budgets, _ = case
     placement = placed(case)
     weights_out = not all(in_ram(layout, placement, WEIGHT))
@@ -102,7 +110,7 @@ def test_what_leaves_ram_has_the_buffers_it_moves_through(case: tuple[Layout, Bu
 
 
 @given(cases)
-def test_each_state_in_ram_is_that_of_the_first_units_of_forward(case: tuple[Layout, Budgets, bool]) -> None:
+def test_each_state_in_ram_is_that_of_the_first_units_of_forward(case: tuple[Layout, Budgets, Options]) -> None:
     layout, _, _ = case
     placement = placed(case)
     for state in names(layout):
@@ -111,8 +119,8 @@ def test_each_state_in_ram_is_that_of_the_first_units_of_forward(case: tuple[Lay
 
 
 @given(cases)
-def test_ram_goes_to_weights_then_gradients_then_moments(case: tuple[Layout, Budgets, bool]) -> None:
-    layout, budgets, transient = case
+def test_ram_goes_to_weights_then_gradients_then_moments(case: tuple[Layout, Budgets, Options]) -> None:
+    layout, budgets, options = case
     placement = placed(case)
 
     def homed(*states: str) -> int:
@@ -132,55 +140,57 @@ def test_ram_goes_to_weights_then_gradients_then_moments(case: tuple[Layout, Bud
     spare_staging = max(0, placement.pages(HOST, STAGING) - min(layout.total_pages(GRAD), 2 * widest_grad))
     if weight is not None:
         assert homed(GRAD, *moments) + spare_staging + unused < weight
-    if gradient is not None and moment is not None and not transient:
+    if gradient is not None and moment is not None and not options.update_under_backward:
         assert homed(*moments) + unused < gradient
     if moment is not None:
         assert unused < moment
 
 
 @given(cases, st.integers(0, 50))
-def test_more_host_memory_never_moves_weights_out_of_it(case: tuple[Layout, Budgets, bool], more: int) -> None:
-    layout, budgets, transient = case
+def test_more_host_memory_never_moves_weights_out_of_it(case: tuple[Layout, Budgets, Options], more: int) -> None:
+    layout, budgets, options = case
     before = in_ram(layout, placed(case), WEIGHT)
     larger = replace(budgets, host=budgets.host + more * layout.page_bytes)
-    after = in_ram(layout, placed((layout, larger, transient)), WEIGHT)
+    after = in_ram(layout, placed((layout, larger, options)), WEIGHT)
     assert all(late for early, late in zip(before, after, strict=True) if early)
 
 
-@example((Layout((unit(0, 19_000), unit(1, 19_000)), STATES["bf16"], 4096), Budgets(host=4096, ssd=LARGE), False))
+@example(
+    (Layout((unit(0, 19_000), unit(1, 19_000)), STATES["bf16"], 4096), Budgets(host=4096, ssd=LARGE), AFTER_BACKWARD)
+)
 @given(cases)
 def test_a_refusal_names_the_tier_and_the_least_budget_that_is_not_refused(
-    case: tuple[Layout, Budgets, bool],
+    case: tuple[Layout, Budgets, Options],
 ) -> None:
-    layout, budgets, transient = case
-    while (error := refusal(layout, budgets, transient)) is not None:
+    layout, budgets, options = case
+    while (error := refusal(layout, budgets, options)) is not None:
         tier, needed = error.tier, error.needed_bytes
         assert tier in (HOST, DEVICE, SSD)
         assert needed is not None
         assert needed > getattr(budgets, tier)
         assert f"{tier} needs at least" in str(error)
         assert f"memory.{tier}" in str(error)
-        one_page_less = refusal(layout, replace(budgets, **{tier: needed - layout.page_bytes}), transient)
+        one_page_less = refusal(layout, replace(budgets, **{tier: needed - layout.page_bytes}), options)
         assert one_page_less is not None
         assert (one_page_less.tier, one_page_less.needed_bytes) == (tier, needed)
         budgets = replace(budgets, **{tier: needed})
 
 
 @given(cases)
-def test_bytes_by_state_are_the_pages_of_the_ledger(case: tuple[Layout, Budgets, bool]) -> None:
-    layout, _, _ = case
+def test_the_bytes_of_a_plan_are_the_pages_of_the_ledger(case: tuple[Layout, Budgets, Options]) -> None:
+    layout, budgets, options = case
     placement = placed(case)
-    table = bytes_by_state(layout, placement)
+    table = Plan(layout, budgets, placement, options, Trace((STEP,)), ()).bytes
     assert list(table) == [tier for tier in (DEVICE, HOST, SSD) if tier in placement.lines]
     for tier, lines in table.items():
         assert {line: nbytes // layout.page_bytes for line, nbytes in lines.items()} == placement.lines[tier]
 
 
 @given(cases)
-def test_copies_of_old_states_take_what_is_left_and_move_none(case: tuple[Layout, Budgets, bool]) -> None:
+def test_copies_of_old_states_take_what_is_left_and_move_none(case: tuple[Layout, Budgets, Options]) -> None:
     layout, budgets, _ = case
-    plain = placed((layout, budgets, False))
-    undoing = place(layout, budgets, False, split=Split(undo_in_ram=True), speculate=True)
+    plain = placed((layout, budgets, AFTER_BACKWARD))
+    undoing = place(layout, budgets, Options(accumulation_steps=1, clipping=True, split=Split(undo_in_ram=True)))
     assert undoing.homes == plain.homes
     for tier, budget in ((HOST, budgets.host), (SSD, budgets.ssd)):
         assert sum(undoing.lines.get(tier, {}).values()) * layout.page_bytes <= (budget or 0)
@@ -206,10 +216,12 @@ def test_blocks_are_whole_pages_of_every_state(layout: Layout) -> None:
 
 
 @given(cases)
-def test_a_placement_says_why(case: tuple[Layout, Budgets, bool]) -> None:
+def test_what_is_said_of_homes_agrees_with_them(case: tuple[Layout, Budgets, Options]) -> None:
+    layout, budgets, options = case
     placement = placed(case)
-    assert placement.reasons
-    assert all(reason.endswith(".") for reason in placement.reasons)
-    assert ("on SSD" in placement.reasons[0] or "SSD holds" in placement.reasons[0]) == (
+    reasons = list(reasons_for_homes(layout, budgets, placement, options))
+    assert reasons
+    assert all(reason.endswith(".") for reason in reasons)
+    assert ("on SSD" in reasons[0] or "SSD holds" in reasons[0]) == (
         not all(tier == HOST for (_, state), tier in placement.homes.items() if state != GRAD)
     )

@@ -7,11 +7,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pagoda.errors import BudgetError
-from pagoda.memory import PAGE_ALIGN, PAGE_BYTES, Run
+from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES, Run
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.options import Options
 from pagoda.plan.placement import LEASES, Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.traffic import bytes_written_to_ssd, traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec, enclosing
 from pagoda.schedule.frames import Frames
@@ -243,7 +244,7 @@ def test_only_units_without_weights_where_compute_reads_them_are_leased(plan: Pl
     for unit in plan.units:
         away = plan.budgets.device is not None or plan.placement.home(unit.index, "weight") == SSD
         assert (unit.index in leased) == (away and unit.index not in plan.placement.resident)
-    assert plan.needs_leases == bool(leased)
+    assert (plan.lease_tier is not None) == bool(leased)
     assert {unit for unit, traffic in enumerate(traffic_of(plan)) if traffic.fetched} == set(leased)
 
 

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
-from pagoda.plan.layout import GRAD, MESSAGE_BYTES, MOST_REDUCING_BYTES, WEIGHT
+from pagoda.plan.collective import MESSAGE_BYTES, MOST_REDUCING_BYTES, reduce_buffers, reduce_pages
+from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD
+from pagoda.plan.options import Options
 from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, ring_bytes
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
@@ -116,7 +118,7 @@ def test_leases_are_whole_units_and_fit_the_device(plan: Plan) -> None:
         assert plan.leased_pages()[unit.index] * plan.page_bytes >= 2 * unit.numel
     assert plan.peak_bytes[DEVICE] <= (plan.budgets.device or 0)
     assert plan.placement.pages(DEVICE, LEASES) >= plan.layout.lease_pages(ahead=1)
-    assert (plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) > 0) == (plan.layout.collective_pages > 0)
+    assert (plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) > 0) == (reduce_pages(plan.layout) > 0)
 
 
 @settings(deadline=None)
@@ -212,8 +214,9 @@ def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(sett
                 Options(),
                 shared(count, stage, **settings),
             )
-            layout = plan.layout
-            reducing = plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) - 2 * layout.whole_gradient_pages
+            buffers = reduce_buffers(plan.layout)
+            assert buffers is not None
+            reducing = plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) - 2 * buffers.whole_pages
             assert 0 < reducing * plan.page_bytes < MOST_REDUCING_BYTES + plan.page_bytes
             serving = plan.placement.pages(HOST, SERVING) * plan.page_bytes
             assert (serving > 0) == (stage == 3)

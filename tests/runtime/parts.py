@@ -13,8 +13,9 @@ from pagoda.construction.construct import describe, live_units
 from pagoda.optim import AdamW, Precision
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, RING_SLOTS
 from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.options import Options
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, STAGING, Budgets, Placement
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.runtime.device import Device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.gradients import UnitGradient
@@ -116,7 +117,7 @@ class Parts:
             update.updated.finish()
             update.written.finish()
 
-        self.engine._streams[0].feed = feed  # type: ignore[method-assign]
+        self.engine._executor.feeders[0].feed = feed  # type: ignore[method-assign]
         return seen
 
     def see_all(self) -> Seen:

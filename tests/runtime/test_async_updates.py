@@ -32,12 +32,13 @@ from zoo import (
 
 import pagoda
 from pagoda.construction.construct import describe
-from pagoda.memory import Arena
+from pagoda.memory.arena import Arena
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Kind, Operation
@@ -238,14 +239,14 @@ def test_whatever_the_timing_the_bound_holds_and_no_forward_sees_half_an_update(
     memory = memory_of(recipe, placement, tmp_path, max_staleness)
     model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=max_staleness)
     engine = engine_of(model)
-    (stream,) = engine._streams
-    adamw = stream._kernel
+    path = engine._executor.feeders[0].path
+    adamw = path._kernel
 
     def slow_adamw(*args: Any) -> None:
         time.sleep(delays.choice([0, 0, 0.002, 0.01]))
         adamw(*args)
 
-    monkeypatch.setattr(stream, "_kernel", slow_adamw)
+    monkeypatch.setattr(path, "_kernel", slow_adamw)
     published: dict[int, torch.Tensor] = {}
     publish = engine._executor._do[Kind.PUBLISH]
 
@@ -445,12 +446,12 @@ def test_a_gradient_is_free_only_when_the_blocks_of_an_update_that_failed_have_r
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = wrap(Layers(1), update="async", max_staleness=1)
-    (stream,), scheduler = optimizer._engine._streams, optimizer._engine.scheduler
+    path, scheduler = optimizer._engine._executor.feeders[0].path, optimizer._engine.scheduler
     freed, freed_while_it_ran = threading.Event(), list[bool]()
-    feed_block, apply, used = stream._feed_block, stream._apply, scheduler.gradient_used
+    submit, apply, used = path.submit, path._apply, scheduler.gradient_used
 
     def fail_after_a_block(*args: Any) -> None:
-        feed_block(*args)
+        submit(*args)
         raise MemoryError("no room for another block")
 
     def slowly(*args: Any) -> None:
@@ -461,8 +462,8 @@ def test_a_gradient_is_free_only_when_the_blocks_of_an_update_that_failed_have_r
         freed.set()
         used(operation)
 
-    monkeypatch.setattr(stream, "_feed_block", fail_after_a_block)
-    monkeypatch.setattr(stream, "_apply", slowly)
+    monkeypatch.setattr(path, "submit", fail_after_a_block)
+    monkeypatch.setattr(path, "_apply", slowly)
     monkeypatch.setattr(scheduler, "gradient_used", free)
     model(torch.ones(2, WIDTH), [0]).backward()
     optimizer.step()

@@ -12,8 +12,9 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.optim.adamw import AdamW
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, slot_pages
 from pagoda.plan.layout import GRAD, Layout
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 
 
 @cache

@@ -77,7 +77,7 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = wrapped(ALL_ON_SSD, tmp_path)
-    (stream,) = optimizer._engine._streams
+    feeder = optimizer._engine._executor.feeders[0]
     begun, end, updated = threading.Event(), threading.Event(), list[int]()
 
     def slowly(feed: Callable[[Update], None], update: Update) -> None:
@@ -86,12 +86,12 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
         updated.append(update.unit.index)
         feed(update)
 
-    monkeypatch.setattr(stream, "feed", partial(slowly, stream.feed))
+    monkeypatch.setattr(feeder, "feed", partial(slowly, feeder.feed))
     train(model, optimizer, "step")
     assert begun.wait(SOON_S)
     threading.Timer(0.05, end.set).start()
     monkeypatch.undo()
-    del model, optimizer, stream
+    del model, optimizer, feeder
     gc.collect()
     assert threads() == set()
     assert len(updated) <= 2, "the one under way, and the one whose gradient had been loaded"

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from zoo import ALL_ON_SSD, squeeze
 
 import pagoda
-from pagoda.memory import Arena
+from pagoda.memory.arena import Arena
 from pagoda.memory.ssd.lock import DirectoryLock
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.lanes import Handle

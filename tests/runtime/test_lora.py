@@ -16,8 +16,8 @@ import pagoda
 from pagoda.construction.construct import describe
 from pagoda.optim import flat
 from pagoda.optimizer import PagedOptimizer
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options
 
 STEPS = 4
 RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)

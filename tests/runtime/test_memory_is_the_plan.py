@@ -135,10 +135,7 @@ def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations(size: 
     assert run.grown >= run.state, "a measurement below what is certainly touched measures something else"
 
 
-_MISSED = pytest.mark.xfail(reason="about 20 MB above what is allowed since the scheduler drives runs: cause not found")
-
-
-@pytest.mark.parametrize("size", [pytest.param(size, marks=_MISSED if size == "120M" else ()) for size in SIZES])
+@pytest.mark.parametrize("size", SIZES)
 def test_peak_memory_with_state_on_ssd_is_the_ledger_and_activations(size: str, tmp_path: Path) -> None:
     shape = SIZES[size]
     weights = 2 * shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)

@@ -698,3 +698,28 @@ def test_the_plan_is_there_before_the_first_step(wrap: Wrap) -> None:
     assert set(plan.bytes["host"]) >= {"weight", "weight_low", "exp_avg", "exp_avg_sq", "grad"}
     assert plan.peak_bytes["host"] == sum(plan.bytes["host"].values())
     assert plan.reasons
+
+
+def test_an_update_under_backward_that_begins_after_the_last_gradient_is_noticed() -> None:
+    """Backward needs the frozen layer's weights after the other's gradient, so the update waits for backward's end."""
+
+    def trained(accumulation_steps: int | None) -> tuple[dict[str, Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model[0].requires_grad_(False)
+        model, optimizer = pagoda.wrap(
+            model, pagoda.AdamW(lr=0.1), memory=RESIDENT, accumulation_steps=accumulation_steps
+        )
+        model(torch.ones(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        if accumulation_steps is not None:
+            with pytest.raises(pagoda.UsageError, match="applied under backward"):
+                optimizer.zero_grad()
+            with pytest.raises(pagoda.UsageError, match="between backward and step"):
+                pagoda.OptimizerState(optimizer).state_dict()
+        optimizer.step()
+        states = model.state_dict(), optimizer.state_dict()["state"]
+        optimizer.close()
+        return states
+
+    for found, expected in zip(trained(1), trained(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -11,8 +11,9 @@ from zoo import ARENA_ALL_ON_SSD, PAGE, PLACEMENTS, RESIDENT, Outcome, Recipe, a
 import pagoda
 from pagoda.construction.construct import describe
 from pagoda.optim import Moments
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 
 RECIPE = Recipe("llama", clip=0.5, steps=4)
 codecs = pytest.mark.parametrize("moments", ["bf16", "8bit"])

@@ -13,8 +13,8 @@ from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PAGE, RESIDENT, Outc
 import pagoda
 from pagoda.construction.construct import describe
 from pagoda.optim.rule import kept_dtype
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options
 
 from .conftest import Wrap
 from .loops import WIDTH, Layers

@@ -29,8 +29,9 @@ from zoo import (
 import pagoda
 from pagoda.construction.construct import describe
 from pagoda.optim import AdamW, Rule, reference
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 
 RECIPE = Recipe("llama", clip=0.5, steps=3)
 ELEMENTWISE: dict[str, Rule] = {

@@ -32,8 +32,8 @@ from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import Precision
 from pagoda.optim.reference import split
+from pagoda.plan.options import Options
 from pagoda.plan.placement import BOUNCE_ELEMENTS, Budgets
-from pagoda.plan.planner import Options
 
 from .loops import CASES, WIDTH, Nested, built
 

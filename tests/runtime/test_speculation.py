@@ -413,8 +413,8 @@ def test_an_error_of_the_update_before_is_not_taken_for_one_of_the_speculated_on
     optimizer.drain()
     broken.set()
     Training("x")(model, optimizer, Outcome())
-    for written in optimizer._engine._executor.pending().values():
-        written.wait_until_done()
+    for record in [*optimizer._engine._executor.latest.values()]:
+        record.written.wait_until_done()
     broken.clear()
     with pytest.raises(StorageError, match="the disk failed"):
         Training("..")(model, optimizer, Outcome())

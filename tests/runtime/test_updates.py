@@ -15,7 +15,7 @@ from zoo import squeeze
 
 import pagoda
 from pagoda.errors import NonFiniteGradientError, StorageError
-from pagoda.memory import Run
+from pagoda.memory.page import Run
 from pagoda.optim import AdamW, Precision, flat
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import RING_SLOTS
@@ -85,7 +85,7 @@ class Updates:
 
     @property
     def free_slots(self) -> list[int]:
-        return sorted(self.part.engine._streams[0]._ring._free)
+        return sorted(self.part.engine._executor.feeders[0].path._ring._free)
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def test_the_ring_bounds_what_is_in_flight_and_blocks_never_share_its_frames(
         part.settle()
         lock = threading.Lock()
         extents = {part.store.run(u.index, s.name): (u.index, s) for u in part.units for s in running.states}
-        ring = range(part.store.ring_address(0), part.store.ring_address(0) + RING_SLOTS * part.store.ring_bytes)
+        ring = range(part.store.ring_address(0), part.store.ring_address(0) + RING_SLOTS * part.store.ring[0].nbytes)
         frames: dict[int, tuple[int, int, str]] = {}
         """Address in the ring -> the block and state it holds."""
         written: dict[tuple[int, int], int] = {}

@@ -79,7 +79,9 @@ class Machine(Memory):
         del self.stages[op]
         home, truth, (step,) = self.homes[op.unit], self.truths[op.unit], op.steps
         home.weights = home.newest = home.states = op.version - 1
-        home.undo, home.undo_step = None, -1
+        home.undo = None
+        if op.run is not None:
+            self.give_back(op.unit)
         truth.consumed.discard(step)
         if self.plan.under_backward:
             truth.asked -= step < self.steps
@@ -119,7 +121,7 @@ class Machine(Memory):
             truth.consumed -= {*truth.applied[home.undo :]}
             del truth.applied[home.undo :]
             home.weights = home.newest = home.states = home.undo
-            home.undo, home.undo_step = None, -1
+            home.undo = None
         elif op.kind is Kind.PUBLISH:
             require(not home.readers, f"PUBLISH of unit {op.unit}, which somebody reads")
             home.weights = home.newest
@@ -144,8 +146,8 @@ class Machine(Memory):
             self.gradients[key] = Counter(self.on_ssd[key])
 
     def save_ended(self, op: Operation, version: int) -> None:
-        self.homes[op.unit].state_readers -= not op.keeps_old
-        self.homes[op.unit].kept = None
+        self.homes[op.unit].state_readers -= op.run is None
+        self.give_back(op.unit)
         self.saved[op.unit] = version
 
     def fail(self, op: Operation) -> None:

@@ -54,9 +54,7 @@ class Home:
     kept: int | None = None
     """Version of the states that the reserve keeps for a checkpoint."""
     undo: int | None = None
-    """Version of the states that the reserve keeps for an undo."""
-    undo_step: int = -1
-    """The step of the update that may have to be undone."""
+    """Version of the states that an undo brings back."""
     readers: int = 0
     """Operations that read the weights now, and compute that does."""
     state_readers: int = 0
@@ -133,6 +131,10 @@ class Memory:
         self.checkpoint: dict[int, int] | None = None
         """unit -> version that the checkpoint must have."""
         self.saved: dict[int, int] = {}
+        self.in_place: set[int] = set()
+        """Units whose states the reserve cannot keep."""
+        self.reserve: list[int | None] = [None] * self.plan.reserve_pages
+        """The unit whose states each page of the reserve has."""
         self.steps = 0
         self.lost = False
         """Whether a gradient of this step did not arrive."""
@@ -156,7 +158,7 @@ class Memory:
         RECLAIM is answered before anything else happens."""
         while new := self.scheduler.take():
             for op in new:
-                self.note("  operation", op.kind, op.unit, op.run or "", op.version, op.steps, "keeps" * op.keeps_old)
+                self.note("  operation", op.kind, op.unit, op.run or "", op.version, op.steps, "undoable" * op.undoable)
                 if op.kind is Kind.RECLAIM and op.run is not None:
                     require(not self.used_now[self.leases[op.run.start]], f"unit {op.unit} is evicted while it is used")
                 if op.kind is Kind.READ_AHEAD:
@@ -166,7 +168,6 @@ class Memory:
                 else:
                     self.lanes[self.lane(op)].append(op)
                     self.begin(op)
-        self.check_ledger()
 
     def lane(self, op: Operation) -> str:
         return LANES.get(op.kind) or f"updater {self.plan.units[op.unit].updater}"
@@ -180,7 +181,7 @@ class Memory:
         elif op.kind is Kind.UPDATE:
             self.begin_update(op)
         elif op.kind is Kind.SAVE:
-            home.state_readers += not op.keeps_old
+            home.state_readers += op.run is None
             self.readings[op] = self.kept_or_now(op, home), home.edition
         elif op.kind is Kind.UNDO:
             require(home.undo is not None and not home.readers, "UNDO of weights that somebody reads")
@@ -251,18 +252,18 @@ class Memory:
         others = [other for other in self.lanes[self.lane(op)] if other.kind is Kind.UPDATE]
         require(len(others) <= MOST_ADMITTED, f"{len(others)} updates in one lane")
         require(home.states == home.newest == op.version - len(op.steps), f"UPDATE on {home} to {op.version}")
-        require(op.keeps_old or not home.state_readers, "UPDATE of states that a checkpoint reads")
+        require(not home.state_readers, "UPDATE of states that a checkpoint reads")
         if self.plan.max_staleness is None:
             require(not home.readers, f"UPDATE of unit {op.unit}, which somebody reads")
         if self.plan.units[op.unit].updater == 0 and self.ahead is not None:
             stale = self.ahead[0] == op.unit and self.ahead[1:] != (home.states, home.edition)
             require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
             self.ahead = None
-        if op.keeps_old:
-            if self.wants_to_save(op.unit) == home.states and op.unit not in self.saved:
-                home.kept = home.states
-            else:
-                home.undo, home.undo_step = home.states, self.steps
+        if op.run is not None:
+            self.keep(op, home)
+        if op.undoable:
+            require(self.checkpoint is None, "an UPDATE may have to be undone while a checkpoint needs room")
+            home.undo = home.states
         for step in op.steps:
             self.check_gradient(op.unit, step)
             truth.used_rules[step] = truth.rules.get(step, "as guessed")
@@ -274,6 +275,21 @@ class Memory:
             home.weights = TORN
         home.newest = home.states = TORN
         self.stages[op] = 0
+
+    def keep(self, op: Operation, home: Home) -> None:
+        """An UPDATE copies the old states to the reserve, for the checkpoint."""
+        require(op.unit not in self.in_place, f"the states of unit {op.unit} cannot be kept")
+        require(len(self.span(op)) == self.plan.units[op.unit].old_state_pages, "kept states fill other pages")
+        require(self.wants_to_save(op.unit) == home.states, "states are kept that no checkpoint needs")
+        for page in self.span(op):
+            require(self.reserve[page] is None, f"page {page} of the reserve is unit {self.reserve[page]}'s")
+            self.reserve[page] = op.unit
+        home.kept = home.states
+
+    def give_back(self, unit: int) -> None:
+        """The checkpoint has read what was kept of a unit, or needs it no more."""
+        self.homes[unit].kept = None
+        self.reserve = [None if of == unit else of for of in self.reserve]
 
     def check_gradient(self, unit: int, step: int) -> None:
         key = unit, step
@@ -319,14 +335,6 @@ class Memory:
 
     # --- checks ---
 
-    def check_ledger(self) -> None:
-        """The reserve and the frames, by the machine's own account."""
-        taken = sum(
-            self.plan.units[unit].old_state_pages * ((home.kept is not None) + (home.undo_step == self.steps))
-            for unit, home in enumerate(self.homes)
-        )
-        require(taken <= self.plan.reserve_pages, f"{taken} pages of the reserve are taken")
-
     def check_nothing_is_taken(self) -> None:
         """What the scheduler's books say once all is over: that nobody has forgotten to give anything back."""
         leased = sum(len(self.span(fetch)) for fetch in self.leases.values())
@@ -339,14 +347,15 @@ class Memory:
         gradients, updates = self.scheduler._gradients, self.scheduler._updates
         require(gradients.pages.in_use == 0, "a gradient that nobody needs has a buffer")
         require({*map(len, gradients._homes)} == {self.plan.gradient_homes}, "a gradient that nobody needs has a home")
-        require(updates.checkpoint.reserve == self.plan.reserve_pages, "the reserve holds states that nobody needs")
+        reserve = updates.checkpoint.reserve
+        require(reserve is None or not reserve.in_use, "the reserve holds states that nobody needs")
 
     def is_current(self, fetch: Operation) -> bool:
         lease = self.scheduler._leases._leases.get(fetch.unit)
         return lease is not None and lease.run == fetch.run
 
     def kept_or_now(self, op: Operation, home: Home) -> int:
-        version = home.kept if op.keeps_old else home.states
+        version = home.states if op.run is None else home.kept
         wanted = self.wants_to_save(op.unit)
         require(wanted is None or version == wanted, f"a checkpoint of version {wanted} reads {version} of {op.unit}")
         assert version is not None

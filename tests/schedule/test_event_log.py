@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import pagoda
+from pagoda.plan.trace import STEP, Access, Phase, Trace
+from pagoda.schedule import event_log
 from pagoda.schedule.event_log import EVENTS, replay
+from pagoda.schedule.operations import SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -40,7 +43,9 @@ def train(memory: dict[str, Any], directory: Path, **options: Any) -> None:
     sizes = pagoda.Memory(**memory, page_size=4096, unit_limit="20KiB")
     model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=sizes, precision="fp32", **options)
     with optimizer:
-        for _ in range(7):
+        for step in range(7):
+            if step == 3:
+                optimizer.save_checkpoint(directory / "checkpoint", wait=False)
             model(torch.randn(4, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -56,7 +61,7 @@ def test_a_replay_says_what_the_live_scheduler_said(way: str, log: Path, tmp_pat
     train(memory, tmp_path, **options)
     lines = [json.loads(line) for line in log.read_text().splitlines()[1:]]
     assert replay(log) == len(lines)
-    assert {"access", "release", "gradient", "scale_known", "ended"} <= {line[0] for line in lines}
+    assert {"access", "release", "gradient", "scale_known", "ended", "begin_checkpoint"} <= {line[0] for line in lines}
 
 
 def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None:
@@ -71,6 +76,16 @@ def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None
 
 def test_every_event_of_the_scheduler_is_logged() -> None:
     """What is neither logged nor a question: nothing."""
-    questions = {"take", "ready", "awaits_update", "lag", "began_early", "next_use", "holders", "speculates"}
+    questions = {"take", "ready", "awaits_update", "lag", "began_early", "holders", "speculates"}
     methods = {name for name, kind in vars(Scheduler).items() if callable(kind) and not name.startswith("_")}
     assert methods - questions == {*EVENTS}
+
+
+def test_each_rank_writes_a_log_of_its_own(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = SchedulePlan([UnitPlan()], Trace((STEP,)))
+    monkeypatch.setattr(event_log, "schedule_plan", lambda plan: plan)
+    for rank in (None, 0, 1):
+        event_log.open_scheduler(plan, rank).access(Access(0, Phase.FORWARD))
+    names = [log.name, f"{log.name}.0", f"{log.name}.1"]
+    assert sorted(path.name for path in log.parent.iterdir()) == names
+    assert [replay(log.parent / name) for name in names] == [1, 1, 1]

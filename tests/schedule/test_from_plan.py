@@ -1,8 +1,9 @@
 """The scheduler's view of a plan."""
 
 from pagoda.plan.layout import GRAD
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, make_plan
+from pagoda.plan.planner import make_plan
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.from_plan import schedule_plan
 from tests.plan.strategies import STATES

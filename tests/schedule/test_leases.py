@@ -92,7 +92,6 @@ class Player:
                 self._execute()
         self._release(frozenset())
         self._tick += 1
-        self.scheduler.step_asked()
         self.scheduler.scale_known()
         self._execute()
         assert self.scheduler.idle

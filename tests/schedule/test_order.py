@@ -49,7 +49,6 @@ def updated(operations: list[Operation]) -> list[int]:
 
 
 def step(scheduler: Scheduler) -> list[Operation]:
-    scheduler.step_asked()
     scheduler.scale_known()
     return scheduler.take()
 

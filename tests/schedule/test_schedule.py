@@ -1,5 +1,6 @@
 """The scheduler in random worlds: whatever the order of events, no wrong bit, no lost gradient, no endless wait."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,7 +112,6 @@ def a_step(scheduler: Scheduler) -> list[Operation]:
                 scheduler.gradient(unit, complete=True, last=True)
             scheduler.release(unit)
             run_all(scheduler)
-    scheduler.step_asked()
     scheduler.scale_known()
     return run_all(scheduler)
 
@@ -158,7 +158,6 @@ def test_an_update_whose_gradient_cannot_be_read_back_never_begins() -> None:
         scheduler.gradient(unit, complete=True, last=True)
         scheduler.release(unit)
         run_all(scheduler)
-    scheduler.step_asked()
     scheduler.scale_known()
     reloads = 0
     while new := scheduler.take():
@@ -183,7 +182,6 @@ def test_compute_goes_on_once_a_fetch_is_issued_but_an_update_waits_until_it_has
     assert scheduler.ready(0)
     scheduler.gradient(0, complete=True, last=True)
     scheduler.release(0)
-    scheduler.step_asked()
     scheduler.ended(next(op for op in scheduler.take() if op.kind is Kind.OFFLOAD))
     scheduler.scale_known()
     assert Kind.UPDATE not in {op.kind for op in scheduler.take()}
@@ -231,7 +229,87 @@ def test_experts_that_every_step_uses_alike_are_fetched_ahead_of_their_router() 
                     scheduler.gradient(unit, complete=True, last=True)
                 scheduler.release(unit)
                 run_all(scheduler)
-        scheduler.step_asked()
         scheduler.scale_known()
         ahead = fetched(run_all(scheduler))
     assert ahead == [0, 1, 2]
+
+
+def begun_checkpoint() -> Scheduler:
+    """Of four units that are updated under backward; the reserve has room for one. Two SAVEs are under way."""
+    units = [UnitPlan(old_state_pages=1) for _ in range(4)]
+    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=1, under_backward=True))
+    scheduler.prepare_checkpoint()
+    assert scheduler.prepared
+    scheduler.begin_checkpoint()
+    return scheduler
+
+
+def updated(scheduler: Scheduler, unit: int) -> Operation | None:
+    """The UPDATE of a unit, once its gradient has come and nothing refers to it."""
+    scheduler.gradient(unit, complete=True, last=True)
+    while new := [op for op in scheduler.take() if op.unit == unit and op.kind is not Kind.FETCH]:
+        for op in new:
+            if op.kind is Kind.UPDATE:
+                return op
+            if op.kind is Kind.RECLAIM:
+                scheduler.reclaimed(op, freed=True)
+            elif op.kind is Kind.OFFLOAD:
+                scheduler.ended(op)
+    return None
+
+
+def test_an_update_keeps_what_a_checkpoint_has_yet_to_read() -> None:
+    scheduler = begun_checkpoint()
+    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
+    kept, waits = sorted({*range(4)} - {op.unit for op in saves})
+    first = updated(scheduler, kept)
+    assert first is not None
+    assert first.run is not None
+    assert updated(scheduler, waits) is None, "the reserve is full"
+    scheduler.ended(saves[0])
+    assert [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE] == [(waits, None)]
+
+
+def test_states_that_were_not_overwritten_after_all_are_saved_from_their_home() -> None:
+    scheduler = begun_checkpoint()
+    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
+    unit = min({*range(4)} - {op.unit for op in saves})
+    update = updated(scheduler, unit)
+    assert update is not None
+    assert update.run is not None
+    scheduler.refused(update)
+    for op in saves:
+        scheduler.ended(op)
+    assert (unit, None) in [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
+
+
+def test_a_refused_update_leaves_what_another_has_kept() -> None:
+    """Of two updates of a unit, the first has kept what a checkpoint has yet to read, and the second is refused."""
+    scheduler = begun_checkpoint()
+    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
+    unit = min({*range(4)} - {op.unit for op in saves})
+    update = updated(scheduler, unit)
+    assert update is not None
+    assert update.run is not None
+    scheduler.gradient_used(update)
+    scheduler.weights_written(update)
+    scheduler.ended(update)
+    scheduler.scale_known()
+    second = updated(scheduler, unit)
+    assert second is not None
+    assert second.run is None
+    scheduler.refused(second)
+    for op in saves:
+        scheduler.ended(op)
+    assert (unit, update.run) in [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
+
+
+def test_a_checkpoint_is_lost_with_an_update_that_fails() -> None:
+    """Even if it has kept the old states: it may have failed while it copied them."""
+    scheduler = begun_checkpoint()
+    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
+    update = updated(scheduler, min({*range(4)} - {op.unit for op in saves}))
+    assert update is not None
+    assert not scheduler.checkpoint_lost
+    scheduler.failed(update)
+    assert scheduler.checkpoint_lost

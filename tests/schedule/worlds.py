@@ -19,7 +19,7 @@ from pagoda.plan.trace import Access
 from pagoda.schedule.operations import SchedulePlan
 from pagoda.schedule.scheduler import Scheduler
 
-from .compute import Compute, HasFailedError, NoRoomError, StoppedError
+from .compute import Compute, HasFailedError, NoRoomError
 from .memory import Home, Truth, ViolationError, require
 from .rules import Rules
 
@@ -54,7 +54,6 @@ class World(Compute):
         if self.lost or (not whole and (decided_late or rng.random() < 0.5)):
             self.drop_gradients()
             return
-        self.scheduler.step_asked()
         self.until(lambda: self.scheduler.gradients_settled, "the norm")
         if self.scheduler.has_failed:
             raise HasFailedError
@@ -139,25 +138,22 @@ class World(Compute):
         if self.plan.max_staleness is not None:
             self.drain()
         self.scheduler.prepare_checkpoint()
-        try:
-            self.until(lambda: self.scheduler.prepared, "undone updates")
-        except StoppedError:
-            self.scheduler.let_checkpoint_be()
-            raise
+        self.until(lambda: self.scheduler.prepared, "undone updates")
         if self.rng.random() < 0.1:
-            self.scheduler.let_checkpoint_be()
             return
         self.checkpoint = {unit: truth.asked for unit, truth in enumerate(self.truths)}
         self.checkpoint.update({unit: self.truths[unit].asked + 1 for unit in self.begun()})
         self.saved = {}
-        self.note("checkpoint", self.checkpoint)
-        self.scheduler.begin_checkpoint()
+        self.in_place = {unit for unit in self.checkpoint if self.rng.random() < 0.2}
+        self.note("checkpoint", self.checkpoint, "in place", self.in_place)
+        self.scheduler.begin_checkpoint(sorted(self.in_place))
         self.collect()
 
     def end_checkpoint(self) -> None:
         self.until(lambda: self.scheduler.saved, "the checkpoint")
         if self.checkpoint is not None:
             require(self.saved == self.checkpoint, f"the checkpoint has {self.saved}, not {self.checkpoint}")
+            self.scheduler.end_checkpoint()
         self.checkpoint = None
 
     def published(self) -> None:
@@ -196,6 +192,7 @@ class World(Compute):
         self.queued.clear()
         self.steps, self.lost, self.dropped = self.scheduler.steps, False, frozenset()
         self.checkpoint, self.saved = None, {}
+        self.reserve = [None] * len(self.reserve)
         self.load()
 
     # --- the whole ---

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.simulate.hardware import Cpu, Drive, Hardware, MatmulRate
 from pagoda.simulate.replay import replay

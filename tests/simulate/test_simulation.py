@@ -14,9 +14,9 @@ from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import search
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.ops import DEVICE, HOST, SSD
+from pagoda.plan.options import Options, Split
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan, make_plan
-from pagoda.plan.split import Split
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.trace import STEP, Access, Phase, Trace, gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec

@@ -33,14 +33,9 @@ class CommittedPages:
         Raises ValueError for bytes outside the run or the commit, and for parts of pages; CorruptPageError and
         StorageError as `SSDTier.load` does.
         """
-        first, odd = divmod(offset_bytes, self.page_bytes)
-        count, rest = divmod(into.nbytes, self.page_bytes)
-        if odd or rest or offset_bytes < 0 or first + count > run.count or run.stop > self.pages:
-            raise ValueError(
-                f"asked for {into.nbytes} bytes at offset {offset_bytes} of {run} in a commit of {self.pages} pages of "
-                f"{self.page_bytes} bytes"
-            )
-        self._file.read(self._table.part(run.start + first, count), into)
+        if run.start < 0 or run.stop > self.pages:
+            raise ValueError(f"asked for {run} of a commit of {self.pages} pages")
+        self._file.read(self._table.part(run.part(offset_bytes, into.nbytes, self.page_bytes)), into)
 
     def damaged(self) -> Iterator[str]:
         """Read every page; yields what is wrong with each that is not as it was written."""

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-import numpy as np
-
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import SyncError, inside, open_regular, storage_errors, sync_descriptor
 from pagoda.memory.page import PAGE_ALIGN
@@ -36,8 +34,8 @@ class PageFile:
     zeros.
 
     Direct I/O (O_DIRECT) where the file system takes it, else buffered with one warning: `direct` says which,
-    `fallback_reason` why not (None when direct). Both ask the same alignment of callers, so that a program
-    that runs on one runs on the other.
+    `fallback_reason` why not (None when direct). Buffers are to be taken from an `Arena`, as direct I/O needs addresses
+    and lengths that are multiples of 4096.
 
     Thread-safe: I/O is positional and releases the GIL. `close` after the last transfer, not during it.
     """
@@ -68,13 +66,11 @@ class PageFile:
         self.directory = Path(directory)
         self.path = existing
         """Its name, once it has one."""
-        self.pages = pages
+        self.pages = 0 if existing is None else pages
         self.page_bytes = page_bytes
         self.fallback_reason: str | None = None
-        self._sync_error = ""
 
         if existing is None:
-            self._check_free_space(self.nbytes)
             self._fd = self._create(fallback)
         else:
             self._fd = self._open(existing, os.O_RDONLY if read_only else os.O_RDWR)
@@ -82,7 +78,7 @@ class PageFile:
         self._closer = weakref.finalize(self, os.close, self._fd)
         try:
             if existing is None:
-                self._reserve()
+                self.grow(pages)
             elif (size := os.fstat(self._fd).st_size) < self.nbytes:
                 raise StorageError(
                     f"the page file {existing} is truncated: it has {size} bytes where its store recorded {self.nbytes}"
@@ -116,29 +112,31 @@ class PageFile:
             return False
         return os.path.samestat(there, os.fstat(self._fd)) and there.st_size >= self.nbytes
 
-    def pread(self, page: int, view: memoryview, offset: int = 0) -> None:
-        """Fill `view` from byte `offset` of slot `page` on; it may reach into the slots that follow. Raises as
-        `transfer` does."""
-        self.transfer("read", page, [view], offset)
+    def pread(self, page: int, *views: memoryview) -> None:
+        """Fill buffers, in order, from slot `page` on, with as few calls as possible.
 
-    def pwrite(self, page: int, view: memoryview, offset: int = 0) -> None:
-        """Write `view` at byte `offset` of slot `page` on; it may reach into the slots that follow.
-
-        Raises as `transfer` does. On return the drive has the bytes (or, buffered, the kernel); they are safe from a
-        loss of power after `sync`.
+        Raises ValueError when the bytes leave the file; StorageError, naming offset, size and cause, when the disk
+        fails.
         """
-        self.transfer("write", page, [view], offset)
+        self._transfer("read", page, views)
 
-    def transfer(self, verb: Literal["read", "write"], page: int, views: Sequence[memoryview], offset: int = 0) -> None:
-        """Read or write buffers, in order, from byte `offset` of slot `page` on, with as few calls as possible.
+    def pwrite(self, page: int, *views: memoryview) -> None:
+        """Write buffers, in order, from slot `page` on. Raises as `pread` does.
 
-        Raises ValueError when the bytes leave the file, or address, offset or length is not a multiple of
-        4096; StorageError, naming offset, size and cause, when the disk fails.
+        On return the drive has the bytes (or, buffered, the kernel); they are safe from a loss of power after `sync`.
         """
-        position = page * self.page_bytes + offset
+        self._transfer("write", page, views)
+
+    def _transfer(self, verb: Literal["read", "write"], page: int, views: Sequence[memoryview]) -> None:
+        position = page * self.page_bytes
         buffers = [view.cast("B") for view in views]
         end = position + sum(buffer.nbytes for buffer in buffers)
-        self._check_transfer(verb, position, end, buffers)
+        if not self._closer.alive:
+            raise self._failed(verb, position, end, "the page file is closed")
+        if position < 0 or end > self.nbytes:
+            raise ValueError(
+                f"asked to {verb} {end - position} bytes at offset {position} of a page file of {self.nbytes} bytes"
+            )
         call = os.preadv if verb == "read" else os.pwritev
         # After a short direct transfer, go on from the last whole block: direct I/O cannot start inside one.
         block = PAGE_ALIGN if self.direct else 1
@@ -156,15 +154,24 @@ class PageFile:
 
     def grow(self, pages: int) -> None:
         """Have `pages` slots. Raises StorageError when the disk has not the space; then it keeps those it has."""
-        if pages <= self.pages:
+        more = (pages - self.pages) * self.page_bytes
+        if more <= 0:
             return
-        before, self.pages = self.pages, pages
+        free = self._free_bytes()
+        if free < more:
+            raise self._too_full(more, free)
         try:
-            self._check_free_space((pages - before) * self.page_bytes)
-            self._reserve()
-        except BaseException:
-            self.pages = before
-            raise
+            os.posix_fallocate(self._fd, self.nbytes, more)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # Read while the descriptor still holds what it got: that part is ours too.
+                got = os.fstat(self._fd).st_blocks * 512 - self.nbytes
+                raise self._too_full(more, self._free_bytes() + got) from error
+            raise StorageError(
+                f"SSD directory {self.directory} cannot reserve {format_bytes(more)}: "
+                f"{error.strerror}; name a directory on a local file system in ssd="
+            ) from error
+        self.pages = pages
 
     def link(self, path: Path) -> None:
         """Give a file without a name this one, durably; a file that has a name keeps it.
@@ -180,21 +187,14 @@ class PageFile:
             sync_descriptor(folder, path)
 
     def sync(self) -> None:
-        """Make what was written safe from a loss of power.
-
-        Raises SyncError; from then on every sync of this file does, because the kernel may have dropped what it could
-        not write and report success the next time.
-        """
-        if not self._sync_error:
-            try:
-                os.fdatasync(self._fd)
-                return
-            except OSError as error:
-                self._sync_error = (
-                    f"page file in {self.directory}: failed to sync: {error.strerror}; check the disk (dmesg), then "
-                    "resume from the last checkpoint"
-                )
-        raise SyncError(self._sync_error)
+        """Make what was written safe from a loss of power. Raises SyncError."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise SyncError(
+                f"page file in {self.directory}: failed to sync: {error.strerror}; check the disk (dmesg), then "
+                "resume from the last checkpoint"
+            ) from error
 
     def close(self) -> None:
         """Close the file; the disk space of one without a name is free again. Idempotent."""
@@ -205,19 +205,6 @@ class PageFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_free_space(self, nbytes: int) -> None:
-        try:
-            free = _free_bytes(self.directory)
-        except OSError as error:
-            raise StorageError(
-                f"SSD directory {self.directory} cannot be used: {error.strerror}; "
-                "create it (mkdir -p) or name another in ssd="
-            ) from error
-        if not self.directory.is_dir():
-            raise StorageError(f"SSD directory {self.directory} is not a directory; name another in ssd=")
-        if free < nbytes:
-            raise self._too_full(nbytes, free)
 
     def _create(self, fallback: Callable[[], Path] | None) -> int:
         try:
@@ -230,10 +217,12 @@ class PageFile:
             named = None if fallback is None else fallback()
             path = named or self.directory / f"pagoda-{os.getpid()}-{secrets.token_hex(6)}.pages"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError(
-                f"SSD directory {self.directory} cannot be written: {error.strerror}; "
-                "make it writable for this user or name another in ssd="
+                f"SSD directory {self.directory} cannot be used: {error.strerror}; "
+                "create it (mkdir -p), make it writable for this user, or name another in ssd="
             ) from error
         if named is None:
             os.unlink(path)  # the open descriptor keeps the bytes
@@ -243,7 +232,7 @@ class PageFile:
     def _open(self, path: Path, flags: int) -> int:
         with storage_errors(f"the page file {path} cannot be opened"):
             with inside(path.parent.parent, path.parent.name) as folder:
-                descriptor = open_regular(path.name, flags, dir_fd=folder, follow=False)
+                descriptor = open_regular(path.name, flags, dir_fd=folder)
             if flags != os.O_RDONLY and os.fstat(descriptor).st_nlink != 1:
                 os.close(descriptor)
                 raise StorageError(
@@ -251,18 +240,10 @@ class PageFile:
                 )
         return descriptor
 
-    def _reserve(self) -> None:
-        try:
-            os.posix_fallocate(self._fd, 0, self.nbytes)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # Read while the descriptor still holds what it got: that part is ours too.
-                got = os.fstat(self._fd).st_blocks * 512
-                raise self._too_full(self.nbytes, _free_bytes(self.directory) + got) from error
-            raise StorageError(
-                f"SSD directory {self.directory} cannot reserve {format_bytes(self.nbytes)}: "
-                f"{error.strerror}; name a directory on a local file system in ssd="
-            ) from error
+    def _free_bytes(self) -> int:
+        """Bytes that an unprivileged user may still take on the file system."""
+        stat = os.fstatvfs(self._fd)
+        return stat.f_bavail * stat.f_frsize
 
     def _too_full(self, nbytes: int, free: int) -> StorageError:
         # A quota refuses although the disk looks free enough; then the shortfall is unknown.
@@ -297,30 +278,11 @@ class PageFile:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
         return reason
 
-    def _check_transfer(self, verb: str, position: int, end: int, buffers: Sequence[memoryview]) -> None:
-        if not self._closer.alive:
-            raise self._failed(verb, position, end, "the page file is closed")
-        if position < 0 or end > self.nbytes:
-            raise ValueError(
-                f"asked to {verb} {end - position} bytes at offset {position} of a page file of {self.nbytes} bytes"
-            )
-        for buffer in buffers:
-            address = _address(buffer)
-            if position % PAGE_ALIGN or buffer.nbytes % PAGE_ALIGN or address % PAGE_ALIGN:
-                raise ValueError(
-                    f"direct I/O needs multiples of {PAGE_ALIGN}: asked to {verb} {buffer.nbytes} bytes "
-                    f"at offset {position}, memory address {address:#x}; take the buffer from an Arena"
-                )
-
     def _failed(self, verb: str, position: int, end: int, cause: str) -> StorageError:
         return StorageError(
             f"page file in {self.directory}: failed to {verb} {end - position} bytes at offset {position}: {cause}; "
             "check the disk (dmesg), then resume from the last checkpoint"
         )
-
-
-def _address(buffer: memoryview) -> int:
-    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] if buffer.nbytes else 0
 
 
 def _without(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
@@ -329,9 +291,3 @@ def _without(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]
         if nbytes < buffer.nbytes:
             yield buffer[nbytes:]
         nbytes = max(0, nbytes - buffer.nbytes)
-
-
-def _free_bytes(directory: Path) -> int:
-    """Bytes an unprivileged user may still take on the file system of `directory`."""
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize

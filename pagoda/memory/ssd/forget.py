@@ -36,7 +36,7 @@ def forget_commit(reference: Mapping[str, Any], checkpoint_id: str, directories:
         return
     if wanted.commit not in record.commit_ids():
         return
-    mine = [directory for other in [*live.values()] for directory in other.directories]
+    mine = [directory for other in [*live.values()] for directory in other.record.directories]
     try:
         lock = DirectoryLock([d for d in record.directories if not any(os.path.samefile(d, own) for own in mine)])
     except StorageError:

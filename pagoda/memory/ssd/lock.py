@@ -44,8 +44,6 @@ class DirectoryLock:
         try:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            if error.errno == errno.ENOTDIR:
-                raise StorageError(f"SSD directory {directory} is not a directory; name another in ssd=") from error
             raise StorageError(
                 f"SSD directory {directory} cannot be used: {error.strerror}; "
                 "create it (mkdir -p) or name another in ssd="

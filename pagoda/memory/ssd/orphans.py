@@ -20,7 +20,6 @@ class Orphan:
     """Something in an SSD directory that nobody seems to need."""
 
     store: StoreRecord
-    directory: Path
     commit: Commit | None
     """None: the store as a whole, which has no page tables."""
     why: str
@@ -70,7 +69,7 @@ def orphans_in(directory: Path, keep: Collection[str] = ()) -> Iterator[Orphan]:
             continue
         if not names:
             size = bytes_of_store(directory, store.id)
-            yield Orphan(store, directory, None, "it keeps no checkpoint", _written(store, RECORD), size)
+            yield Orphan(store, None, "it keeps no checkpoint", _written(store, RECORD), size)
         commits = store.readable_commits()
         lost = {commit.commit: why for commit in commits if (why := why_orphaned(commit, keep)) is not None}
         kept = slots_of(commit.table for commit in commits if commit.commit not in lost)
@@ -78,7 +77,7 @@ def orphans_in(directory: Path, keep: Collection[str] = ()) -> Iterator[Orphan]:
             if commit.commit in lost:
                 alone = np.setdiff1d(commit.table.written, kept)
                 written = _written(store, os.path.join(COMMITS, commit.commit))
-                yield Orphan(store, directory, commit, lost[commit.commit], written, len(alone) * store.page_bytes)
+                yield Orphan(store, commit, lost[commit.commit], written, len(alone) * store.page_bytes)
                 kept = np.union1d(kept, alone)
 
 
@@ -91,13 +90,11 @@ def drop(orphans: Sequence[Orphan], directories: Sequence[Path]) -> Iterator[Sto
     for orphan in orphans:
         if orphan.commit is not None:
             orphan.store.remove_commit(orphan.commit.commit)
-    stores = {(orphan.directory, orphan.store.id): orphan for orphan in orphans}
-    for orphan in stores.values():
-        if not orphan.store.commit_ids():
-            others = [directory for directory in directories if directory != orphan.directory]
-            whole = locate(orphan.store.id, [orphan.directory, *others])
+    for store in dict.fromkeys(orphan.store for orphan in orphans):
+        if not store.commit_ids():
+            whole = locate(store.id, [store.directories[0], *directories])
             if whole is None or not whole.remove():
-                yield orphan.store
+                yield store
 
 
 def gc_hint(directories: Iterable[Path], stores: bool = True) -> str:

@@ -52,13 +52,10 @@ class StoreRecord:
 
     def commit_ids(self) -> list[str]:
         """Ids of the commits on disk, oldest first. Raises StorageError when that cannot be told."""
-        folder = self.folders[0] / COMMITS
-        with storage_errors(f"{folder} cannot be read"):
-            try:
-                with inside(self.directories[0], self.name, COMMITS) as commits:
-                    return sorted(filter(COMMIT_ID.fullmatch, os.listdir(commits)))
-            except FileNotFoundError:
-                return []
+        what = f"{self.folders[0] / COMMITS} cannot be read"
+        with storage_errors(what), contextlib.suppress(FileNotFoundError), self._commits() as commits:
+            return sorted(filter(COMMIT_ID.fullmatch, os.listdir(commits)))
+        return []
 
     def readable_commits(self) -> list[Commit]:
         """The commits on disk, oldest first, without those whose page tables are damaged or cannot be read."""
@@ -77,11 +74,9 @@ class StoreRecord:
 
     def is_written(self, stripe: int) -> bool:
         """Whether the record on disk says what this one does."""
-        try:
-            with inside(self.directories[stripe], self.name) as folder:
-                return read_regular(RECORD, dir_fd=folder, follow=False) == self.content(stripe)
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):  # a StorageError is one
+            return read_store(self.directories[stripe], self.id) == (self, stripe)
+        return False
 
     def write(self) -> None:
         """Write the record durably into every directory, the first one last: that one is what a store is found by.
@@ -102,7 +97,7 @@ class StoreRecord:
     def write_commit(self, commit: str, content: bytes) -> None:
         """Write a page table durably. Raises StorageError; then there is no such table."""
         what = f"the page table {self.commit_path(commit)} cannot be written"
-        with storage_errors(what), inside(self.directories[0], self.name, COMMITS) as commits:
+        with storage_errors(what), self._commits() as commits:
             try:
                 replace_file(commits, commit, content)
             except BaseException:
@@ -113,9 +108,8 @@ class StoreRecord:
     def read_commit(self, commit: str) -> Commit:
         """A page table of this store. Raises StorageError when it is missing, truncated, damaged or another's."""
         path = self.commit_path(commit)
-        what = f"the page table {path} cannot be read"
-        with storage_errors(what), inside(self.directories[0], self.name, COMMITS) as commits:
-            content = read_regular(commit, dir_fd=commits, follow=False)
+        with storage_errors(f"the page table {path} cannot be read"), self._commits() as commits:
+            content = read_regular(commit, dir_fd=commits)
         found = Commit.from_bytes(content, path)
         if (found.store, found.commit, found.page_bytes) != (self.id, commit, self.page_bytes):
             raise StorageError(f"{path} is the page table of commit {found.commit} of store {found.store}")
@@ -126,11 +120,8 @@ class StoreRecord:
     def remove_commit(self, commit: str) -> None:
         """Delete a page table durably; one that is not there is none. Raises StorageError."""
         path = self.commit_path(commit)
-        with (
-            storage_errors(f"the page table {path} cannot be deleted"),
-            contextlib.suppress(FileNotFoundError),
-            inside(self.directories[0], self.name, COMMITS) as commits,
-        ):
+        what = f"the page table {path} cannot be deleted"
+        with storage_errors(what), contextlib.suppress(FileNotFoundError), self._commits() as commits:
             os.unlink(commit, dir_fd=commits)
             sync_descriptor(commits, path)
 
@@ -144,9 +135,9 @@ class StoreRecord:
         """
         for stripe, directory in reversed([*enumerate(self.directories)]):
             with contextlib.suppress(OSError), inside(directory) as top:
-                with inside(directory, self.name) as folder:
-                    ours = self.is_written(stripe) if len(self.directories) > 1 else self._is_in(folder, stripe)
-                    if ours:
+                with inside(directory, self.name) as folder, contextlib.suppress(OSError):
+                    said, number = _record_in(folder, self.folders[stripe], self.id)
+                    if number == stripe and (said == self or len(self.directories) == 1):
                         _unlink_regular(folder, PAGES, RECORD + TEMPORARY)
                         with contextlib.suppress(OSError):
                             os.rmdir(COMMITS, dir_fd=folder)
@@ -154,11 +145,9 @@ class StoreRecord:
                 os.rmdir(self.name, dir_fd=top)  # refused unless it is empty
         return not any(map(os.path.lexists, self.folders))
 
-    def _is_in(self, folder: int, stripe: int) -> bool:
-        """Whether an open folder has the record of that stripe of this store, whatever else it says."""
-        with contextlib.suppress(OSError):  # a StorageError is one
-            return _record_in(folder, self.folders[stripe], self.id)[1] == stripe
-        return False
+    def _commits(self) -> contextlib.AbstractContextManager[int]:
+        """The descriptor of the folder with the page tables."""
+        return inside(self.directories[0], self.name, COMMITS)
 
 
 def locate(store: str, places: Sequence[Path]) -> StoreRecord | None:
@@ -226,7 +215,7 @@ def read_store(directory: Path, store: str) -> tuple[StoreRecord, int]:
 
 def _record_in(folder: int, path: Path, store: str) -> tuple[StoreRecord, int]:
     """The same for the open folder at `path`. Raises OSError too."""
-    content = read_regular(RECORD, dir_fd=folder, follow=False)
+    content = read_regular(RECORD, dir_fd=folder)
     try:
         fields = fields_of(content, RECORD_FORM)
         places, portions, stripe = fields["directories"], fields["portions"], fields["stripe"]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.memory.page import Run
+
 Slots = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
@@ -22,19 +24,15 @@ class PageTable:
     hashes: Hashes
     """xxh3_64 of each page's bytes, shape [pages]; 0 where unwritten."""
 
-    def __post_init__(self) -> None:
-        if self.slots.shape != self.hashes.shape or self.slots.ndim != 1:
-            raise ValueError(f"a page table of {self.slots.shape} slots and {self.hashes.shape} hashes")
-
     @property
     def written(self) -> Slots:
         """The slots it refers to."""
         slots: Slots = self.slots[self.slots != UNWRITTEN]
         return slots
 
-    def part(self, first: int, count: int) -> "PageTable":
-        """The pages [first, first + count), as views."""
-        return PageTable(self.slots[first : first + count], self.hashes[first : first + count])
+    def part(self, run: Run) -> "PageTable":
+        """Those of a run of its pages, as views."""
+        return PageTable(self.slots[run.start : run.stop], self.hashes[run.start : run.stop])
 
     @staticmethod
     def blank(pages: int) -> "PageTable":
@@ -51,10 +49,10 @@ class SlotTable:
     """Pages [0, pages) over slots [0, slots): where each page is now, and what keeps each slot.
 
     A slot is kept by references: one of the live table for each page in it (several after a table was adopted more
-    than once), and one of every pinned `PageTable` (of a freeze, a commit or a fork) that has it. Invariants: a slot
-    with two references or more is never the target of a store; a slot without references is free, unless somebody
-    still reads it. A page is stored to by one caller at a time, and never while it is read where it lies:
-    `begin_load` and `begin_store` say None where one has to wait.
+    than once), and one of every pinned `PageTable` (of a freeze or a commit) that has it. Invariants: a slot
+    with two references or more is never the target of a store; a slot without references, and that no store is going
+    to, is free. A page is stored to by one caller at a time, and never while it is loaded: `begin_load` and
+    `begin_store` say None where one has to wait.
 
     NOT thread-safe; a tier has a lock around it. So what every load and store calls keeps to numpy functions that keep
     the GIL: beside busy threads, waiting for it again takes longer than the rest.
@@ -69,7 +67,8 @@ class SlotTable:
         """Slots that a store could take now."""
         self._live = PageTable.blank(pages)
         self._references = np.zeros(slots, np.int32)
-        self._readers = np.zeros(slots, np.int32)
+        self._loading = np.zeros(pages, np.int32)
+        """How many loads of each page are under way."""
         self._storing = np.zeros(pages, np.bool_)
         # A bytearray, so that the next free slot, or several adjoining ones, are found at the speed of memory.
         self._is_free = bytearray(b"\x01") * slots
@@ -78,78 +77,69 @@ class SlotTable:
 
     @property
     def storing(self) -> bool:
-        """Whether a store is under way."""
+        """Whether a store is under way: it may free slots when it ends."""
         return bool(self._storing.any())
 
-    @property
-    def in_transit(self) -> bool:
-        """Whether a load or store under way may free a slot when it ends."""
-        return self.storing or bool(((self._references == 0) & (self._readers > 0)).any())
-
-    def storing_to(self, first: int, count: int) -> bool:
+    def storing_to(self, run: Run) -> bool:
         """Whether a store to one of these pages is under way."""
-        return bool(self._storing[first : first + count].any())
+        return bool(self._storing[run.start : run.stop].any())
 
-    def table(self, first: int, count: int) -> PageTable:
-        """Where pages [first, first + count) are now: a copy."""
-        part = self._live.part(first, count)
+    def busy(self, run: Run) -> bool:
+        """Whether a load or store of one of these pages is under way."""
+        return self.storing_to(run) or bool(self._loading[run.start : run.stop].any())
+
+    def table(self, run: Run) -> PageTable:
+        """Where these pages are now: a copy."""
+        part = self._live.part(run)
         return PageTable(part.slots.copy(), part.hashes.copy())
 
-    def begin_load(self, first: int, count: int) -> PageTable | None:
+    def begin_load(self, run: Run) -> PageTable | None:
         """The pages' slots, which stay what they are until `end_load`; None while one of the pages is being stored."""
-        if self.storing_to(first, count):
+        if self.storing_to(run):
             return None
-        return self.begin_load_of(self.table(first, count))
+        self._loading[run.start : run.stop] += 1
+        return self.table(run)
 
-    def begin_load_of(self, table: PageTable) -> PageTable:
-        """The same for a pinned table, which no store can change."""
-        self._readers[table.written] += 1  # once for a slot that is in it twice, as `end_load` takes it
-        return table
-
-    def end_load(self, table: PageTable) -> None:
+    def end_load(self, run: Run) -> None:
         """What `begin_load` gave is no longer read."""
-        slots = table.written
-        self._readers[slots] -= 1
-        self._release(slots[self._references[slots] == 0])
+        self._loading[run.start : run.stop] -= 1
 
-    def begin_store(self, first: int, count: int) -> Slots | None:
-        """Where pages [first, first + count) are to be written, shape [count]; None while one has to wait.
+    def begin_store(self, run: Run) -> Slots | None:
+        """Where pages are to be written, shape [pages]; None while one has to wait.
 
         A page goes to its own slot if nothing else refers to that, else to a free one. One has to wait while the
-        pages are stored or read, or while too few slots are free (`lacks`); then nothing has changed.
+        pages are stored or loaded, or while too few slots are free (`lacks`); then nothing has changed.
         """
-        if self.storing_to(first, count):
+        if self.busy(run) or self.lacks(run):
             return None
-        old = self._live.part(first, count).slots
+        old = self._live.part(run).slots
         fresh = self._fresh(old)
-        if self._readers[old[~fresh]].any() or int(fresh.sum()) > self.free:
-            return None
         targets = old.copy()
         for start, stop in stretches(fresh):
-            near = int(targets[start - 1]) + 1 if start else self._after(first)
+            near = int(targets[start - 1]) + 1 if start else self._after(run.start)
             targets[start:stop] = self._take(stop - start, near)
-        self._storing[first : first + count] = True
+        self._storing[run.start : run.stop] = True
         return targets
 
-    def lacks(self, first: int, count: int) -> int:
+    def lacks(self, run: Run) -> int:
         """Free slots that a store of these pages needs and there are not; 0 when there are enough."""
-        return max(0, int(self._fresh(self._live.part(first, count).slots).sum()) - self.free)
+        return max(0, int(self._fresh(self._live.part(run).slots).sum()) - self.free)
 
-    def end_store(self, first: int, targets: Slots, hashes: Hashes) -> None:
+    def end_store(self, run: Run, targets: Slots, hashes: Hashes) -> None:
         """The pages now lie in `targets`, with these hashes."""
-        live = self._live.part(first, len(targets))
+        live = self._live.part(run)
         moved = live.slots != targets
         left = live.slots[moved & (live.slots != UNWRITTEN)]
         self._references[targets[moved]] += 1
         live.slots[:] = targets
         live.hashes[:] = hashes
-        self._storing[first : first + len(targets)] = False
+        self._storing[run.start : run.stop] = False
         self._dereference(left)
 
-    def abandon_store(self, first: int, targets: Slots) -> None:
+    def abandon_store(self, run: Run, targets: Slots) -> None:
         """The store failed: pages keep their old slots, whose bytes are unknown where those were the targets."""
-        old = self._live.part(first, len(targets)).slots
-        self._storing[first : first + len(targets)] = False
+        old = self._live.part(run).slots
+        self._storing[run.start : run.stop] = False
         self._release(targets[old != targets])
 
     def pin(self, table: PageTable) -> None:
@@ -165,17 +155,13 @@ class SlotTable:
         """Undo `pin`."""
         self._dereference(table.written)
 
-    def adopt(self, first: int, table: PageTable) -> None:
-        """Let pages from `first` on be those of a pinned table; their old slots lose this reference."""
-        live = self._live.part(first, len(table.slots))
+    def adopt(self, run: Run, table: PageTable) -> None:
+        """Let pages that are not busy be those of a pinned table; their old slots lose this reference."""
+        live = self._live.part(run)
         np.add.at(self._references, table.written, 1)
         self._dereference(live.written)
         live.slots[:] = table.slots
         live.hashes[:] = table.hashes
-
-    def forget(self, first: int, count: int) -> None:
-        """Pages [first, first + count) were never written, as far as the live table goes."""
-        self.adopt(first, PageTable.blank(count))
 
     def _fresh(self, old: Slots) -> npt.NDArray[np.bool_]:
         """Which pages cannot be stored where they are."""
@@ -189,9 +175,9 @@ class SlotTable:
         self._release(slots[self._references[slots] == 0])
 
     def _release(self, slots: Slots) -> None:
-        """Make slots without references free, unless they are being read."""
+        """Make slots without references free."""
         for slot in slots.tolist():
-            if not self._readers[slot] and not self._is_free[slot]:
+            if not self._is_free[slot]:
                 self._is_free[slot] = 1
                 self.free += 1
 

@@ -23,9 +23,8 @@ class StripedFile:
     """
 
     def __init__(self, files: Iterable[PageFile], portions: Iterable[Sequence[int]]) -> None:
-        """Takes the files over, which may be opened one by one as they are asked for: when one cannot be, or the
-        portions are not those of these files (ValueError), all are closed.
-        """
+        """Takes the files over, which may be opened one by one as they are asked for: when one cannot be, all are
+        closed."""
         with contextlib.ExitStack() as opened:
             self.files = tuple(opened.enter_context(file) for file in files)
             self._lay(portions)
@@ -41,7 +40,7 @@ class StripedFile:
         written = table.slots != UNWRITTEN
         for start, stop in stretches(written):
             for file, first, views in self._stretches(table.slots[start:stop], into[start * page : stop * page]):
-                file.transfer("read", first, views)
+                file.pread(first, *views)
         for start, stop in stretches(~written):
             np.frombuffer(into, np.uint8)[start * page : stop * page] = 0
         found = hashes_of(into, page)
@@ -56,9 +55,9 @@ class StripedFile:
             )
 
     def write(self, slots: Slots, data: memoryview) -> None:
-        """Write whole pages to these slots. Raises as `PageFile.transfer` does."""
+        """Write whole pages to these slots. Raises as `PageFile.pwrite` does."""
         for file, first, views in self._stretches(slots, data):
-            file.transfer("write", first, views)
+            file.pwrite(first, *views)
 
     def grow(self, portion: Sequence[int]) -> None:
         """Add a portion. Raises StorageError when a disk has not the space."""
@@ -88,8 +87,6 @@ class StripedFile:
         self._page = np.empty_like(self._drive)
         for index, file in enumerate(self.files):
             mine = self._drive == index
-            if mine.sum() != file.pages:
-                raise ValueError(f"{mine.sum()} slots in a file of {file.pages} pages")
             self._page[mine] = np.arange(file.pages)
 
     def _stretches(self, slots: Slots, data: memoryview) -> Iterator[tuple[PageFile, int, list[memoryview]]]:

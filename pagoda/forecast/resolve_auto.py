@@ -8,9 +8,9 @@ from typing import get_args
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.inputs import PlanInputs, inputs_of
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.mixed import mixed
-from pagoda.forecast.setting import Setting, setting_of
 from pagoda.forecast.subject import Subject
 from pagoda.plan.activations import ActivationMode, recomputes
 from pagoda.plan.batch_tiles import tile_count
@@ -19,7 +19,7 @@ _OF_MIXTURES: tuple[ActivationMode, ...] = ("keep", "recompute")
 """A mixture of experts recomputes by itself."""
 
 
-def settled(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[PlanConfig, tuple[str, ...]]:
+def resolve_auto(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[PlanConfig, tuple[str, ...]]:
     """`config` with nothing left open, and why.
 
     Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still, "auto",
@@ -28,7 +28,7 @@ def settled(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[Pla
 
     Raises ConfigError for a policy that a mixture of experts cannot have.
     """
-    closed = {each.activations: each for each in possible(config, machine, subject)}
+    closed = {each.activations: each for each in alternatives(config, machine, subject)}
     if len(closed) == 1:
         (only,) = closed.values()
         return only, _said_of_tiles(config, only)
@@ -47,16 +47,16 @@ def settled(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[Pla
     return closed[best], (*_said_of_tiles(config, closed[best]), said)
 
 
-def resolved(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[Setting, tuple[str, ...]]:
-    """The setting of a configuration that is settled, and how its budgets were found.
+def inputs_with_policies(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[PlanInputs, tuple[str, ...]]:
+    """The inputs of a configuration with nothing left open, and how its budgets were found.
 
-    Raises as `setting_of`; BudgetError also where policies differ between layers and there is no plan.
+    Raises as `inputs_of`; BudgetError also where policies differ between layers and there is no plan.
     """
-    setting, notes = setting_of(config, machine, subject)
-    return (setting if config.activations != "auto" else mixed(config, machine, setting)), notes
+    inputs, notes = inputs_of(config, machine, subject)
+    return (inputs if config.activations != "auto" else mixed(config, machine, inputs)), notes
 
 
-def possible(config: PlanConfig, machine: Machine, subject: Subject) -> list[PlanConfig]:
+def alternatives(config: PlanConfig, machine: Machine, subject: Subject) -> list[PlanConfig]:
     """`config` with nothing left open, in every way that has one policy for all layers.
 
     Raises ConfigError for a policy that a mixture of experts cannot have.
@@ -110,18 +110,17 @@ def _said_of_tiles(config: PlanConfig, chosen: PlanConfig) -> tuple[str, ...]:
 
 def _step_s(config: PlanConfig, machine: Machine, subject: Subject) -> float:
     """Seconds of a step of the usual plan; infinite where there is none."""
-    setting = _usual(config, machine, subject)
-    if setting is None:
+    inputs = _usual(config, machine, subject)
+    if inputs is None:
         return inf
-    problem = setting.problem
-    return problem.simulated(problem.plan(setting.options)).step_s
+    return inputs.simulated(inputs.usual_plan()).step_s
 
 
-def _usual(config: PlanConfig, machine: Machine, subject: Subject) -> Setting | None:
-    """The setting, if a plan fits, and if activations that are to be offloaded have somewhere to go."""
+def _usual(config: PlanConfig, machine: Machine, subject: Subject) -> PlanInputs | None:
+    """The inputs, if a plan fits, and if activations that are to be offloaded have somewhere to go."""
     try:
-        setting, _ = resolved(config, machine, subject)
-        setting.usual_plan()
+        inputs, _ = inputs_with_policies(config, machine, subject)
+        inputs.usual_plan()
     except ConfigError:
         return None
-    return setting
+    return inputs

@@ -1,6 +1,5 @@
-"""The setting of a forecast: all that planning and simulating need, from a configuration and a machine."""
+"""The inputs of a forecast: all that planning and simulating need, from a configuration and a machine."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pagoda.errors import ConfigError
@@ -12,65 +11,39 @@ from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Choice, search
 from pagoda.forecast.subject import Subject, find_subject
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim.rule import StateSpec, kept_dtype
+from pagoda.optim.rule import kept_dtype
 from pagoda.plan.activations import Policy, SavedBlocks, recomputes
-from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Options, Plan
-from pagoda.plan.ranks import Ranks
+from pagoda.plan.options import Options
+from pagoda.plan.planner import Plan
 from pagoda.settings import PlanMode
-from pagoda.simulate.hardware import Hardware
 
 
-@dataclass(frozen=True)
-class Setting:
-    """All that a search needs: what advice varies."""
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs(Problem):
+    """What is planned for, and what chooses among its plans: what advice varies.
+
+    `compute` has the times that a step is forecast with: measured ones where there are some.
+    """
 
     subject: Subject
-    hardware: Hardware
     from_flops: Compute
     """Times that choose a plan: the same in a forecast and in a run, which has no time to measure any."""
-    compute: Compute
-    """Times that a step is forecast with: measured ones where there are some."""
-    budgets: Budgets
     options: Options
-    states: tuple[StateSpec, ...]
-    saved: SavedBlocks | None = None
-    """What becomes of activations; None where nothing of them moves."""
-    ranks: Ranks | None = None
     mode: PlanMode = "search"
-
-    @property
-    def exchanges(self) -> Mapping[str, int]:
-        """Bytes of tokens that a rank sends to the experts of others in one forward pass, as `make_plan` takes them."""
-        return {module: n * self.states[0].dtype.itemsize for module, n in self.subject.exchanged.items()}
-
-    @property
-    def problem(self) -> Problem:
-        """What plans are made for, with the times that a step is forecast with."""
-        return Problem(
-            self.subject.root,
-            self.states,
-            self.budgets,
-            self.hardware,
-            self.compute,
-            self.ranks,
-            self.exchanges,
-            self.saved,
-        )
 
     def usual_plan(self) -> Plan:
         """The planner's first choice. Raises BudgetError when no plan fits."""
-        return self.problem.plan(self.options)
+        return self.plan(self.options)
 
     def search(self) -> Choice:
         """The plan that a run takes, and beside it all others that fit, fastest first.
 
         Raises BudgetError when no plan fits.
         """
-        found = search(replace(self.problem, compute=self.from_flops), self.options)
+        found = search(replace(self, compute=self.from_flops), self.options)
         if self.mode == "usual":
             found = found.usual()
-        return found if self.compute is self.from_flops else found.with_times(self.problem)
+        return found if self.compute is self.from_flops else found.with_times(self)
 
 
 def subject_of(config: PlanConfig, count_flops: bool = True) -> Subject:
@@ -98,8 +71,8 @@ def activations_of(config: PlanConfig, subject: Subject) -> Activations:
     )
 
 
-def setting_of(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[Setting, tuple[str, ...]]:
-    """The setting, and how its budgets were found.
+def inputs_of(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[PlanInputs, tuple[str, ...]]:
+    """The inputs, and how its budgets were found.
 
     Raises BudgetError where activations alone do not fit, ConfigError for a setting that cannot be used.
     """
@@ -113,22 +86,25 @@ def setting_of(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[
     itemsize = config.states[0].dtype.itemsize
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s
     times = Compute.from_flops(subject.forward_flops, rate.value, recomputes(config.activations))
-    setting = Setting(
-        subject,
-        machine.hardware,
-        times,
-        times,
-        budgets,
-        options,
-        config.states,
-        None,
-        machine.ranks,
-        config.plan,
-    )
+    saved = None
     if options.may_offload and config.activations != "auto":
         sizes = estimate_sizes(subject, config.tokens, itemsize)
-        setting = replace(setting, saved=SavedBlocks(sizes, (Policy(config.activations),) * len(sizes.blocks)))
-    return setting, notes
+        saved = SavedBlocks(sizes, (Policy(config.activations),) * len(sizes.blocks))
+    inputs = PlanInputs(
+        subject.root,
+        config.states,
+        budgets,
+        machine.hardware,
+        times,
+        machine.ranks,
+        {module: elements * itemsize for module, elements in subject.exchanged.items()},
+        saved,
+        subject=subject,
+        from_flops=times,
+        options=options,
+        mode=config.plan,
+    )
+    return inputs, notes
 
 
 def options_of(config: PlanConfig) -> Options:

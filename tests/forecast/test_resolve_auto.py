@@ -12,9 +12,9 @@ from pagoda.forecast import problem as problems
 from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, forecast
+from pagoda.forecast.inputs import inputs_of, subject_of
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.setting import setting_of, subject_of
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.ops import OpKind
 from pagoda.plan.placement import ACTIVATIONS
@@ -64,7 +64,7 @@ def test_the_fastest_policy_that_fits_is_taken_and_what_others_cost_is_said(
     auto = made(machine, activations="auto", **given)
     assert auto.config.activations in {*best, "auto"}
     assert auto.timeline.step_s <= min(fitting.values())
-    (said,) = (line for line in auto.settled if line.startswith("activations"))
+    (said,) = (line for line in auto.resolved if line.startswith("activations"))
     assert said.startswith(f"activations: {auto.config.activations}")
     for mode in MODES:
         if steps[mode] is None:
@@ -121,7 +121,7 @@ def test_as_few_tiles_as_fit() -> None:
     assert not made(tight, batch_tiles=4, **given).fits
     more = made(tight, batch_tiles="auto", **given)
     assert (more.config.batch_tiles, more.fits) == (8, True)
-    assert "batch tiles: 8" in more.settled[0]
+    assert "batch tiles: 8" in more.resolved[0]
 
 
 def test_tiles_make_units_smaller() -> None:
@@ -222,6 +222,6 @@ def test_a_model_larger_than_all_tiers_is_refused_by_the_planner_too() -> None:
     """What the search for the largest leaves out fast has no plan."""
     machine = gpu(1.5 * GIB, 1e10, 1e12)
     config = PlanConfig(model="gpt-24x2048", seq_len=64, memory=MemoryConfig(host="2GiB", ssd="1GiB"))
-    setting, _ = setting_of(config, machine, subject_of(config, count_flops=False))
+    inputs, _ = inputs_of(config, machine, subject_of(config, count_flops=False))
     with pytest.raises(BudgetError):
-        setting.usual_plan()
+        inputs.usual_plan()

@@ -1,0 +1,396 @@
+"""Which tier is home to each state of each unit: from everything in RAM to everything on SSD."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from typing import NoReturn
+
+from pagoda.errors import BudgetError
+from pagoda.memory.page import pages_for
+from pagoda.memory.sizes import format_at_least, format_bytes
+from pagoda.plan.collective import reduce_pages, serving_pages
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages, why_no_device_updates
+from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
+from pagoda.plan.ops import DEVICE, HOST, SSD
+from pagoda.plan.options import DEFAULT_SPLIT, Options
+from pagoda.plan.placement import (
+    ACTIVATION_BUFFERS,
+    ACTIVATIONS,
+    BOUNCE,
+    BOUNCE_ELEMENTS,
+    CHECKPOINT,
+    COLLECTIVE_BUFFERS,
+    FETCH_RING,
+    FETCH_SLOTS,
+    LEASES,
+    RING,
+    SERVING,
+    SPARE,
+    STAGING,
+    UNDO,
+    WORK,
+    Budgets,
+    Placement,
+)
+from pagoda.plan.units import UnitSpec
+
+COPIED_SHARE = 4
+"""A checkpoint may hold copies of one in so many bytes of RAM's states: most is written before its next update."""
+_STAGED = 4
+"""Gradients of the widest unit that the staging region holds at most, where units are updated under backward."""
+
+
+def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int = 2) -> Placement:
+    """Fill host RAM with what saves the most traffic per byte; the rest goes to SSD.
+
+    A byte of weights on SSD costs up to four transfers a step (forward, backward, update in and out), a byte of
+    gradients at least two, a byte of moments two: so weights get RAM first, then gradients, then moments, each in
+    the order of the forward pass, because the first units of the next forward have the least slack. Where units are
+    updated under backward, gradients need only a few buffers. `staging_buffers` is how many gradients of the largest
+    unit fit the staging region at least (with one, backward waits for each to be written). Without SSD, RAM keeps every
+    gradient of a step of several passes from the first to the last.
+
+    Units with moments on SSD are updated speculatively where `options` allow that and there is room to keep their old
+    states: on SSD after checkpoints, in RAM after moments, or before them if the split says so. Units with all their
+    states in RAM are too, in what is left of it, if the split says so.
+
+    Raises BudgetError naming the tier, the shortfall and the setting that would help.
+    """
+    return _Placer(layout, budgets, options, staging_buffers).place()
+
+
+@dataclass(frozen=True, slots=True)
+class _InRam:
+    """Units whose weights, gradients and moments have room in RAM, and the pages that the buffers for others get."""
+
+    weights: frozenset[int]
+    grads: frozenset[int]
+    moments: frozenset[int]
+    staging: int
+    leases: int = 0
+    """Where fetched weights take RAM only because some have their home on SSD."""
+
+
+class _Placer:
+    """Works through the levels of `place`, from everything in RAM to everything on SSD. All sizes are pages."""
+
+    def __init__(self, layout: Layout, budgets: Budgets, options: Options, staging_buffers: int) -> None:
+        self.layout = layout
+        self.options = options
+        self.split = options.split or DEFAULT_SPLIT
+        page = layout.page_bytes
+        self.device, self.ssd = (None if n is None else n // page for n in (budgets.device, budgets.ssd))
+        self.all = frozenset(unit.index for unit in layout.units)
+        self.asynchronous = options.max_staleness is not None
+        self.transient = options.update_under_backward
+        self.speculates = options.may_speculate and layout.ranks is None
+        no_updates = why_no_device_updates(layout, options, budgets.device) is not None
+        self.update_ring = 0
+        """Pages of the device through which the states of units pass that are updated there."""
+        if self.split.device_update_share and not no_updates:
+            self.update_ring = DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page)
+        self.resident = frozenset[int]() if no_updates else self._resident_units()
+        self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
+        self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
+        self.moment = self._by_unit(*(state.name for state in layout.moments))
+        self.grads, widest_grad = sum(self.grad.values()), max(self.grad.values())
+        self.least_staging, self.most_staging = min(self.grads, staging_buffers * widest_grad), _STAGED * widest_grad
+        self.fixed = self._fixed_lines()
+        self.reserved = sum(self.fixed.values())
+        self.host = budgets.host // page - self.reserved
+        """Without the fixed lines."""
+
+    def _by_unit(self, *states: str) -> dict[int, int]:
+        """unit -> pages of some states; none where the device is their home."""
+        layout = self.layout
+        return {
+            unit.index: 0 if unit.index in self.resident else sum(layout.pages(unit, state) for state in states)
+            for unit in layout.units
+        }
+
+    def place(self) -> Placement:
+        """Homes, then the buffers between them, then what the rest is for."""
+        device = self._device_lines()
+        kept = self._divided()
+        homes = self._homes(kept)
+        host, ssd = self._home_lines(HOST, homes, kept), self._home_lines(SSD, homes, kept)
+        passing = self._passing_device(kept)
+        if not passing:
+            device.pop(UPDATE_RING, None)
+        if kept.grads != self.all:
+            host[STAGING] = kept.staging
+        if kept.leases:
+            host[FETCH_RING if self.device is not None else LEASES] = kept.leases
+        slot = 0 if kept.weights == kept.moments == self.all else self._slot(kept.weights != self.all)
+        speculated = self._speculate(kept, slot, passing, host, ssd)
+        slots = self._ring_slots(slot, taken=sum(host.values())) if slot else 0
+        if slots:
+            host[RING] = slots * slot
+        copied = min(self._copied(host), self.host - sum(host.values()))
+        host |= self.fixed
+        host[CHECKPOINT] += max(0, copied)
+        self._add_spare(ssd)
+        lines = {tier: pages for tier, pages in ((HOST, host), (SSD, ssd), (DEVICE, device)) if pages}
+        return Placement(homes, lines, slots, speculated, passing, self.resident)
+
+    # --- host RAM -----------------------------------------------------------------------------------------
+
+    def _divided(self) -> _InRam:
+        """What RAM is home to: everything if that fits, else weights, gradients and moments as far as they go."""
+        weights, moments = sum(self.weight.values()), sum(self.moment.values())
+        accumulates = (self.options.accumulation_steps or 1) > 1
+        few = self.transient and not (accumulates and self.ssd is None)
+        needed = weights + moments + (min(self.grads, self.most_staging) if few else self.grads)
+        if needed <= self.host:
+            staging = min(self.grads, self.host - weights - moments)
+            grads_in = self.all if staging == self.grads else frozenset()
+            return _InRam(self.all, grads_in, self.all, staging)
+        if self.ssd is None:
+            self._refuse(HOST, needed, self.host, "memory.host, or add memory.ssd='DIR'")
+        weights_in, leases, left = self._divided_weights(needed)
+        grads_in, staging = self._divided_grads(left)
+        left -= staging + sum(self.grad[unit] for unit in grads_in)
+        moments_in = first_that_fit(self.moment, left)
+        if self.speculates and self.split.undo_first:
+            copies = {unit.index: self._undo(unit, unit.index in weights_in, False)[0] for unit in self.layout.units}
+            room = left - sum(copies.values())
+            while moments_in and sum(self.moment[unit] - copies[unit] for unit in moments_in) > room:
+                moments_in -= {max(moments_in)}
+        return _InRam(weights_in, grads_in, moments_in, staging, leases)
+
+    def _divided_weights(self, everything: int) -> tuple[frozenset[int], int, int]:
+        """(units whose weights live in RAM, pages of leases, pages left for gradients and moments); without SSD,
+        `everything` would be needed."""
+        layout, weights = self.layout, sum(self.weight.values())
+        most = int(self.split.weight_share * weights)
+        taken = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=False)
+        leased_anyway = LEASES in self.fixed
+        if not leased_anyway:
+            kept = first_that_fit(self.weight, min(most, self.host - taken))
+            if kept == self.all:
+                return kept, 0, self.host - taken - weights + self.least_staging
+        taken_if_streamed = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=True)
+        left = self.host - taken_if_streamed
+        leases = least = 0
+        if self.device is not None:
+            leases = least = FETCH_SLOTS * layout.fetch_piece_pages
+        elif not leased_anyway:
+            leases, least = layout.lease_pages(self.split.leases_ahead), layout.lease_pages(ahead=1)
+        if left < least:
+            needed = taken_if_streamed + least
+            if not leased_anyway:
+                needed = min(needed, taken + weights, everything)
+            self._refuse(HOST, needed, self.host, "memory.host, or lower memory.unit_limit")
+        leases = min(leases, left)
+        kept = first_that_fit(self.weight, min(most, left - leases))
+        return kept, leases, left - leases - sum(self.weight[unit] for unit in kept) + self.least_staging
+
+    def _divided_grads(self, left: int) -> tuple[frozenset[int], int]:
+        """(units whose gradients live in RAM, pages of the staging region)."""
+        all_fit = self.grads <= left and self.split.grad_share >= 1
+        if self.transient:
+            return frozenset(), min(self.most_staging, self.grads if all_fit else left)
+        if all_fit:
+            return self.all, 0
+        room = min(int(self.split.grad_share * self.grads), left - self.least_staging)
+        return first_that_fit(self.grad, room), self.least_staging
+
+    def _fixed_lines(self) -> dict[str, int]:
+        """Lines of host RAM that do not depend on where the other states live."""
+        layout = self.layout
+        lines = {state.name: sum(self._by_unit(state.name).values()) for state in layout.small}
+        lines[CHECKPOINT] = layout.piece_pages
+        lines[WORK] = layout.work_pages
+        if self.options.max_staleness is not None:
+            grads = layout.total_pages(GRAD)
+            lines |= {GRAD: grads, GRAD_QUEUE: self.options.max_staleness * grads}
+        if self.device is not None:
+            widest = min(BOUNCE_ELEMENTS, max(unit.trainable_numel for unit in layout.units))
+            lines[BOUNCE] = 2 * pages_for(widest * layout.offloaded_itemsize, layout.page_bytes)
+        else:
+            lines[COLLECTIVE_BUFFERS] = reduce_pages(layout)
+        if self.ssd is not None:
+            lines[SERVING] = serving_pages(layout)
+            if self.options.may_offload:
+                lines[ACTIVATIONS] = ACTIVATION_BUFFERS * layout.activation_buffer_pages
+        if self.device is None and layout.ranks is not None and layout.ranks.shards_weights:
+            lines[LEASES] = layout.lease_pages(ahead=1)
+            if self.ssd is not None:  # a slice does not begin where a page of its lease does
+                lines[FETCH_RING] = FETCH_SLOTS * layout.fetch_piece_pages
+        return {line: pages for line, pages in lines.items() if pages}
+
+    # --- between host RAM and SSD -------------------------------------------------------------------------
+
+    def _homes(self, kept: _InRam) -> dict[tuple[int, str], str]:
+        """The tier of every state of every unit."""
+        in_ram = {WEIGHT: kept.weights, GRAD: kept.grads} | {s.name: kept.moments for s in self.layout.moments}
+        if self.asynchronous:
+            in_ram |= {WEIGHT_BACK: kept.weights, GRAD: self.all}
+        elif self.ssd is None:  # transient buffers at most: there is nowhere to spill to
+            in_ram[GRAD] = self.all
+        in_ram |= {state.name: self.all for state in self.layout.small}
+        return {
+            (unit, state): DEVICE if unit in self.resident else HOST if unit in units else SSD
+            for unit in sorted(self.all)
+            for state, units in in_ram.items()
+        }
+
+    def _home_lines(self, tier: str, homes: Mapping[tuple[int, str], str], kept: _InRam) -> dict[str, int]:
+        """State -> pages of a tier that is home to it, those of fixed and of transient buffers left out."""
+        elsewhere = {state.name for state in self.layout.small}
+        if self.asynchronous or (self.ssd is None and kept.grads != self.all):
+            elsewhere.add(GRAD)
+        lines: dict[str, int] = {}
+        for (unit, state), home in homes.items():
+            if home == tier and state not in elsewhere:
+                lines[state] = lines.get(state, 0) + self.layout.pages(self.layout.units[unit], state)
+        return lines
+
+    def _slot(self, weights_on_ssd: bool) -> int:
+        """Pages of a block of the states that stream through RAM."""
+        layout = self.layout
+        return sum(layout.block_pages(s.name) for s in (*[layout.weight] * weights_on_ssd, *layout.moments))
+
+    def _ring_slots(self, slot: int, taken: int) -> int:
+        """The least, and as many more as RAM is left for, up to the blocks of the largest unit; where parameters are
+        taken whole one more, for the first of the next unit."""
+        layout, least = self.layout, self.layout.least_ring_slots
+        if layout.weight.whole is not None:
+            most = least + 1
+        else:
+            most = max(-(-unit.trainable_numel // layout.block_elements) for unit in layout.units)
+        return max(least, min(most, (self.host - taken) // slot))
+
+    def _undo(self, unit: UnitSpec, weight_in: bool, moments_in: bool) -> tuple[int, int]:
+        """Pages, in RAM and on SSD, that keep the old states of a unit beside the new. `weight_in` and `moments_in` say
+        whether RAM is home to its weights, and to its moments."""
+        if not unit.trainable_numel:
+            return 0, 0
+        layout = self.layout
+        in_ram = {state.name for state in (layout.states[1:] if moments_in else layout.small)}
+        if weight_in:
+            in_ram.add(WEIGHT)
+        on_ssd = self.weight[unit.index] * (not weight_in) + self.moment[unit.index] * (not moments_in)
+        return sum(layout.undo_pages(unit, in_ram).values()), on_ssd
+
+    def _speculate(
+        self, kept: _InRam, slot: int, passing: frozenset[int], host: dict[str, int], ssd: dict[str, int]
+    ) -> frozenset[int]:
+        """Units whose old states there is room for beside the new: adds the lines of undoing.
+
+        First those with moments on SSD, whose updates take longest; of the others what leaves room for a checkpoint.
+        """
+        if not self.speculates:
+            return frozenset()
+        left = self.host - sum(host.values()) - self.layout.least_ring_slots * slot
+        free = (self.ssd or 0) - sum(ssd.values()) - self._spare(ssd)
+        needs = {u.index: self._undo(u, u.index in kept.weights, u.index in kept.moments) for u in self.layout.units}
+        chosen, ram, pages = last_that_fit({u: needs[u] for u in self.all - kept.moments}, left, free)
+        if self.split.undo_in_ram:
+            others = kept.moments - passing - self.resident
+            room = left - ram - self._copied(host)
+            more, more_ram, more_pages = last_that_fit({u: needs[u] for u in others}, room, free - pages)
+            chosen, ram, pages = chosen | more, ram + more_ram, pages + more_pages
+        host.update({UNDO: ram} if ram else {})
+        ssd.update({UNDO: pages} if pages else {})
+        return chosen
+
+    def _copied(self, host: Mapping[str, int]) -> int:
+        """For what a checkpoint has not written of RAM's states when their next update comes, where that fits."""
+        return sum(host.get(state.name, 0) for state in self.layout.states) // COPIED_SHARE
+
+    def _spare(self, ssd: Mapping[str, int]) -> int:
+        """Pages on SSD for what changes while as many checkpoints as asked for, or as fit, keep theirs."""
+        needed = sum(ssd.values()) - ssd.get(UNDO, 0)
+        state = needed - ssd.get(GRAD, 0)
+        if self.options.keep_checkpoints is not None:
+            return self.options.keep_checkpoints * state
+        return state if needed + state <= (self.ssd or 0) else 0
+
+    def _add_spare(self, ssd: dict[str, int]) -> None:
+        """Add the spare pages of checkpoints to the lines of SSD."""
+        needed, spare, available = sum(ssd.values()) - ssd.get(UNDO, 0), self._spare(ssd), self.ssd or 0
+        if needed > available:
+            self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
+        if needed + spare > available:
+            setting = "memory.ssd='DIR:SIZE', or lower keep_checkpoints (--keep-checkpoints; 0 copies what is on SSD)"
+            self._refuse(SSD, needed + spare, available, setting)
+        if spare:
+            ssd[SPARE] = spare
+
+    # --- a device of its own ------------------------------------------------------------------------------
+
+    def _device_lines(self) -> dict[str, int]:
+        if self.device is None:
+            return {}
+        layout = self.layout
+        resident = [unit for unit in layout.units if unit.index in self.resident]
+        total = sum(layout.lease_of(unit) for unit in layout.units if unit.index not in self.resident)
+        lines = {
+            state: sum(layout.pages(unit, state) for unit in resident)
+            for state in (*(s.name for s in layout.states), GRAD)
+        }
+        lines |= {COLLECTIVE_BUFFERS: reduce_pages(layout), UPDATE_RING: self.update_ring}
+        beside = sum(lines.values())
+        leases = min(self.device - beside, total)
+        least = min(layout.lease_pages(ahead=1), total)
+        if leases < least:
+            setting = "memory.device, or lower memory.unit_limit" + " or split.device_update_share" * (
+                self.update_ring > 0
+            )
+            self._refuse(DEVICE, least + beside, leases + beside, setting)
+        lines[LEASES] = leases
+        return {line: pages for line, pages in lines.items() if pages}
+
+    def _passing_device(self, kept: _InRam) -> frozenset[int]:
+        """Units whose states, all of them in RAM, pass the device for their update."""
+        in_ram = (kept.weights & kept.moments) - self.resident
+        able = [unit for unit in self.layout.units if unit.trainable_numel and unit.index in in_ram]
+        return on_device(able, self.split.device_update_share) if self.update_ring else frozenset()
+
+    def _resident_units(self) -> frozenset[int]:
+        """The first units of forward, as many as the share of the device's memory holds that nothing else needs; at
+        least one unit is not among them, for which there are leases."""
+        layout, share = self.layout, self.split.device_home_share
+        if not share or self.device is None:
+            return frozenset()
+        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring
+        states = (*(state.name for state in layout.states), GRAD)
+        pages = {unit.index: sum(layout.pages(unit, state) for state in states) for unit in layout.units[:-1]}
+        return first_that_fit(pages, int(share * (self.device - needed)))
+
+    def _refuse(self, tier: str, needed: int, available: int, setting: str) -> NoReturn:
+        page = self.layout.page_bytes
+        if tier == HOST:
+            needed, available = needed + self.reserved, available + self.reserved
+            if self.asynchronous:
+                grads = format_bytes(self.layout.total_pages(GRAD) * page)
+                setting += f", or lower max_staleness: RAM keeps gradients of max_staleness + 1 steps, {grads} each"
+        raise BudgetError(
+            f"The training state does not fit: {tier} needs at least {format_at_least(needed * page)} and has "
+            f"{format_bytes(available * page)}, {format_at_least((needed - available) * page)} short. "
+            f"Raise {setting}.",
+            tier=tier,
+            needed_bytes=needed * page,
+        )
+
+
+def first_that_fit(pages: Mapping[int, int], room: int) -> frozenset[int]:
+    """The first units, in the order of `pages`, that fit together; none behind one that does not."""
+    taken = takewhile(lambda pages: pages <= room, accumulate(pages.values()))
+    return frozenset(unit for unit, _ in zip(pages, taken, strict=False))
+
+
+def last_that_fit(pages: Mapping[int, tuple[int, int]], ram: int, ssd: int) -> tuple[frozenset[int], int, int]:
+    """Units that fit together, given what each takes in RAM and on SSD, and what they take there.
+
+    The last units come first, because backward has their gradients first. Units that need nothing are none.
+    """
+    chosen = set()
+    taken_ram = taken_ssd = 0
+    for unit in sorted(pages, reverse=True):
+        in_ram, on_ssd = pages[unit]
+        if (in_ram or on_ssd) and taken_ram + in_ram <= ram and taken_ssd + on_ssd <= ssd:
+            taken_ram, taken_ssd = taken_ram + in_ram, taken_ssd + on_ssd
+            chosen.add(unit)
+    return frozenset(chosen), taken_ram, taken_ssd
