@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +39,11 @@ class _Observed:
 
 
 class Accesses:
-    """Tells the scheduler of compute's accesses, and waits where compute must. Only compute's thread calls it."""
+    """Tells the scheduler of compute's events, and waits where compute must. Only compute's thread calls it.
+
+    The scheduler learns of the first and the last of overlapping uses of a unit in one phase. Backward reads a unit
+    once for each of its operations: these reads count as one, which ends when compute does anything else.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,10 @@ class Accesses:
         self._leases = leases
         self._device = device
         self._meter = meter
+        self._uses = {phase: [0] * len(units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        """Uses of each unit now, the unfinished read included."""
+        self._reading: LiveUnit | None = None
+        """The unit that backward has read last, while that read counts as a use."""
         self._last: Access | None = None
         self._forks = forks()
         self.closed = False
@@ -90,12 +99,44 @@ class Accesses:
             )
         self.check_usable()
         unit.used = True
-        access = Access(unit.index, phase)
+        lease = self._leases.get(unit) if self._uses[phase][unit.index] else self._access(unit, phase)
+        self._uses[phase][unit.index] += 1
+        return lease
+
+    def end(self, unit: LiveUnit, phase: Phase) -> None:
+        """One use of a unit has ended."""
+        self._uses[phase][unit.index] -= 1
+        if not self._uses[phase][unit.index]:
+            self._driver.tell(self._scheduler.release, unit.index)
+
+    def read(self, unit: LiveUnit) -> torch.Tensor:
+        """A unit's weights for an operation of backward: whoever keeps the tensor keeps them in place."""
+        lease = self.begin(unit, Phase.BACKWARD)
+        if self._reading is unit:
+            self._uses[Phase.BACKWARD][unit.index] -= 1
+        else:
+            self._end_read()
+            self._reading = unit
+        return lease.base
+
+    def tell(self, event: Callable[..., None], *arguments: Any) -> None:
+        """An event of compute, which reads nothing meanwhile."""
+        self._end_read()
+        self._driver.tell(event, *arguments)
+
+    def _end_read(self) -> None:
+        unit, self._reading = self._reading, None
+        if unit is not None:
+            self.end(unit, Phase.BACKWARD)
+
+    def _access(self, unit: LiveUnit, phase: Phase) -> Lease:
+        """Tell of the first of some uses of a unit, and wait until compute can read it."""
         self._device.computing()
         self._executor.poll()
         self._executor.failures.pop(unit.index, None)
+        access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
-        self._driver.tell(self._scheduler.access, access, recorded)
+        self.tell(self._scheduler.access, access, recorded)
         if access != self._last:
             self._last = access
             self._meter.accesses[self._found(unit)] += 1
@@ -106,7 +147,7 @@ class Accesses:
             if lease.ready is not None and not lease.ready.succeeded:
                 self._device.wait_for(lease.ready.wait_until_issued())
         except BaseException:
-            self.end(unit)
+            self.tell(self._scheduler.release, unit.index)
             raise
         if self._plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
@@ -114,24 +155,14 @@ class Accesses:
             self._note(self._meter.tape, unit, phase)
         return lease
 
-    def end(self, unit: LiveUnit) -> None:
-        """One use of a unit has ended."""
-        self._driver.tell(self._scheduler.release, unit.index)
-
-    def read(self, unit: LiveUnit) -> torch.Tensor:
-        """A unit's weights for an operation of backward: whoever keeps the tensor keeps them in place."""
-        base = self.begin(unit, Phase.BACKWARD).base
-        self.end(unit)
-        return base
-
     def expect(self, units: Sequence[LiveUnit]) -> None:
         """Units of experts that a router has just chosen, in the order in which they will run."""
-        self._driver.tell(self._scheduler.expect, [unit.index for unit in units])
+        self.tell(self._scheduler.expect, [unit.index for unit in units])
 
     def overwritten(self, unit: LiveUnit) -> None:
         """A unit's weights were written at home, or in reach of compute, by other means than an update."""
         unit.version += 1
-        self._driver.tell(self._scheduler.overwritten, unit.index)
+        self.tell(self._scheduler.overwritten, unit.index)
 
     def before_evaluation(self) -> None:
         """A forward without gradients begins. Between steps, it sees all of asynchronous training."""
@@ -164,11 +195,11 @@ class Accesses:
         """Wait until every update that was asked for has ended, and every other has been undone."""
         scheduler = self._scheduler
         self._executor.poll()
-        self._driver.tell(scheduler.drain, True)
+        self.tell(scheduler.drain, True)
         try:
             self.wait(lambda: scheduler.drained, "update")
         finally:
-            self._driver.tell(scheduler.drain, False)
+            self.tell(scheduler.drain, False)
         for feeder in self._executor.feeders:
             feeder.drop_ahead()
 

@@ -19,13 +19,14 @@ from pagoda.runtime.unit import LiveUnit, written_in_forward
 class _Bracket:
     """One running forward of a module: the units it has entered, and whether it started the packing."""
 
-    __slots__ = ("entered", "is_method", "module", "packing", "thread")
+    __slots__ = ("entered", "is_method", "module", "packing", "phase", "thread")
 
     def __init__(self, module: nn.Module, packing: bool, is_method: bool) -> None:
         self.module = module
         self.is_method = is_method
         """Whether another method of the module runs, in place of its forward."""
         self.packing = packing
+        self.phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
         self.thread = threading.get_ident()
         self.entered: list[LiveUnit] = []
 
@@ -105,7 +106,7 @@ class Brackets:
     def _enter(self, bracket: _Bracket, unit: LiveUnit) -> None:
         if unit.gathered:
             raise UsageError(f"{unit.spec.name!r} cannot run inside `with pagoda.gathered(...)` of its parameters.")
-        lease = self._accesses.begin(unit, Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD)
+        lease = self._accesses.begin(unit, bracket.phase)
         unit.active += 1
         bracket.entered.append(unit)
         if unit.active == 1:
@@ -146,7 +147,7 @@ class Brackets:
         for unit in bracket.entered:
             unit.active -= 1
             name = unit.hide() if unit.active == 0 else None
-            self._accesses.end(unit)
+            self._accesses.end(unit, bracket.phase)
             if name is not None:
                 self._written = name
                 self._accesses.overwritten(unit)

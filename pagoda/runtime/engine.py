@@ -121,7 +121,6 @@ class Engine:
             self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
         )
         self.damage = self._executor.damage
-        self._driver = self._executor.driver
         self.together: Together | None = None
         """The dealings with other ranks, where there are any."""
         if ranks is not None:
@@ -134,7 +133,7 @@ class Engine:
                 open_buffers(self.store, self.gradients.arriving) if reduces else None,
                 device,
                 self._lanes["d2h"],
-                self._driver,
+                self._executor.driver,
                 self._executor.updated,
                 self._meter.stalled,
             )
@@ -222,7 +221,7 @@ class Engine:
             raise
         self.accesses.wait_until_idle()
         self._executor.latest.clear()
-        self._driver.tell(self.scheduler.restored)
+        self.accesses.tell(self.scheduler.restored)
         self.damage.cause = None
 
     @contextmanager
@@ -248,7 +247,7 @@ class Engine:
 
         Asynchronous updates are drained: only then is it known which of them belong to that state, and where it lies.
         """
-        self._driver.tell(self.scheduler.prepare_checkpoint)
+        self.accesses.tell(self.scheduler.prepare_checkpoint)
         self.accesses.wait(lambda: self.scheduler.prepared, "update")
         if self.plan.options.max_staleness is not None:
             self.drain()
@@ -257,13 +256,13 @@ class Engine:
         """Start capturing every state as the last `step()` leaves it, which has been prepared. The arguments are
         those of `Capture`."""
         capture = Capture(self.store, pieces, extents)
-        self._driver.tell(self._executor.begin_checkpoint, capture)
+        self.accesses.tell(self._executor.begin_checkpoint, capture)
         return capture
 
     def end_capture(self, capture: Capture) -> None:
         """It is complete, or given up: updates need not wait."""
         capture.end()
-        self._driver.tell(self._executor.end_checkpoint)
+        self.accesses.tell(self._executor.end_checkpoint)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(

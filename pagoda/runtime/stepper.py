@@ -67,7 +67,7 @@ class Stepper:
         self._rule = rule
         self._gradients = gradients
         self._executor = executor
-        self._driver, self._scheduler = executor.driver, executor.driver.scheduler
+        self._scheduler = executor.driver.scheduler
         self._accesses = accesses
         self._stalled = stalled
         self.scaler = scaler
@@ -149,7 +149,7 @@ class Stepper:
 
     def _bring(self, record: UnitGradient, last: bool) -> None:
         """A gradient waits for its buffer: have it brought there. `last`: it is the last one before `step()`."""
-        self._driver.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
+        self._accesses.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
         lane = "update" if self._options.update_under_backward else "ssd_write"
         self._accesses.wait(lambda: not self._scheduler.gradients_held_back, lane, lambda: self._refuse(record))
 
@@ -197,7 +197,7 @@ class Stepper:
 
     def _drop_gradients(self) -> None:
         if self._gradients.records() or self._norm_terms:
-            self._driver.tell(self._scheduler.drop_gradients)
+            self._accesses.tell(self._scheduler.drop_gradients)
         self._gradients.clear()
         self._early.clear()
 
@@ -307,7 +307,7 @@ class Stepper:
             self._abandon()
             if not self.scaler.skips:
                 raise
-            self._driver.tell(self._scheduler.scale_known, False, True)
+            self._accesses.tell(self._scheduler.scale_known, False, True)
             self.scaler.end_of_step(skipped=True)
             return None
         if self._clip_grad_norm is not None and norms.total is not None:
@@ -339,7 +339,7 @@ class Stepper:
                 record.renew()
             self._gradients.take(record)
             self._ask_for(record)
-        self._driver.tell(self._scheduler.scale_known, clipped, False, changed)
+        self._accesses.tell(self._scheduler.scale_known, clipped, False, changed)
         self._executor.step_decided()
 
     def _scale_of(self, unit: LiveUnit, slot: int) -> float:

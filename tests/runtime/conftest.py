@@ -10,6 +10,7 @@ from zoo import RESIDENT
 
 import pagoda
 from pagoda.optimizer import PagedOptimizer
+from pagoda.runtime.accesses import Accesses
 
 Wrap = Callable[..., tuple[nn.Module, PagedOptimizer]]
 
@@ -29,6 +30,18 @@ def wrap() -> Iterator[Wrap]:
     yield wrap
     for optimizer in opened:
         optimizer.close()
+
+
+@pytest.fixture
+def lanes_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute comes to a unit only once lanes have done all that they were given, however busy the machine is."""
+    access = Accesses._access
+
+    def patient(self: Accesses, *of: Any) -> Any:
+        self.wait_until_idle()
+        return access(self, *of)
+
+    monkeypatch.setattr(Accesses, "_access", patient)
 
 
 @pytest.fixture(autouse=True)

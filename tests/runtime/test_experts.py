@@ -217,6 +217,7 @@ def test_only_the_experts_that_run_are_fetched(placement: str, checkpointing: bo
     optimizer.close()
 
 
+@pytest.mark.usefixtures("lanes_keep_up")
 def test_routing_that_varies_makes_no_new_plans_and_no_faults() -> None:
     memory = pagoda.Memory(device="cpu:16MiB", host="64MiB", page_size=PAGE)
     model, optimizer = pagoda.wrap(built("gpt-moe-checkpointed"), pagoda.AdamW(lr=1e-2), memory=memory)
@@ -232,6 +233,7 @@ def test_routing_that_varies_makes_no_new_plans_and_no_faults() -> None:
     optimizer.close()
 
 
+@pytest.mark.usefixtures("lanes_keep_up")
 def test_experts_that_every_step_uses_are_fetched_ahead(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model: nn.Module = build_mixture(replace(GPT, experts=2, top_k=2), gradient_checkpointing=False)

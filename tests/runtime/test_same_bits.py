@@ -218,6 +218,7 @@ def test_several_threads_do_not_change_a_bit(placement: str, tmp_path: Path) -> 
     train(recipe, memory).assert_same_bits(reference)
 
 
+@pytest.mark.usefixtures("lanes_keep_up")
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3"])
@@ -227,6 +228,7 @@ def test_only_the_first_step_has_faults(model: str, checkpointing: bool, placeme
     assert outcome.faults[1:] == [0] * 4
 
 
+@pytest.mark.usefixtures("lanes_keep_up")
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
 def test_only_the_first_step_has_faults_where_a_module_holds_a_parameter(placement: str, tmp_path: Path) -> None:
     recipe = Recipe("conv")
@@ -254,6 +256,7 @@ def test_a_gradient_of_several_pieces_does_not_change_a_bit_on_its_way_from_a_de
     outcome.assert_same_bits(run(build(), pagoda.Memory(host="256MiB"), loop, precision=precision, clip_grad_norm=0.5))
 
 
+@pytest.mark.usefixtures("lanes_keep_up")
 def test_a_departure_from_the_trace_faults_and_a_new_habit_is_planned(tmp_path: Path) -> None:
     """Two steps of another order make that order the plan; one does not."""
     model = built("layers_skipped_at_random")

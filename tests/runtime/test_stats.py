@@ -48,17 +48,9 @@ def test_weights_that_live_where_compute_reads_them_are_in_place(steps: Steps) -
         assert stats.prefetch_hit_rate == 1.0
 
 
+@pytest.mark.usefixtures("lanes_keep_up")
 def test_weights_that_were_fetched_before_they_are_needed_have_arrived(steps: Steps) -> None:
-    def wait_for_fetches(engine: Any) -> None:
-        begin = engine.accesses.begin
-
-        def patient(*access: Any) -> Any:
-            engine.accesses.wait_until_idle()
-            return begin(*access)
-
-        engine.accesses.begin = patient
-
-    for stats in steps(ssd=True, change=wait_for_fetches)[2:]:
+    for stats in steps(ssd=True)[2:]:
         assert stats.accesses["arrived"] > 0
         assert stats.accesses["late"] == 0
         assert stats.prefetch_hit_rate == 1.0 - stats.faults / sum(stats.accesses.values())
@@ -67,7 +59,7 @@ def test_weights_that_were_fetched_before_they_are_needed_have_arrived(steps: St
 def test_weights_that_are_still_on_their_way_are_late_and_no_hit(steps: Steps) -> None:
     def never_in_time(engine: Any) -> None:
         """A fetch is under way until compute waits for something."""
-        fill, wait = engine.leases._fill, engine._driver.wait
+        fill, wait = engine.leases._fill, engine.accesses._driver.wait
         lock, held, waiting = threading.Lock(), list[tuple[Handle, Handle]](), False
 
         def slowly(*lease: Any) -> Handle:
@@ -90,7 +82,7 @@ def test_weights_that_are_still_on_their_way_are_late_and_no_hit(steps: Steps) -
             wait(*condition)
             waiting = False
 
-        engine.leases._fill, engine._driver.wait = slowly, release
+        engine.leases._fill, engine.accesses._driver.wait = slowly, release
 
     for stats in steps(ssd=True, change=never_in_time)[2:]:
         found = stats.accesses
