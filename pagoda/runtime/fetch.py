@@ -8,7 +8,7 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import FETCH_RING, FETCH_SLOTS
 from pagoda.runtime.device import PAST, Device, Event
-from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
@@ -55,7 +55,7 @@ class Fetcher:
             fills = [self._through_ring(unit, [(piece, 0)], at, after, free, label) for at, piece in pieces]
         else:
             fills = [self._straight(unit, memoryview(piece.numpy().data), at, after, label) for at, piece in pieces]
-        return Latch("ssd_read", fills)
+        return all_of("ssd_read", fills)
 
     def _straight(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...], label: str) -> Handle:
         return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, into), after, into.nbytes, label)
@@ -95,7 +95,7 @@ class Fetcher:
                     held.append((part[first - begin : last - begin], first - at))
             if held:
                 fills.append(self._through_ring(unit, held, at, after, free, label))
-        return Latch("ssd_read", fills)
+        return all_of("ssd_read", fills)
 
     def _through_ring(
         self,

@@ -11,7 +11,7 @@ from pagoda.optim.kernels import UpdateKernel
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient
-from pagoda.runtime.lanes import Handle, Lane, Latch
+from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.ring import Ring
 from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
@@ -103,7 +103,7 @@ class HostPath(UpdatePath):
         """Give the slots of what was read ahead back, each once its reads have ended; returns the reads."""
         dropped, self._ahead = self._ahead.blocks, _ReadAhead(-1)
         for slot, reads in dropped.values():
-            Latch("ssd_read", reads).then(lambda _, slot=slot: self._ring.give_back(slot))  # type: ignore[misc]
+            all_of("ssd_read", reads).then(lambda _, slot=slot: self._ring.give_back(slot))  # type: ignore[misc]
         return [read for _, reads in dropped.values() for read in reads]
 
     def _take_slot(self, start: int) -> tuple[int, list[Handle]]:
@@ -149,7 +149,7 @@ class HostPath(UpdatePath):
             raise
         finally:
             if streamed:
-                Latch("ssd_write", using).then(lambda _: self._ring.give_back(slot))
+                all_of("ssd_write", using).then(lambda _: self._ring.give_back(slot))
 
     def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """The blocks of `cuts` that can be read before those before them are written."""

@@ -160,6 +160,11 @@ class Latch(Handle):
             self.finish(self._first_error)
 
 
+def all_of(lane: str, handles: Sequence[Handle]) -> Handle:
+    """A handle that ends when all of these have."""
+    return handles[0] if len(handles) == 1 else Latch(lane, handles)
+
+
 Work = Callable[[], Event | None]
 """What a lane does. Work that it only puts in a device's queue returns the event behind it."""
 
@@ -228,7 +233,7 @@ class Lane:
                 handle.finish(error)
 
         if pending:
-            Latch(self.name, pending).then(ready)
+            all_of(self.name, pending).then(ready)
         else:
             ready(None)
         return handle

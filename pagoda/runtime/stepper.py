@@ -84,6 +84,8 @@ class Stepper:
         """Updates queued so far, each of one unit."""
         self._early: list[UnitGradient] = []
         """Gradients whose unit is to be updated under backward, and whose update had not begun when last looked at."""
+        self._guesses: NextHypers | None = None
+        """Hyperparameters as they were when an update of this step was first guessed."""
         self._norm_terms: dict[int, UnitGradient] = {}
         self._used_groups: dict[int, Hyper] = {}
         self._factors = Factors()
@@ -160,7 +162,9 @@ class Stepper:
 
     def _guess(self, record: UnitGradient) -> None:
         """What the update of a unit is, if `step()` clips nothing and no hyperparameter changes until then."""
-        record.hypers = NextHypers(self.group_of, self._rule).of(record.unit, lambda _: 1.0 / self.scaler.scale)
+        if self._guesses is None:
+            self._guesses = NextHypers(self.group_of, self._rule)
+        record.hypers = self._guesses.of(record.unit, lambda _: 1.0 / self.scaler.scale)
         record.segments = tuple(segments_of(record.unit, record.hypers))
         if self._options.update_under_backward:
             self._early.append(record)
@@ -200,6 +204,7 @@ class Stepper:
             self._accesses.tell(self._scheduler.drop_gradients)
         self._gradients.clear()
         self._early.clear()
+        self._guesses = None
 
     def drop_step(self) -> None:
         """Forget the step that has begun, whose updates have failed: no `step()` will end it."""
@@ -377,6 +382,7 @@ class Stepper:
 
     def _clear_step(self) -> None:
         self._early.clear()
+        self._guesses = None
         self._norm_terms.clear()
         self._used_groups.clear()
         self._factors.clear()

@@ -10,7 +10,7 @@ from pagoda.errors import NonFiniteGradientError, UsageError
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient, non_finite_message
-from pagoda.runtime.lanes import THREAD_NAMES, Handle, Latch, wait_all
+from pagoda.runtime.lanes import THREAD_NAMES, Handle, all_of, wait_all
 from pagoda.runtime.segments import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Undo
@@ -225,7 +225,7 @@ class Feeder:
                 computed[-1].finish(error)
                 break
         self.path.end(unit.index)
-        all_computed, all_written = Latch("update", computed), Latch("ssd_write", [*computed, *written])
+        all_computed, all_written = all_of("update", computed), all_of("ssd_write", [*computed, *written])
         all_computed.then(lambda _: update.used())
         weights_on_ssd = self._store.run(unit.index, WEIGHT) is not None
         (all_written if weights_on_ssd else all_computed).then(update.updated.finish)
