@@ -16,7 +16,7 @@ from pagoda.runtime.ring import Ring
 from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, Block, Update, UpdatePath
+from pagoda.runtime.updates import IN_PLACE, Block, UpdatePath
 
 
 class Part(NamedTuple):
@@ -68,9 +68,13 @@ class HostPath(UpdatePath):
             self._ring_offsets[state.name] = offset
             offset += layout.block_pages(state.name) * store.plan.page_bytes
 
-    def is_small(self, update: Update) -> bool:
-        index = update.unit.index
-        return self._touched[index] <= self._lanes["update"].inline_bytes and not self._streamed[index]
+    def is_small(self, unit: UnitSpec) -> bool:
+        return self._touched[unit.index] <= self._lanes["update"].inline_bytes and not self._streamed[unit.index]
+
+    def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        if self.is_small(unit):  # threads need not share it
+            return [(0, len(self._store.shards.updated(unit)))]
+        return super().cuts(unit)
 
     def begin(self, unit: int) -> None:
         if self._streamed[unit]:

@@ -81,8 +81,8 @@ class UpdatePath:
         total = len(self._store.shards.updated(unit))
         return [(start, min(start + self._block, total)) for start in range(0, total, self._block)]
 
-    def is_small(self, update: Update) -> bool:
-        """Whether an update is done before another thread would have begun it."""
+    def is_small(self, unit: UnitSpec) -> bool:
+        """Whether the update of a unit is done before another thread would have begun it."""
         return False
 
     def begin(self, unit: int) -> None:
@@ -132,7 +132,7 @@ class Feeder:
 
         A small one in RAM is fed at once: this thread would do no less to hand it to another.
         """
-        if update.keep is None and self.path.is_small(update):
+        if update.keep is None and self.path.is_small(update.unit.spec):
             self._feed(update)
             return
         with self._lock:

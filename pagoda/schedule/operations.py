@@ -68,6 +68,8 @@ class UnitPlan:
     """The size of a buffer for its gradient; 0 where the gradient has a home in RAM."""
     old_state_pages: int = 0
     """What an update needs in the reserve to keep the old states for a checkpoint."""
+    streamed: bool = False
+    """Whether its updates read states from SSD, so that reading ahead saves time."""
     trained: bool = True
     speculated: bool = False
     """Whether it may be updated under backward before it is known whether gradients are clipped."""

@@ -387,7 +387,7 @@ class Updates:
         unit = self._after.get(self._before, -1)
         if unit in (-1, self._ahead) or self._asynchronous or self.draining or self.failed:
             return
-        if self.weights[unit].update is None and unit not in self._speculative:
+        if self._plan.units[unit].streamed and self.weights[unit].update is None and unit not in self._speculative:
             self._ahead = unit
             self._issue(Operation(Kind.READ_AHEAD, unit))
 

@@ -301,6 +301,7 @@ class Memory:
         """It must be worth it, and what is read must still be so when the update begins."""
         unit, home, truth = op.unit, self.homes[op.unit], self.truths[op.unit]
         require(self.plan.max_staleness is None and not self.draining, "READ_AHEAD while nothing should be")
+        require(self.plan.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
         require(not self.plan.units[unit].updater, f"READ_AHEAD of unit {unit} for the wrong updater")
         require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")
         begun = self.scheduler.began_early(unit) and self.steps not in truth.applied
