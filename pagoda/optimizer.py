@@ -159,8 +159,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._mark_grouped()
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's own format, with every state in RAM: AdamW's takes 8 bytes a parameter. See `save_state_dict`."""
-        self._engine.drain()
+        """torch's own format, with every state in RAM: AdamW's takes 8 bytes a parameter. See `save_state_dict`.
+
+        Raises UsageError between backward and `step()` where units are updated under backward.
+        """
+        self._engine.settle()
         plain = super().state_dict()
         states: dict[int, dict[str, Any]] = {}
         for index, (unit, slot) in enumerate(self._members()):
@@ -207,7 +210,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     "The parameters were updated while optimizer.named_states() was being read, so its states would be "
                     "those of different steps: read all of it before the next step."
                 )
-            self._engine.drain()  # whoever reads may have done anything since
+            self._engine.settle()  # whoever reads may have done anything since
             if unit.steps[slot] and (state := self._states.read(unit, slot)):
                 yield unit.name(slot), state
 

@@ -30,7 +30,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
     if not homes:
         raise UsageError("This model is not wrapped: call pagoda.wrap(model, ...) first.")
     engine = homes[0][0]
-    engine.drain()
+    engine.settle()
     together = engine.together
     receivers = range(together.ranks if together is not None else 1)[: None if all_ranks else 1]
     keeps = together is None or together.rank in receivers

@@ -22,7 +22,7 @@ from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
 from pagoda.checkpoint.shards import read_part
 from pagoda.checkpoint.tensors import TensorSpec, chunks
-from pagoda.errors import CheckpointError, UsageError
+from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
@@ -57,11 +57,7 @@ class Snapshot:
         one is complete. Raises UsageError where updates under backward have left the state after `step()` behind
         already.
         """
-        if self._engine.stepper.updates_have_begun():
-            raise UsageError(
-                "save_checkpoint() between backward and step(): with accumulation_steps announced, some units have had "
-                "this step's update already and others have not. Call optimizer.step() first."
-            )
+        self._engine.check_between_steps()
         self._engine.check_usable()
         saver = self._engine.saver
         saver.wait()

@@ -40,7 +40,7 @@ class WeightStateDicts:
                 module.register_load_state_dict_post_hook(self._hide)  # type: ignore[no-untyped-call]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        self._engine.drain()
+        self._engine.settle()
         self._copies = {key: ref for key, ref in self._copies.items() if ref() is not None}
         self._wholes = {key: ref for key, ref in self._wholes.items() if ref() is not None}
         for name, param in module.named_parameters(recurse=False):

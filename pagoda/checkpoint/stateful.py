@@ -46,7 +46,7 @@ class ModelState:
         Raises UsageError between backward and step() where updates run under backward.
         """
         for engine in {id(engine): engine for engine, _, _ in self._homes.values()}.values():
-            _settle(engine)
+            engine.settle()
         masters = {name: _master(*home) for name, home in self._homes.items()}
         return masters | {name: buffer.detach().clone() for name, buffer in unpaged(self._model)}
 
@@ -86,7 +86,7 @@ def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if not trained:
         raise UsageError("This model is not wrapped, or all of it is frozen: call pagoda.wrap(model, ...) first.")
     for engine in {id(engine): engine for engine, _, _ in trained.values()}.values():
-        _settle(engine)
+        engine.settle()
     return {name: _master(*home) for name, home in trained.items()}
 
 
@@ -111,7 +111,7 @@ class OptimizerState:
 
         Raises UsageError between backward and step() where updates run under backward.
         """
-        _settle(self._engine)
+        self._engine.settle()
         states = {
             name: {"step": torch.tensor(float(unit.steps[slot]))}
             | {
@@ -178,16 +178,6 @@ class OptimizerState:
         """Where a parameter's state lies."""
         unit, slot = self._slots[name]
         return self._engine.plan.layout.span(unit.spec, slot, state)
-
-
-def _settle(engine: Engine) -> None:
-    """Wait until every state is that after the last step."""
-    if engine.stepper.updates_have_begun():
-        raise UsageError(
-            "The state was asked for between backward and step(): with accumulation_steps announced, some units have "
-            "had this step's update already and others have not. Call optimizer.step() first."
-        )
-    engine.drain()
 
 
 def _master(engine: Engine, unit: LiveUnit, slot: int) -> torch.Tensor:

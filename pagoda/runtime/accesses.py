@@ -115,16 +115,17 @@ class Accesses:
         if self._reading is unit:
             self._uses[Phase.BACKWARD][unit.index] -= 1
         else:
-            self._end_read()
+            self.end_read()
             self._reading = unit
         return lease.base
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """An event of compute, which reads nothing meanwhile."""
-        self._end_read()
+        self.end_read()
         self._driver.tell(event, *arguments)
 
-    def _end_read(self) -> None:
+    def end_read(self) -> None:
+        """Backward has gone on from what it read last, or is over."""
         unit, self._reading = self._reading, None
         if unit is not None:
             self.end(unit, Phase.BACKWARD)

@@ -200,6 +200,19 @@ class Engine:
         self._end_updates()
         self.damage.check()
 
+    def check_between_steps(self) -> None:
+        """Raises UsageError where updates under backward have left the state after the last `step()` behind."""
+        if self.stepper.updates_have_begun():
+            raise UsageError(
+                "The state was asked for between backward and step(): with accumulation_steps announced, some units "
+                "have had this step's update already and others have not. Call optimizer.step() first."
+            )
+
+    def settle(self) -> None:
+        """As `drain`, for whoever reads the states of all units: raises UsageError where they are of two steps."""
+        self.check_between_steps()
+        self.drain()
+
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """All states are to be replaced, whatever has become of them. If that fails half-way, they are damaged."""

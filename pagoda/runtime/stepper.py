@@ -183,6 +183,7 @@ class Stepper:
 
     def updates_have_begun(self) -> bool:
         """Whether some unit has had, or is about to have, its update of this step under backward."""
+        self._accesses.end_read()
         self._executor.poll()
         self._note_early()
         return any(unit.updated for unit in self._units)

@@ -714,8 +714,16 @@ def test_an_update_under_backward_that_begins_after_the_last_gradient_is_noticed
         if accumulation_steps is not None:
             with pytest.raises(pagoda.UsageError, match="applied under backward"):
                 optimizer.zero_grad()
-            with pytest.raises(pagoda.UsageError, match="between backward and step"):
-                pagoda.OptimizerState(optimizer).state_dict()
+            states_of_two_steps = (
+                pagoda.OptimizerState(optimizer).state_dict,
+                optimizer.state_dict,
+                model.state_dict,
+                lambda: pagoda.full_state_dict(model),
+                lambda: next(optimizer.named_states()),
+            )
+            for asked in states_of_two_steps:
+                with pytest.raises(pagoda.UsageError, match="between backward and step"):
+                    asked()
         optimizer.step()
         states = model.state_dict(), optimizer.state_dict()["state"]
         optimizer.close()
