@@ -247,7 +247,7 @@ class Accesses:
     def _note(self, tape: Tape, unit: LiveUnit, phase: Phase) -> None:
         tape.access(f"{phase.name.lower()} {unit.spec.name}")
         if self._leases.region is not None:
-            tape.leased(self._scheduler.frames_in_use * self._leases.region.page_bytes)
+            tape.leased(self._scheduler.frames.in_use * self._leases.region.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.index in self._observed:

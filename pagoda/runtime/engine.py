@@ -373,10 +373,10 @@ class Engine:
     def peak_bytes(self) -> dict[str, int]:
         """tier -> most bytes of pages in use at once: what to hold against the plan's ledger."""
         page, scheduler = self.plan.page_bytes, self.scheduler
-        peaks = {HOST: self.store.host_bytes + scheduler.peak_buffer_pages * page}
+        peaks = {HOST: self.store.host_bytes + scheduler.buffers.peak * page}
         if self.leases.region is not None:
             tier = self.plan.lease_tier or HOST
-            peaks[tier] = peaks.get(tier, 0) + scheduler.peak_frames * page
+            peaks[tier] = peaks.get(tier, 0) + scheduler.frames.peak * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
         if self.store.ssd is not None:

@@ -26,6 +26,8 @@ class Scheduler:
             plan, self._order, self._gradients, self._in_use, self._weights_changed, self._weights_readable, self._issue
         )
         self._leases = Leases(plan, self._order, self._fetchable, self._updates.awaited, self._issue)
+        self.frames, self.buffers = self._leases.frames, self._gradients.pages
+        """Of leases, and of the gradients that share pages: how many are in use, and were at most."""
         self._owner: dict[Operation, Lease | Record | None] = {}
         """What each operation under way is about, besides its unit."""
         self._held: dict[Operation, Lease | Record | None] = {}
@@ -287,26 +289,6 @@ class Scheduler:
     def trace(self) -> Trace:
         """What steps are expected to be."""
         return self._order.trace
-
-    @property
-    def frames_in_use(self) -> int:
-        """Frames that leases take."""
-        return self._leases.frames.in_use
-
-    @property
-    def peak_frames(self) -> int:
-        """Most frames that leases have taken at once."""
-        return self._leases.frames.peak
-
-    @property
-    def buffer_pages_in_use(self) -> int:
-        """Pages that gradient buffers take."""
-        return self._gradients.pages.in_use
-
-    @property
-    def peak_buffer_pages(self) -> int:
-        """Most pages that gradient buffers have taken at once."""
-        return self._gradients.pages.peak
 
     def holders(self) -> list[int]:
         """Units whose lease cannot make room now."""

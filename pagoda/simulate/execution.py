@@ -59,7 +59,7 @@ class Execution:
         while operations := self._scheduler.take():
             for operation in operations:
                 self._begin(operation)
-        in_use = self._scheduler.frames_in_use, self._scheduler.buffer_pages_in_use
+        in_use = self._scheduler.frames.in_use, self._scheduler.buffers.in_use
         if in_use != self.in_use[-1][1]:
             self.in_use.append((self._lanes.now, in_use))
 

@@ -81,7 +81,7 @@ class Updates:
         """All updates have ended as expected, and have given back what they had."""
         self.part.engine.drain()
         self.assert_all_as_expected()
-        assert self.part.scheduler.buffer_pages_in_use == 0
+        assert self.part.scheduler.buffers.in_use == 0
 
     @property
     def free_slots(self) -> list[int]:
@@ -327,7 +327,7 @@ def test_an_update_that_cannot_submit_all_its_work_ends_when_what_runs_has_ended
         time.sleep(0.05)
         assert not part.scheduler.idle
         if lane == "update":
-            assert part.scheduler.buffer_pages_in_use, "the gradient is still read"
+            assert part.scheduler.buffers.in_use, "the gradient is still read"
         gate.set()
         with pytest.raises(MemoryError, match="no room"):
             part.engine.drain()

@@ -340,7 +340,7 @@ class Memory:
         """What the scheduler's books say once all is over: that nobody has forgotten to give anything back."""
         leased = sum(len(self.span(fetch)) for fetch in self.leases.values())
         require(
-            self.scheduler.frames_in_use == leased, f"{self.scheduler.frames_in_use} frames are in use, not {leased}"
+            self.scheduler.frames.in_use == leased, f"{self.scheduler.frames.in_use} frames are in use, not {leased}"
         )
         for fetch in self.leases.values():
             held = any(fetch.run == op.run for op in self.held)

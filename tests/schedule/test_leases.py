@@ -106,7 +106,7 @@ class Player:
         while operations := self.scheduler.take():
             for operation in operations:
                 self._end(operation)
-        assert self.scheduler.frames_in_use <= self.problem.capacity
+        assert self.scheduler.frames.in_use <= self.problem.capacity
 
     def _end(self, operation: Operation) -> None:
         if operation.kind in (Kind.FETCH, Kind.RECLAIM):
