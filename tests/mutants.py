@@ -1,0 +1,411 @@
+"""Mutants of the package: each breaks one line, and some test must fail. They measure how sharp the tests are.
+
+    python tests/mutants.py [--only PATTERN] [--whole]
+
+Each mutant is tried in a copy of the checkout, by the tests named with it; with --whole, by all that `make test` runs.
+The table says which test noticed it first, or that none did. The scheduler's own mutants are in
+tests/schedule/mutants.py.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of the source."""
+
+    breaks: str
+    file: str
+    """Below `pagoda`."""
+    old: str
+    """Occurs once."""
+    new: str
+    tests: str
+    """Below `tests`, separated by spaces: what should notice."""
+
+
+MUTANTS = (
+    # memory
+    Mutant(
+        "freed pages do not join the free ones before them",
+        "memory/pool.py",
+        "        if before is not None:",
+        "        if before is not None and False:",
+        "memory/test_pool.py",
+    ),
+    Mutant(
+        "the costliest window makes room",
+        "memory/pool.py",
+        "(ceiling[0][0], evicted) < best_cost",
+        "(ceiling[0][0], evicted) > best_cost or best is None",
+        "memory/test_pool.py",
+    ),
+    Mutant(
+        "a slot that a checkpoint keeps is overwritten",
+        "memory/ssd/slots.py",
+        "(self._references[old] != 1)",
+        "(self._references[old] < 1)",
+        "memory/test_slots.py",
+    ),
+    Mutant(
+        "a page's old hash stays",
+        "memory/ssd/slots.py",
+        "        live.slots[:] = targets\n        live.hashes[:] = hashes",
+        "        live.slots[:] = targets",
+        "memory/test_ssd_tier.py memory/test_slots.py",
+    ),
+    Mutant(
+        "a load does not wait for the store of its page",
+        "memory/ssd/slots.py",
+        "        if self.storing_to(run):\n            return None\n        self._loading",
+        "        self._loading",
+        "memory/test_slots.py memory/test_ssd_tier.py",
+    ),
+    Mutant(
+        "a store does not wait for the load of its page",
+        "memory/ssd/slots.py",
+        "        return self.storing_to(run) or bool(self._loading[run.start : run.stop].any())",
+        "        return self.storing_to(run)",
+        "memory/test_slots.py memory/test_ssd_tier.py",
+    ),
+    Mutant(
+        "slots of an adopted page leak",
+        "memory/ssd/slots.py",
+        "        self._dereference(live.written)\n",
+        "",
+        "memory/test_slots.py memory/test_ssd_tier.py",
+    ),
+    Mutant(
+        "a page table's checksum is not looked at",
+        "memory/ssd/commits.py",
+        'if xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") != checksum:',
+        "if False:",
+        "memory/test_page_store.py memory/test_store_trust.py",
+    ),
+    Mutant(
+        "a failed store leaves its pages busy",
+        "memory/ssd/tier.py",
+        "                self._table.abandon_store(pages, targets)\n",
+        "",
+        "memory/test_ssd_tier.py",
+    ),
+    # optim
+    Mutant(
+        "AdamW's weight decay has the wrong sign",
+        "optim/adamw.py",
+        "decay=1.0 - self.lr * self.weight_decay",
+        "decay=1.0 + self.lr * self.weight_decay",
+        "optim/test_adamw.py optim/test_kernels.py",
+    ),
+    Mutant(
+        "AdamW corrects the second moment's bias by the first's",
+        "optim/adamw.py",
+        "bias2_sqrt=math.sqrt(1.0 - beta2**step)",
+        "bias2_sqrt=math.sqrt(1.0 - beta1**step)",
+        "optim/test_adamw.py optim/test_kernels.py",
+    ),
+    Mutant(
+        "an eps that fp32 rounds to zero is taken",
+        "optim/adamw.py",
+        "is_number(eps) and fp32(eps) > 0",
+        "is_number(eps) and eps > 0",
+        "optim/test_adamw.py",
+    ),
+    Mutant(
+        "the tail of a gradient is in no square sum",
+        "optim/gradient_kernels.py",
+        "        for i in range(n // ROW * ROW, n):\n            value = value_of(arriving, source[i], half[i])\n"
+        "            if kept == FP32:\n                to[i] = value\n",
+        "        for i in range(n // ROW * ROW, n):\n            value = value_of(arriving, source[i], half[i]) * 0\n"
+        "            if kept == FP32:\n                to[i] = source[i]\n",
+        "optim/test_gradients.py",
+    ),
+    Mutant(
+        "settings of a param group are those of the rule",
+        "optim/rule.py",
+        "key: plain_setting(group[key], old)",
+        "key: old",
+        "optim/test_adamw.py runtime/test_groups.py",
+    ),
+    # plan
+    Mutant(
+        "the last equal slice runs over the end",
+        "plan/slices.py",
+        "return min(start + index * each, stop), min(start + (index + 1) * each, stop)",
+        "return min(start + index * each, stop), start + (index + 1) * each",
+        "plan/test_slices.py parallel/test_pages_of_ranks.py",
+    ),
+    Mutant(
+        "what updates read and write counts states once",
+        "plan/layout.py",
+        "return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
+        "return sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
+        "plan simulate",
+    ),
+    Mutant(
+        "a frozen unit is counted among those an update may undo",
+        "plan/layout.py",
+        "if pages and unit.trainable_numel}",
+        "if pages}",
+        "plan runtime/test_speculation.py",
+    ),
+    Mutant(
+        "a gradient of one pass counts as the step's last",
+        "plan/trace.py",
+        "last[unit] == tick) for tick, unit in found",
+        "True) for tick, unit in found",
+        "plan/test_trace.py simulate",
+    ),
+    Mutant(
+        "activations that do not fit are kept",
+        "plan/activations.py",
+        "return peak.kept <= room.kept and peak.ssd <= room.ssd and not late",
+        "return peak.ssd <= room.ssd and not late",
+        "plan/test_activations.py",
+    ),
+    # runtime
+    Mutant(
+        "views that outlive a lease do not keep its frames",
+        "runtime/leases.py",
+        "        if lease.held:\n            return False\n",
+        "",
+        "runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+    ),
+    Mutant(
+        "frames are filled while an earlier fill is under way",
+        "runtime/leases.py",
+        "(*after, *earlier)",
+        "after",
+        "runtime parallel/test_gathering.py",
+    ),
+    Mutant(
+        "nested uses end with the first",
+        "runtime/accesses.py",
+        "        if not self._uses[phase][unit.index]:\n            self._driver.tell",
+        "        if True:\n            self._driver.tell",
+        "runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+    ),
+    Mutant(
+        "compute reads before its wait has ended",
+        "runtime/accesses.py",
+        "            if not self._scheduler.ready(unit.index):\n                self._wait(unit)\n",
+        "",
+        "runtime/test_same_bits.py",
+    ),
+    Mutant(
+        "a graph may read weights of another step",
+        "runtime/packing.py",
+        "        if unit.version != self._version:",
+        "        if False:",
+        "runtime/test_uses_of_parameters.py runtime/test_optimizer.py runtime/test_model_access.py",
+    ),
+    Mutant(
+        "a saved tensor that was changed in place is used",
+        "runtime/saved.py",
+        "    if counter._version != version:",
+        "    if False:",
+        "runtime/test_uses_of_parameters.py runtime/test_activations.py runtime/test_model_access.py",
+    ),
+    Mutant(
+        "gradients of micro-batches are not added up",
+        "runtime/gradients.py",
+        "        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient",
+        "        kernel = self._kernels.store_gradient",
+        "runtime/test_same_bits.py",
+    ),
+    Mutant(
+        "bytes on their way to buffers are not bounded",
+        "runtime/gradients.py",
+        "or self._in_flight_bytes > self._in_flight_limit):",
+        "or False):",
+        "runtime/test_gradients.py runtime/test_memory_is_the_plan.py",
+    ),
+    Mutant(
+        "clipping leaves a clipped norm a thousandth too large",
+        "runtime/stepper.py",
+        "clipped = min(largest, limit / (norm + 1e-6))",
+        "clipped = min(largest, limit / (norm + 1e-6) * 1.001)",
+        "runtime/test_clipping.py runtime/test_same_bits.py",
+    ),
+    Mutant(
+        "gradients that are not finite are applied",
+        "runtime/stepper.py",
+        "        if first is not None:\n            raise NonFiniteGradientError",
+        "        if False:\n            raise NonFiniteGradientError",
+        "runtime/test_optimizer.py runtime/test_updates.py",
+    ),
+    Mutant(
+        "hyperparameters of speculative updates are not compared",
+        "runtime/stepper.py",
+        "            if clipped or segments != record.segments:\n                changed.append(unit.index)",
+        "            if clipped:\n                changed.append(unit.index)",
+        "runtime/test_speculation.py",
+    ),
+    Mutant(
+        "a block is written before it is updated",
+        "runtime/host_updates.py",
+        "parts, update.weights.write, (handle,)):",
+        "parts, update.weights.write, ()):",
+        "runtime/test_updates.py runtime/test_same_bits.py",
+    ),
+    Mutant(
+        "a block is read while its page is being written",
+        "runtime/host_updates.py",
+        "behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()",
+        "behind = ()",
+        "runtime/test_updates.py runtime/test_same_bits.py",
+    ),
+    Mutant(
+        "a piece of a block runs over the block's end",
+        "runtime/segments.py",
+        "max(start, self.start), stop=min(stop, self.stop)",
+        "max(start, self.start), stop=stop",
+        "runtime/test_updates.py runtime/test_same_bits.py runtime/test_groups.py",
+    ),
+    Mutant(
+        "undoing forgets what lies in RAM",
+        "runtime/undo.py",
+        "            self._copy(before(state), state, elements)",
+        "            pass",
+        "runtime/test_speculation.py",
+    ),
+    Mutant(
+        "backward repeats a block with other random numbers",
+        "runtime/recompute.py",
+        "        if self._generators is not None:\n            _set_generators(self._generators)\n        try:",
+        "        try:",
+        "runtime/test_repeats.py runtime/test_activations.py",
+    ),
+    Mutant(
+        "a lane's work starts before what it depends on",
+        "runtime/lanes.py",
+        "pending = [other for other in after if not other.succeeded]",
+        "pending = []",
+        "runtime/test_lanes.py runtime/test_same_bits.py",
+    ),
+    # checkpoint, train, simulate
+    Mutant(
+        "a tensor's damaged piece is read",
+        "checkpoint/tensors.py",
+        "if number < 0 or piece_hash(tensor_bytes(values)) != known[number][1]:",
+        "if number < 0:",
+        "checkpoint/test_damage.py checkpoint/test_tensors.py",
+    ),
+    Mutant(
+        "a new file is not synced before it takes its name",
+        "memory/files.py",
+        "            os.fsync(file.fileno())\n        os.replace",
+        "            pass\n        os.replace",
+        "crash memory/test_page_store.py",
+    ),
+    Mutant(
+        "state dicts may be of two steps",
+        "runtime/engine.py",
+        "        if self.stepper.updates_have_begun():\n            raise UsageError(",
+        "        if False:\n            raise UsageError(",
+        "runtime/test_model_access.py checkpoint/test_stateful.py",
+    ),
+    Mutant(
+        "a checkpoint of another step is resumed",
+        "train/resume.py",
+        'if extra["step"] != step:',
+        "if False:",
+        "train/test_resuming.py train/test_moved_runs.py",
+    ),
+    Mutant(
+        "all epochs have the same order",
+        "train/data.py",
+        "(self.seed, int(epoch))",
+        "(self.seed, 0)",
+        "train/test_data.py",
+    ),
+    Mutant(
+        "two directions of an SSD never share",
+        "simulate/rates.py",
+        "            if lanes.issuperset(pair):",
+        "            if False:",
+        "simulate",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant."""
+
+    noticed: str | None
+    """The first test that failed; None where none did."""
+    seconds: float
+
+
+def try_mutant(mutant: Mutant, checkout: Path, whole: bool) -> Outcome:
+    """Change one line of a copy, and run tests until one fails. Raises ValueError where the line is not there once."""
+    path = checkout / "pagoda" / mutant.file
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.file} has {source.count(mutant.old)} places like this: {mutant.old!r}")
+    path.write_text(source.replace(mutant.old, mutant.new))
+    tests = ["tests"] if whole else [f"tests/{name}" for name in mutant.tests.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not slow and not gpu",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        noticed = None if done.returncode == 0 else (failed or [f"exit code {done.returncode}"])[0]
+    except subprocess.TimeoutExpired:
+        noticed = "it hangs"
+    finally:
+        path.write_text(source)
+    return Outcome(noticed, time.perf_counter() - start)
+
+
+def main(only: str = "*", whole: bool = False) -> None:
+    """Try every mutant that matches a pattern, and print which test notices each."""
+    console = Console()
+    table = Table("mutant", "file", "noticed by", "seconds")
+    chosen = [mutant for mutant in MUTANTS if fnmatch(f"{mutant.file} {mutant.breaks}", f"*{only}*")]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as directory:
+        checkout = Path(directory) / "checkout"
+        kept_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
+        shutil.copytree(ROOT, checkout, ignore=kept_out)
+        for mutant in chosen:
+            outcome = try_mutant(mutant, checkout, whole)
+            survivors += outcome.noticed is None
+            table.add_row(mutant.breaks, mutant.file, outcome.noticed or "nobody", f"{outcome.seconds:.0f}")
+            console.print(
+                f"{mutant.breaks}: {outcome.noticed or 'NOT NOTICED'}, {outcome.seconds:.0f} s", highlight=False
+            )
+    console.print(table)
+    console.print(f"{len(chosen) - survivors} of {len(chosen)} noticed")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
