@@ -503,7 +503,7 @@ def test_half_updated_states_are_neither_saved_nor_replaced(saved: Path, tmp_pat
     torch.manual_seed(0)
     model, optimizer = pagoda.wrap(LLAMA.build(), pagoda.AdamW(), memory=RESIDENT, accumulation_steps=1)
     loss_of(model(**data(LLAMA, 0))).backward()
-    with pytest.raises(pagoda.UsageError, match=r"save_checkpoint.*Call optimizer\.step\(\) first"):
+    with pytest.raises(pagoda.UsageError, match=r"between backward.*Call optimizer\.step\(\) first"):
         optimizer.save_checkpoint(tmp_path / "step")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(pagoda.UsageError, match=r"call optimizer\.step\(\)"):

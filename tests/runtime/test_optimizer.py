@@ -1,6 +1,7 @@
 """The optimizer behaves as a torch optimizer, and where it cannot it says so."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,10 +364,13 @@ def test_stats_describe_the_step(wrapped: Wrap, tmp_path: Path) -> None:
     model = fresh()
     model, optimizer = wrapped(model, squeeze(model, ALL_ON_SSD, tmp_path))
     assert optimizer.stats.step == 0
-    for step in range(3):
+    moved: Counter[str] = Counter()
+    for step in range(4):
         backward(model, step)
+        optimizer.drain()  # so that the bytes of every update before are counted
         optimizer.step()
         stats = optimizer.stats
+        moved.update(stats.bytes_moved)
         assert stats.step == step + 1
         assert stats.grad_norm is not None
         assert stats.grad_norm > 0
@@ -380,9 +384,9 @@ def test_stats_describe_the_step(wrapped: Wrap, tmp_path: Path) -> None:
         plan = pagoda.plan_of(model)
         assert all(0 < peak <= plan.peak_bytes[tier] for tier, peak in stats.peak_bytes.items())
     grads = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert optimizer.stats.bytes_moved["d2h"] == grads
-    assert optimizer.stats.bytes_moved["ssd_read"] >= 7 * grads  # weights twice, low half, two fp32 moments
-    assert optimizer.stats.bytes_moved["ssd_write"] >= 6 * grads
+    assert moved["d2h"] == 4 * grads
+    assert moved["ssd_read"] >= 3 * 7 * grads  # weights twice, low half, two fp32 moments
+    assert moved["ssd_write"] >= 3 * 6 * grads
 
 
 @pytest.mark.parametrize("pending", [False, True], ids=["idle", "with-updates-pending"])
