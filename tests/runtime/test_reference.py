@@ -78,9 +78,9 @@ def assert_close(paged: Outcome, plain: Outcome, precision: str, start: dict[str
         assert weight.dtype == other.dtype, name
         apart = (weight.double() - other.double()).abs()
         if precision == "fp32":
-            # 2% of a step where gradients are rounding noise (the bias of attention keys), far less elsewhere.
+            # 5% of a step where gradients are rounding noise (the bias of attention keys), far less elsewhere.
             assert apart.mean() <= 2e-7, name
-            assert apart.max() <= 0.02 * LR, name
+            assert apart.max() <= 0.05 * LR, name
             continue
         assert start is not None
         ulp = torch.maximum(weight.double().abs(), other.double().abs()) * 2**-7
