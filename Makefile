@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests run on as many processes as there are cores, up to four; a file's tests on one, since they share what is slow to make.
 PARALLEL := -n $(shell nproc | awk '{print ($$1 < 4) ? $$1 : 4}') --dist loadfile
 
-.PHONY: install demo test test-all gpu gpu-stand-in lint clean
+.PHONY: install demo test test-all gpu gpu-stand-in lint docs clean
 
 install: $(STAMP)
 
@@ -41,6 +41,11 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as a site, in build/docs; a broken link is an error.
+docs: install
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

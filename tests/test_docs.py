@@ -1,0 +1,141 @@
+"""The pages are true: their code runs, their links lead somewhere, their flags and files exist."""
+
+import contextlib
+import io
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tyro
+
+from pagoda.cli.main import COMMANDS, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+RUNNABLE = [ROOT / "README.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+FOREIGN_FLAGS = {"--nproc-per-node", "--max-restarts"}
+"""torchrun's."""
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def without_blocks(page: Path) -> str:
+    """The text of a page, without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of each `pagoda` command in a page's shell blocks."""
+    for block in blocks(page, "sh") + blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["torchrun"] and "pagoda" in words:
+                words = words[words.index("pagoda") :]
+            if words[:1] == ["pagoda"]:
+                yield words[1:]
+
+
+def flags_of(config: type) -> set[str]:
+    """The flags of a subcommand."""
+    shown = io.StringIO()
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(shown):
+        tyro.cli(config, args=["--help"], console_outputs=True)
+    return set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", shown.getvalue()))
+
+
+@pytest.fixture(scope="module")
+def flags() -> dict[str, set[str]]:
+    """Subcommand -> its flags."""
+    return {command.name: flags_of(command.config) for command in COMMANDS}
+
+
+@pytest.mark.parametrize("page", [page for page in RUNNABLE if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.inline
+def test_the_code_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(page, "python")))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
+    assert not losses or losses[-1] < 0.9 * losses[0], "the model of the page learns"
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page)):
+        path, _, anchor = target.partition("#")
+        if target.startswith(("http:", "https:")):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and not anchor.startswith("pagoda.") and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+@every_page
+def test_pages_of_the_site_link_to_pages_of_the_site(page: Path) -> None:
+    if DOCS in page.parents:
+        outside = [link for link in re.findall(r"\]\(([^)#\s]+)", without_blocks(page)) if "://" not in link]
+        assert all((page.parent / link).resolve().is_relative_to(DOCS) for link in outside)
+
+
+@every_page
+def test_commands_have_flags_that_exist(page: Path, flags: dict[str, set[str]]) -> None:
+    for words in commands(page):
+        used = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        assert used <= flags[words[0]], words
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
+def test_commands_of_the_tutorials_are_understood(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in commands(page):
+        if "--resume" not in words:
+            command, _ = parse(words)
+            assert command.name == words[0]
+
+
+@every_page
+def test_flags_in_the_text_exist(page: Path, flags: dict[str, set[str]]) -> None:
+    text = without_blocks(page)
+    scripts = "".join((ROOT / name).read_text() for name in set(re.findall(r"benchmarks/\w+\.py", page.read_text())))
+    known = set().union(*flags.values()) | FOREIGN_FLAGS
+    known |= {group for flag in known for group in (flag.rpartition(".")[0], flag.rpartition(".")[0] + ".*")}
+    named = {flag for code in re.findall(r"`([^`]+)`", text) for flag in re.findall(r"(?<![\w-])--[a-z][\w.*-]*", code)}
+    assert not {flag for flag in named - known if flag[2:].replace("-", "_") not in scripts}
+
+
+@every_page
+def test_files_in_the_text_exist(page: Path) -> None:
+    text = page.read_text()
+    named = re.findall(r"(?<![\w/.])((?:pagoda|tests|benchmarks|docs|examples)/[\w/.*-]*[\w/*])", text)
+    folders = "|".join(path.parent.name for path in (ROOT / "pagoda").glob("*/__init__.py"))
+    named += [f"pagoda/{name}" for name in re.findall(rf"`((?:{folders})/[\w/*]+\.py)`", text)]
+    assert not [name for name in named if "NAME" not in name and not [*ROOT.glob(name)]]
+
+
+def test_contributing_names_every_folder_of_the_package() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = [path.parent.name for path in (ROOT / "pagoda").glob("*/__init__.py")]
+    assert all(f"| `pagoda/{folder}/` |" in table for folder in folders)
+
+
+def test_the_readme_fits_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
