@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from pagoda.errors import NonFiniteGradientError
+from pagoda.memory.page import Run
 from pagoda.optim.formats import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Precision, Rule
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
@@ -232,11 +233,23 @@ class Executor:
         last.shown.then(shown)
         Latch("ssd_write", [last.written, last.shown]).then(ended)
         used = partial(tell, scheduler.gradient_used, operation)
-        keep = None
-        if operation.run is not None and self.capture is not None:
-            keep = partial(self.capture.keep, operation.unit, operation.run)
-        update = Update(unit, parts, weights, undo, keep, last.updated, last.written, used)
+        kept = None if operation.run is None else self._keep(operation, operation.run)
+        update = Update(unit, parts, weights, undo, kept, last.updated, last.written, used)
         self.feeders[on_device].submit(update)
+
+    def _keep(self, operation: Operation, run: Run) -> Handle:
+        """Copy the old states for the checkpoint. The feeder would do so only after earlier updates, which may wait for
+        room on SSD until the checkpoint is complete."""
+
+        def told(error: BaseException | None) -> None:
+            if error is None:
+                self.driver.tell(self._scheduler.old_states_kept, operation)
+
+        capture = self.capture
+        keep = (lambda: None) if capture is None else partial(capture.keep, operation.unit, run)
+        handle = self._update_lane.submit(keep, (), 0, "keep")
+        handle.then(told)
+        return handle
 
     def _undo(self, operation: Operation) -> None:
         undo = self._undos.pop(operation.unit)

@@ -44,8 +44,8 @@ class Update(NamedTuple):
     weights: WeightExtents
     undo: Undo | None
     """Keeps what an update that may have to be undone changes."""
-    keep: Callable[[], None] | None
-    """Copies the old states for a checkpoint, if it has yet to read them."""
+    kept: Handle | None
+    """Ends when a checkpoint that has yet to read the old states has a copy of them."""
     updated: Handle
     """Ends when the new weights are in their home."""
     written: Handle
@@ -132,7 +132,7 @@ class Feeder:
 
         A small one in RAM is fed at once: this thread would do no less to hand it to another.
         """
-        if update.keep is None and self.path.is_small(update.unit.spec):
+        if update.kept is None and self.path.is_small(update.unit.spec):
             self._feed(update)
             return
         with self._lock:
@@ -206,8 +206,8 @@ class Feeder:
         if self.refused is not None:
             raise self.refused
         unit, undo = update.unit, update.undo
-        if update.keep is not None:
-            update.keep()
+        if update.kept is not None:
+            update.kept.wait()
         if undo is not None:
             undo.begin()
         self.path.begin(unit.index)

@@ -1,8 +1,11 @@
 """Checkpoints: which units are read next, and the reserve of old states.
 
 A checkpoint reads every state as the last `step()` leaves it. A later update of a unit that is yet to be read waits for
-its SAVE; or it first copies the old states to the reserve, if there is room, and the SAVE reads the copy once that
-update has ended.
+its SAVE; or it first copies the old states to the reserve, if there is room, and the SAVE reads the copy.
+
+A later update may wait for room on SSD that the checkpoint gives back only when it is complete. So nothing that the
+checkpoint needs waits for one: the SAVE of a copy does not wait until that update has ended, and no later update begins
+while the checkpoint lacks an earlier one.
 """
 
 from collections.abc import Callable, Collection
@@ -27,7 +30,9 @@ class Saving:
     """The version that it has yet to read."""
     reading: bool = False
     kept: Run | None = None
-    """Where the reserve holds the states of `version`, because the home has others by now, or is about to."""
+    """Where the reserve has room for the states of `version`, because the home has others by now, or is about to."""
+    copied: bool = False
+    """Whether they are there."""
 
 
 class Checkpoint:
@@ -54,6 +59,8 @@ class Checkpoint:
         self._next: list[tuple[float, int]] = []
         """(urgency, unit) of what is yet to be read: a heap, with entries that no longer count."""
         self._reading = 0
+        self._behind: set[int] = set()
+        """Units that lack an update that the checkpoint needs."""
         self.left = 0
         """Units that are yet to be read."""
         self.under_way = False
@@ -64,6 +71,7 @@ class Checkpoint:
         """A checkpoint is to have these versions of the units' states. Those `in_place` are not kept elsewhere."""
         self.left, self.under_way = len(versions), True
         self._in_place = in_place
+        self._behind = set(range(len(versions)))
         for unit, version in enumerate(versions):
             self._units[unit].version = version
             self.retry(unit)
@@ -77,6 +85,8 @@ class Checkpoint:
 
     def retry(self, unit: int) -> None:
         """An update that a SAVE may have waited for has ended."""
+        if self._settled(unit) == self._units[unit].version:
+            self._behind.discard(unit)
         if self._units[unit].version is not None:
             use = self._order.next_use(unit)  # backward uses, and so updates, in the opposite order
             heappush(self._next, (-use if self._plan.under_backward else use, unit))
@@ -87,8 +97,18 @@ class Checkpoint:
         wanted = self._units[unit].version
         if wanted is not None and wanted > version:
             self._units[unit].version = wanted - (newest - version)
-        if kept:
+        if kept and not self._units[unit].copied:
             self._give_back(unit)
+
+    def holds_back(self, unit: int) -> bool:
+        """Whether an update of a unit is none of those that the checkpoint lacks."""
+        return bool(self._behind) and unit not in self._behind
+
+    def copied(self, unit: int) -> None:
+        """The reserve has the old states of a unit."""
+        if self._units[unit].kept is not None:
+            self._units[unit].copied = True
+            self.retry(unit)
 
     def would_destroy(self, unit: int, version: int) -> bool:
         """Whether an update of these states destroys what is yet to be read."""
@@ -133,5 +153,5 @@ class Checkpoint:
 
     def _readable(self, unit: int) -> bool:
         """Whether the states that the checkpoint needs of a unit are in its home or in the reserve."""
-        version, of_unit = self._settled(unit), self._units[unit]
-        return version is not None and (version == of_unit.version or of_unit.kept is not None)
+        of_unit = self._units[unit]
+        return of_unit.copied if of_unit.kept is not None else self._settled(unit) == of_unit.version

@@ -39,6 +39,7 @@ EVENTS = (
     "ended",
     "failed",
     "refused",
+    "old_states_kept",
     "gradient_used",
     "weights_written",
     "reclaimed",

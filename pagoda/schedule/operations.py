@@ -22,7 +22,8 @@ class Kind(StrEnum):
     RELOAD = "reload"
     """Read a gradient that was spilled back into a buffer."""
     UPDATE = "update"
-    """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order."""
+    """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order; and
+    `old_states_kept` before these, if it keeps them."""
     PUBLISH = "publish"
     """Make the newest weights of a unit those that are read. Only asynchronous updates need it."""
     UNDO = "undo"

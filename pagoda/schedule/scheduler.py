@@ -231,6 +231,11 @@ class Scheduler:
         self._updates.refused(operation.unit)
         self._pump(ranks_agree=False)
 
+    def old_states_kept(self, operation: Operation) -> None:
+        """An UPDATE under way has copied the old states to the reserve, for the checkpoint."""
+        self._updates.checkpoint.copied(operation.unit)
+        self._pump(ranks_agree=False)
+
     def gradient_used(self, operation: Operation) -> None:
         """An UPDATE under way has read its gradients for the last time."""
         self._updates.gradient_used(operation.unit)

@@ -401,6 +401,8 @@ class Updates:
             return
         if not all(record.arrived for record in update.records):
             return
+        if self.checkpoint.holds_back(unit):
+            return
         if self.checkpoint.would_destroy(unit, weights.newest):
             update.keeps = self.checkpoint.keep(unit)
             if update.keeps is None:
@@ -471,7 +473,11 @@ class Updates:
         assert weights.update is not None
         unit, weights.update = weights.update.unit, None
         self.pending -= 1
+        held_back = self.checkpoint.holds_back(-1)
         self.checkpoint.retry(unit)
+        if held_back and not self.checkpoint.holds_back(-1):
+            for other in range(len(self.weights)):
+                self.retry(other)
         if weights.later:
             records, weights.later = weights.later, []
             weights.later = [] if self._asynchronous else records[1:]

@@ -16,12 +16,17 @@ class Machine(Memory):
         """Let one operation come a stage further; False if none can."""
         self.collect()
         ready = [
-            op for name, lane in self.lanes.items() if lane and name != self.stalled and (op := self.next_of(lane))
+            op for name, lane in self.lanes.items() if lane and name != self.stalled and (op := self.next_ready(lane))
         ]
+        ready += [op for lane in self.lanes.values() for op in lane if op.kind is Kind.UPDATE and not self.kept(op)]
         if not ready:
             return self.let_go_of_something()
         op = self.haste.choice(ready)
-        if op.kind is Kind.UPDATE and self.stages[op] < 2:
+        if op.kind is Kind.UPDATE and not self.kept(op):
+            self.copied[op.unit] = op
+            self.note("  old states kept", op.unit)
+            self.scheduler.old_states_kept(op)
+        elif op.kind is Kind.UPDATE and self.stages[op] < 2:
             self.advance_update(op)
         elif op.kind is Kind.FETCH and not self.stages[op] and self.haste.random() < 0.5:
             self.stages[op] = 1
@@ -47,6 +52,22 @@ class Machine(Memory):
                 return second
             return first if self.has_begun(first) else None
         return second or first
+
+    def next_ready(self, lane: list[Operation]) -> Operation | None:
+        """The operation of a lane that comes further next, if the lane is not stuck."""
+        op = self.next_of(lane) if self.has_room(lane[0]) else None
+        return op if op is None or self.has_room(op) else lane[0]
+
+    def has_room(self, op: Operation) -> bool:
+        """Whether an operation can go on: where SSD is tight, the updates that follow a checkpoint cannot write before
+        that is complete."""
+        if self.checkpoint is None or not self.rules.tight or len(self.saved) == len(self.checkpoint):
+            return True
+        return op.kind is not Kind.UPDATE or op.version <= self.checkpoint[op.unit]
+
+    def kept(self, op: Operation) -> bool:
+        """Whether an UPDATE has kept what it was to keep."""
+        return op.run is None or self.copied.get(op.unit) is op
 
     def advance_update(self, op: Operation) -> None:
         self.stages[op] += 1
@@ -80,7 +101,7 @@ class Machine(Memory):
         home, truth, (step,) = self.homes[op.unit], self.truths[op.unit], op.steps
         home.weights = home.newest = home.states = op.version - 1
         home.undo = None
-        if op.run is not None:
+        if op.run is not None and not self.kept(op):
             self.give_back(op.unit)
         truth.consumed.discard(step)
         if self.plan.under_backward:

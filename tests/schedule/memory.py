@@ -133,6 +133,8 @@ class Memory:
         self.saved: dict[int, int] = {}
         self.in_place: set[int] = set()
         """Units whose states the reserve cannot keep."""
+        self.copied: dict[int, Operation] = {}
+        """unit -> the UPDATE that has kept its old states last."""
         self.reserve: list[int | None] = [None] * self.plan.reserve_pages
         """The unit whose states each page of the reserve has."""
         self.steps = 0
@@ -181,6 +183,7 @@ class Memory:
         elif op.kind is Kind.UPDATE:
             self.begin_update(op)
         elif op.kind is Kind.SAVE:
+            require(op.run is None or op.unit in self.copied, f"SAVE of unit {op.unit}, whose copy is not there yet")
             home.state_readers += op.run is None
             self.readings[op] = self.kept_or_now(op, home), home.edition
         elif op.kind is Kind.UNDO:

@@ -376,8 +376,8 @@ MUTANTS = (
     Mutant(
         "a unit whose update is queued is read ahead",
         updates,
-        "if self.weights[unit].update is None and unit not",
-        "if unit not",
+        "self.weights[unit].update is None and unit not",
+        "unit not",
     ),
     Mutant(
         "what may be undone is read ahead",
@@ -425,8 +425,27 @@ MUTANTS = (
     Mutant(
         "a checkpoint reads states of another step",
         checkpoints,
-        "if version == of_unit.version or of_unit.kept is not None:",
-        "if True:",
+        "is not None else self._settled(unit) == of_unit.version",
+        "is not None else self._settled(unit) is not None",
+    ),
+    Mutant(
+        "what was kept is read once its update has ended",
+        checkpoints,
+        "return of_unit.copied if of_unit.kept is not None else",
+        "return of_unit.copied and self._settled(unit) is not None if of_unit.kept is not None else",
+    ),
+    Mutant("what is to be kept is read before it is", checkpoints, "return of_unit.copied if", "return True if"),
+    Mutant(
+        "updates overtake those that a checkpoint lacks",
+        checkpoints,
+        "return bool(self._behind) and unit not in self._behind",
+        "return False",
+    ),
+    Mutant(
+        "updates that were held back stay so",
+        updates,
+        "            for other in range(len(self.weights)):\n                self.retry(other)\n",
+        "            pass\n",
     ),
     Mutant("a checkpoint reads what is being written", updates, "return None if busy else", "return"),
     Mutant("a save is forgotten while an update runs", updates, "        self.checkpoint.retry(unit)\n", ""),

@@ -33,6 +33,8 @@ class Rules:
     """How likely an operation fails."""
     infinite: float
     """How likely a gradient is not finite."""
+    tight: bool
+    """Whether SSD has no room for the updates that follow a checkpoint before that is complete."""
     updaters_apart: bool
     """Whether the two updaters share nothing that an update may wait for."""
 
@@ -82,6 +84,7 @@ class Rules:
             clips=rng.choice([0.0, 0.1, 0.3]),
             failures=0.0 if agreed else rng.choice([0.0, 0.0, 0.02]),
             infinite=0.1 if not agreed and mode != "asynchronous" and rng.random() < 0.3 else 0.0,
+            tight=rng.random() < 0.3,
             updaters_apart=not speculates and not agreed and not any(unit.buffer_pages for unit in units),
         )
 

@@ -291,6 +291,7 @@ def test_a_refused_update_leaves_what_another_has_kept() -> None:
     update = updated(scheduler, unit)
     assert update is not None
     assert update.run is not None
+    scheduler.old_states_kept(update)
     scheduler.gradient_used(update)
     scheduler.weights_written(update)
     scheduler.ended(update)
@@ -301,6 +302,20 @@ def test_a_refused_update_leaves_what_another_has_kept() -> None:
     scheduler.refused(second)
     for op in saves:
         scheduler.ended(op)
+    assert (unit, update.run) in [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
+
+
+def test_a_checkpoint_reads_what_an_update_has_kept_before_that_has_ended() -> None:
+    """The update may wait for room on SSD that only the complete checkpoint gives back."""
+    scheduler = begun_checkpoint()
+    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
+    unit = min({*range(4)} - {op.unit for op in saves})
+    update = updated(scheduler, unit)
+    assert update is not None
+    for op in saves:
+        scheduler.ended(op)
+    assert unit not in {op.unit for op in scheduler.take() if op.kind is Kind.SAVE}
+    scheduler.old_states_kept(update)
     assert (unit, update.run) in [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
 
 
