@@ -131,6 +131,11 @@ def test_files_in_the_text_exist(page: Path) -> None:
     assert not [name for name in named if "NAME" not in name and not [*ROOT.glob(name)]]
 
 
+def test_the_site_has_every_page() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    assert all(f": {page.relative_to(DOCS)}\n" in menu for page in DOCS.rglob("*.md"))
+
+
 def test_contributing_names_every_folder_of_the_package() -> None:
     table = (ROOT / "CONTRIBUTING.md").read_text()
     folders = [path.parent.name for path in (ROOT / "pagoda").glob("*/__init__.py")]
