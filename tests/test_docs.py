@@ -131,10 +131,16 @@ def test_files_in_the_text_exist(page: Path) -> None:
     assert not [name for name in named if "NAME" not in name and not [*ROOT.glob(name)]]
 
 
+def test_the_site_has_every_page() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert pages == set(re.findall(r": ([\w/-]+\.md)$", menu, re.MULTILINE))
+
+
 def test_contributing_names_every_folder_of_the_package() -> None:
     table = (ROOT / "CONTRIBUTING.md").read_text()
-    folders = [path.parent.name for path in (ROOT / "pagoda").glob("*/__init__.py")]
-    assert all(f"| `pagoda/{folder}/` |" in table for folder in folders)
+    folders = {path.parent.name for path in (ROOT / "pagoda").glob("*/__init__.py")}
+    assert folders == set(re.findall(r"^\| `pagoda/(\w+)/` \|", table, re.MULTILINE))
 
 
 def test_the_readme_fits_two_screens() -> None:
