@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagoda.api import (
         SGD,
+        Activations,
         Adafactor,
         Adam,
         AdamW,
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
         LossScale,
         Memory,
         Mesh,
+        MixedPrecision,
         ModelState,
         Muon,
         Optim,
         OptimizerState,
         Split,
+        Tiles,
+        Updates,
         chunked_loss,
         full_state_dict,
         gathered,
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SGD",
+    "Activations",
     "Adafactor",
     "Adam",
     "AdamW",
@@ -57,6 +62,7 @@ __all__ = [
     "LossScale",
     "Memory",
     "Mesh",
+    "MixedPrecision",
     "ModelState",
     "Muon",
     "NonFiniteGradientError",
@@ -66,6 +72,8 @@ __all__ = [
     "RankError",
     "Split",
     "StorageError",
+    "Tiles",
+    "Updates",
     "UsageError",
     "chunked_loss",
     "full_state_dict",

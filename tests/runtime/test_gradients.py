@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagoda.config.training import Precision
 from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
-from pagoda.optim import Precision
 from pagoda.runtime import gradients
 from pagoda.runtime.lanes import Handle
 
