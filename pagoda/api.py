@@ -1,4 +1,4 @@
-"""What the user touches: `wrap` and its settings, `open_mesh`, `init`, `load`, `gathered`, `plan_of`."""
+"""What the user touches: `wrap`, `load`, `plan_of`."""
 
 import os
 import warnings
@@ -13,23 +13,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pagoda.checkpoint.full_state import full_state_dict
-from pagoda.checkpoint.gathered import gathered, mark_homes
+from pagoda.checkpoint.gathered import mark_homes
 from pagoda.checkpoint.groups import (
     ParamGroups,
     Reserve,
     check_placed,
     named_groups,
-    no_decay_groups,
     reserved_names,
 )
 from pagoda.checkpoint.pretrained import attach_weights
-from pagoda.checkpoint.stateful import ModelState, OptimizerState, trainable_state_dict
-from pagoda.config.memory import Memory, Split
+from pagoda.config.memory import Memory
 from pagoda.config.training import (
     ActivationMode,
     Activations,
-    LossScale,
     MixedPrecision,
     Precision,
     Tiles,
@@ -44,8 +40,6 @@ from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.errors import ConfigError, UsageError
 from pagoda.memory.ram import free_ram
 from pagoda.models.build import build_from_directory
-from pagoda.models.chunked_loss import chunked_loss
-from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optim
 from pagoda.optim.rule import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.mesh import Mesh, as_mesh, open_mesh
@@ -70,36 +64,6 @@ from pagoda.runtime.loss_scale import LossScaler
 from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.transforms.operator_tiles import Tiling
-
-__all__ = [
-    "SGD",
-    "Activations",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "Lion",
-    "LossScale",
-    "Memory",
-    "Mesh",
-    "MixedPrecision",
-    "ModelState",
-    "Muon",
-    "Optim",
-    "OptimizerState",
-    "Split",
-    "Tiles",
-    "Updates",
-    "chunked_loss",
-    "full_state_dict",
-    "gathered",
-    "init",
-    "load",
-    "no_decay_groups",
-    "open_mesh",
-    "plan_of",
-    "trainable_state_dict",
-    "wrap",
-]
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pagoda.api import init
 from pagoda.config.training import Precision, require_choice
+from pagoda.construction.construct import init
 from pagoda.models import build_model, layer_count
 from pagoda.optim import gradient_dtype
 from pagoda.simulate.profile import ComputeProfile

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim import fp16, kernels
-from pagoda.optim import gradient_kernels as gradients
+from pagoda.optim import fp16, gradient_kernels as gradients, kernels
 from pagoda.optim.elements import FORMS
 from pagoda.optim.gradient_kernels import GradientKernels
 from pagoda.optim.kernels import update_kernel

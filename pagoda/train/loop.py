@@ -16,22 +16,25 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pagoda.api import chunked_loss, init, no_decay_groups, open_mesh, plan_of, wrap
+from pagoda.api import plan_of, wrap
 from pagoda.checkpoint.directory import read_manifest
+from pagoda.checkpoint.groups import no_decay_groups
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
+from pagoda.construction.construct import init
 from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
 from pagoda.models.build import is_encoder_decoder, is_mixture, model_directory
+from pagoda.models.chunked_loss import chunked_loss
 from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.experts import ExpertExchange
-from pagoda.parallel.mesh import Mesh
+from pagoda.parallel.mesh import Mesh, open_mesh
 from pagoda.parallel.world import was_restarted
 from pagoda.plan.planner import Plan
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint

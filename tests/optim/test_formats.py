@@ -5,8 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel

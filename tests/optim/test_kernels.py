@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numba
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from pagoda.config.memory import Split
 from pagoda.errors import BudgetError

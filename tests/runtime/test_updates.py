@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from zoo import ALL_ON_SSD as EVERYTHING_ON_SSD
-from zoo import squeeze
+from zoo import ALL_ON_SSD as EVERYTHING_ON_SSD, squeeze
 
 import pagoda
 from pagoda.config.training import Precision
