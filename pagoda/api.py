@@ -104,30 +104,14 @@ def wrap(
     how many backward passes precede each `step()`: then, without clipping, units are updated while backward still runs.
     Left out, any number of passes may precede a step.
 
-    With clipping or dynamic loss scaling, `accumulation_steps` announced and state on SSD, units are also updated while
-    backward still runs, as if nothing would be clipped or overflow: each keeps its old states too, and where `step()`
-    finds otherwise, these are taken back, and updated anew if the step counts. The bits are the same; `optimizer.stats`
-    counts both outcomes. `Updates(speculate=...)` asks for more of that, or for none.
+    `update="async"` changes the algorithm: weights lag behind gradients by at most a step, or by as many as
+    `Updates("async", max_staleness=...)` says. Each gradient is still applied as its own step, clipped by its own norm.
+    `optimizer.drain()` applies everything; `state_dict`, `gathered`, checkpoints, `close` and, between steps, a forward
+    without gradients drain first. `optimizer.stats.staleness` has what was observed. `Updates(speculate=...)` is about
+    updates under backward before the norm is known; `optimizer.stats` counts those kept and undone.
 
-    `update="async"` changes the algorithm: forward and backward do not wait for updates, so where these take longer
-    than compute (states on SSD), weights lag. The forward of a unit reads weights that lack the gradients of at most
-    the last step, or of as many steps as `Updates("async", max_staleness=...)` says, and waits only where they would
-    lack more. Every gradient is still applied as its own step, clipped by its own norm. RAM keeps the gradients of one
-    step more than may lag, and every weight has a second extent. `optimizer.drain()` applies everything; `state_dict`,
-    `gathered`, checkpoints, `close` and, between steps, a forward without gradients drain first.
-    `optimizer.stats.staleness` has what was observed.
-
-    `activations` says what becomes of what graphs keep between forward and backward. "keep": it stays, as in plain
-    PyTorch. "recompute", "offload", "recompute+offload" and "auto": see `Activations`. The bits are the same. Compile
-    blocks before `wrap`, if at all.
-
-    With `tiles`, each of the model's repeated layers runs its batch in micro-batches, or large layers are cut: see
-    `Tiles`. Feed the whole batch of a step at once: weights are then fetched once for all of it. What can be checked of
-    layers that treat samples independently is checked, and refused by ConfigError: batch norms that use the statistics
-    of the batch, buffers that forward changes, arguments that micro-batches cannot share, outputs that are of the batch
-    as a whole. "auto" runs a layer whose batch norms or arguments do not allow it whole, with a warning, and `plan_of`
-    says so. Layers of transformers are given no key-value cache while they are tiled. State dicts and checkpoints have
-    the names and shapes of whole layers.
+    `activations` and `tiles` say what becomes of activations, and what is computed in pieces: see `Activations` and
+    `Tiles`. Compile blocks before `wrap`, if at all.
 
     Under torchrun, the ranks train one model, each with batches of its own and budgets of its own; gradients are the
     mean over ranks, and weights at the start are those of rank 0. `mesh` says what the ranks share out

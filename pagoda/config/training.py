@@ -89,7 +89,10 @@ class MixedPrecision(Settings):
 
 @dataclass(frozen=True)
 class Updates(Settings):
-    """When weights are updated, and how far updates may lag."""
+    """When weights are updated, and how far updates may lag.
+
+    Asynchronous updates keep the gradients of `max_staleness` + 1 steps in RAM, and a second extent of every weight.
+    """
 
     update: UpdateMode = "sync"
     """async: forward and backward do not wait for updates, whose results lag by some steps. For state on an SSD that is
@@ -144,8 +147,9 @@ class Tiles(Settings):
 
     batch_tiles: BatchTiles | None = None
     """Run each layer in so many micro-batches, or as many as "auto" finds useful, so that weights move once for the
-    whole batch: give as one batch what accumulation would have added up. States that layers treat the samples of a
-    batch independently; gradients have the bits of ordinary accumulation of the same micro-batches."""
+    whole batch: give as one batch what accumulation would have added up. With it you state that layers treat the
+    samples of a batch independently in training; gradients then have the bits of ordinary accumulation of the same
+    micro-batches. What can be checked of that is checked, and refused."""
     tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
     """Linear layers, embeddings and stacks of experts whose weights take more bytes than this (such as 256MiB) become
     tiles that are fetched, used and dropped one after another. The input's gradient of such a layer is a sum over

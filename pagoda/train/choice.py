@@ -1,7 +1,7 @@
 """The plan of a run: the planner's first choice, or the fastest that a search by simulation finds."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.config.run import Run
-from pagoda.config.training import ActivationMode, BatchTiles
+from pagoda.config.training import ActivationMode
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
@@ -67,17 +67,6 @@ def precision_hint(config: TrainConfig) -> str | None:
     )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What a search found on one rank, for all."""
-
-    memory: dict[str, Any]
-    """Fields of `Memory`."""
-    activations: ActivationMode
-    batch_tiles: BatchTiles | None
-    reasons: tuple[str, ...]
-
-
 def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> TrainConfig:
     """The configuration with what a search chooses for `wrap`, if there is to be one; prints the choices and why.
 
@@ -94,18 +83,17 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> TrainConfi
         return asked
     started = time.perf_counter()
     try:
-        found = from_first(mesh, "the choice of a plan", lambda: _searched(config, mesh))
+        changes, reasons = from_first(mesh, "the choice of a plan", lambda: _searched(config, mesh))
     except ConfigError as error:
         if config.plan == "search":
             raise
         console.print(f"Plan: the usual one; no search, as {error}", soft_wrap=True, highlight=False)
         return asked
     took = time.perf_counter() - started
-    lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *found.reasons)
+    lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
-    activations = found.activations if config.activations == "auto" else asked.activations
-    memory = replace(config.memory, **found.memory)
-    return replace(config, memory=memory, activations=activations, batch_tiles=found.batch_tiles)
+    memory = replace(config.memory, **changes.pop("memory"))
+    return replace(asked, memory=memory, **changes)
 
 
 def _check_measured_for(mesh: Mesh) -> None:
@@ -128,8 +116,8 @@ def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
     return PlanConfig(**config.shared(Run), nodes=world.nodes, gpus_per_node=world.local_size)
 
 
-def _searched(config: TrainConfig, mesh: Mesh) -> _Found:
-    """The choices of the plan that `pagoda plan` forecasts."""
+def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of the plan that `pagoda plan` forecasts, those of `Memory` apart, and why."""
     if mesh.size > 1:
         _check_measured_for(mesh)
     asked = plan_config(config, mesh)
@@ -138,14 +126,16 @@ def _searched(config: TrainConfig, mesh: Mesh) -> _Found:
         assert made.refusal is not None
         raise made.refusal
     options = made.choice.best.options
-    fields = {
+    memory = {
         "host": made.plan.budgets.host,
         "page_size": options.page_bytes,
         "unit_limit": options.unit_limit,
         "split": options.split,
     }
-    reasons = (*made.resolved, *made.choice.simulated)
-    return _Found(fields, made.config.activations, made.config.batch_tiles, reasons)
+    changes: dict[str, Any] = {"memory": memory, "batch_tiles": made.config.batch_tiles}
+    if config.activations == "auto":
+        changes["activations"] = made.config.activations
+    return changes, (*made.resolved, *made.choice.simulated)
 
 
 def _here(asked: PlanConfig) -> Machine:
