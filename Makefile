@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests run on as many processes as there are cores, up to four; a file's tests on one, since they share what is slow to make.
 PARALLEL := -n $(shell nproc | awk '{print ($$1 < 4) ? $$1 : 4}') --dist loadfile
 
-.PHONY: install demo test test-all gpu gpu-stand-in lint docs clean
+.PHONY: install demo test test-all wheel gpu gpu-stand-in lint docs clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ test: install
 
 test-all: install
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'not gpu' $(PARALLEL)
+
+# Builds the wheel, installs it into an environment of its own, and trains with it.
+wheel: install
+	$(BIN)/python -m pytest tests/test_wheel.py
 
 # On a machine with an NVIDIA GPU: its tests, then its benchmark. SSD=DIR names a directory on a fast drive.
 GPU_RESULTS ?= benchmarks/results/gpu-$(shell hostname).json

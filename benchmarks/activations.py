@@ -22,9 +22,10 @@ import tyro
 
 import pagoda
 from beyond_memory import resident_bytes
+from pagoda.config.training import ActivationMode
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.subject import find_subject
-from pagoda.plan.activations import ActivationMode, Policy, peak_of
+from pagoda.plan.activations import Policy, peak_of
 from training import Paged, Workload
 
 MIB = 1 << 20

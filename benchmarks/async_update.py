@@ -150,7 +150,7 @@ def main() -> None:
         print(f"sync: {sync.median_step_s:.3f} s a step", flush=True)
         assert sync.losses == resident.losses[: settings.sync_steps]
         memory, _ = budget(settings, settings.max_staleness)
-        async_ = train(settings, memory, settings.steps, update="async", max_staleness=settings.max_staleness)
+        async_ = train(settings, memory, settings.steps, update=pagoda.Updates("async", settings.max_staleness))
     sync = Run([sync.median_step_s] * settings.steps, resident.losses)
     cpu = platform.processor() or platform.machine()
     report = {

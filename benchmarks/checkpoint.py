@@ -44,16 +44,16 @@ def wrapped(model_name: str, seq_len: int, memory: pagoda.Memory) -> tuple[torch
     torch.manual_seed(0)
     with pagoda.init():
         model = build_model(model_name, seq_len=seq_len, gradient_checkpointing=True)
-    return pagoda.wrap(model.train(), pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=1.0, keep_checkpoints=1)
+    return pagoda.wrap(model.train(), pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=1.0)
 
 
 def all_on_ssd(model_name: str, seq_len: int, ssd: str) -> pagoda.Memory:
     """The least RAM there can be."""
     try:
-        wrapped(model_name, seq_len, pagoda.Memory(host="1MiB", ssd=ssd))[1].close()
+        wrapped(model_name, seq_len, pagoda.Memory(host="1MiB", ssd=ssd, ssd_checkpoints=1))[1].close()
     except pagoda.BudgetError as refused:
         if refused.needed_bytes is not None:
-            return pagoda.Memory(host=refused.needed_bytes, ssd=ssd)
+            return pagoda.Memory(host=refused.needed_bytes, ssd=ssd, ssd_checkpoints=1)
     raise ValueError("the model is too small for this benchmark")
 
 
@@ -154,7 +154,7 @@ def main(
     results = {}
     for place in places:
         with TemporaryDirectory(dir=ssd) as pages:  # what commits keep goes with it
-            memory = all_on_ssd(model, seq_len, pages) if place == "ssd" else pagoda.Memory()
+            memory = all_on_ssd(model, seq_len, pages) if place == "ssd" else pagoda.Memory(ssd_checkpoints=1)
             folder = checkpoints / f"benchmark-{place}"
             folder.mkdir(parents=True)
             checkpointed = count if place == "ssd" else ram_count

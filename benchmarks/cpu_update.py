@@ -31,7 +31,8 @@ from rich.table import Table
 from pagoda.calibrate.cpu import SCALARS
 from pagoda.calibrate.meter import cpu_name
 from pagoda.calibrate.streams import Sweeper, by_address, filled, roof_bf16, roof_fp32, states_of
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, Precision, formats, kernels
+from pagoda.config.training import Precision
+from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, formats, kernels
 from pagoda.optim.flat import encode_moment
 from pagoda.optim.rule import gradient_dtype
 

@@ -160,17 +160,22 @@ def cases() -> dict[str, Case]:
     add(everywhere, "t5, checkpointing", model="t5", checkpointing=True)
     add("ram ssd arena-ssd", "fp32", wrap={"precision": "fp32"})
     add("ram ssd", "fp16", scaled=True, wrap={"precision": "fp16"})
-    add("ram ssd", "fp32 gradients", accumulation=2, wrap={"gradients": "fp32"})
+    add("ram ssd", "fp32 gradients", accumulation=2, wrap={"precision": pagoda.MixedPrecision(gradients="fp32")})
     for rule in ("adam", "sgd", "lion", "adafactor", "muon", "adagrad", "adamw-bf16", "adamw-8bit"):
         add("ram ssd", rule, rule=rule)
     for policy in ("recompute", "offload", "recompute+offload", "auto"):
         add("ssd arena-ssd", f"activations {policy}", model="gpt2", wrap={"activations": policy})
-    add("ram ssd", "batch tiles", accumulation=1, wrap={"batch_tiles": 2, "activations": "recompute"})
-    add("ram ssd", "operator tiles", wrap={"tile_limit": 8192})
+    add(
+        "ram ssd",
+        "batch tiles",
+        accumulation=1,
+        wrap={"tiles": pagoda.Tiles(batch_tiles=2), "activations": "recompute"},
+    )
+    add("ram ssd", "operator tiles", wrap={"tiles": pagoda.Tiles(tile_limit=8192)})
     add("ram ssd arena", "experts", model="mixtral")
-    add("ram ssd", "expert tiles", model="mixtral", wrap={"tile_limit": 3 * 64 * 96 * 2})
-    add("ram moments ssd", "speculation", announced=True, wrap={"speculate": True}, steps=6)
-    add("moments ssd", "async, nothing late", wrap={"update": "async", "max_staleness": 0})
+    add("ram ssd", "expert tiles", model="mixtral", wrap={"tiles": pagoda.Tiles(tile_limit=3 * 64 * 96 * 2)})
+    add("ram moments ssd", "speculation", announced=True, wrap={"update": pagoda.Updates(speculate=True)}, steps=6)
+    add("moments ssd", "async, nothing late", wrap={"update": pagoda.Updates("async", max_staleness=0)})
     add("arena", "updates on the device", split={"device_update_share": 0.5})
     add("arena", "homes on the device", split={"device_home_share": 1.0})
     add("ram ssd arena-ssd", "resumed", resume=True)
@@ -190,6 +195,7 @@ def cases() -> dict[str, Case]:
 def budget(case: Case, parameters: int, refused: Any, ssd: Path) -> pagoda.Memory:
     """The least memory of its kind, as refusals name it; and the weights, where only moments are on SSD."""
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": UNIT, "host": "64MiB"}
+    sizes["ssd_checkpoints"] = 0  # everything into the checkpoint's own files, which are hashed
     if case.split:
         sizes["split"] = pagoda.Split(**case.split)
     if case.memory != "ram" and case.memory != "arena":
@@ -200,7 +206,7 @@ def budget(case: Case, parameters: int, refused: Any, ssd: Path) -> pagoda.Memor
     if "ssd" in sizes:
         least = refused(pagoda.Memory(**{**sizes, "host": PAGE}))
         itemsize = 4 if case.wrap.get("precision") == "fp32" else 2
-        copies = 3 if case.wrap.get("update") == "async" else 1
+        copies = 3 if "async" in case.group else 1
         sizes["host"] = least + (parameters * itemsize * copies * 11 // 10 if case.memory == "moments" else 0)
     return pagoda.Memory(**sizes)
 
@@ -218,7 +224,6 @@ def wrapped(case: Case, out: Path) -> tuple[nn.Module, Any]:
     settings = {
         "clip_grad_norm": case.clip,
         "accumulation_steps": case.accumulation if case.announced else None,
-        "keep_checkpoints": 0,  # everything into the checkpoint's own files, which are hashed
         **case.wrap,
     }
     if case.ranks > 1:

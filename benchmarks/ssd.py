@@ -114,11 +114,9 @@ class Streaming:
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
         # 2 bytes each for weights and gradients; what is left is too little for the states of a unit, or next to it.
         host = 4 * layers * width * width + parse_bytes("200MiB")
-        memory = pagoda.Memory(host=host, ssd=",".join(map(str, directories)), page_size=PAGE)
+        memory = pagoda.Memory(host=host, ssd=",".join(map(str, directories)), page_size=PAGE, ssd_checkpoints=0)
         self.width = width
-        self.model, self.optimizer = pagoda.wrap(
-            model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0, keep_checkpoints=0
-        )
+        self.model, self.optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, clip_grad_norm=1.0)
         self.bytes_on_ssd = pagoda.plan_of(self.model).peak_bytes["ssd"]
 
     def step(self) -> float:

@@ -160,6 +160,8 @@ def serve_steps(
     torch.manual_seed(0)
     with pagoda.init():
         net = workload.build()
+    # A checkout from before `Updates` can take turns too, unless it is to speculate.
+    update = {} if speculate is None else {"update": pagoda.Updates(speculate=speculate)}
     net, optimizer = pagoda.wrap(
         net.train(),
         pagoda.AdamW(lr=LR),
@@ -167,8 +169,8 @@ def serve_steps(
         precision=precision,
         clip_grad_norm=clip,
         accumulation_steps=1,
-        speculate=speculate,
         activations="recompute",
+        **update,
     )
     batches = workload.batches()
 

@@ -66,7 +66,9 @@ def measure(
         unit_limit=of_layer + MIB // 2,
         split=pagoda.Split(weight_share=0.0),
     )
-    wrapped, optimizer = pagoda.wrap(built, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=1.0, batch_tiles=tiles)
+    wrapped, optimizer = pagoda.wrap(
+        built, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=1.0, tiles=pagoda.Tiles(batch_tiles=tiles)
+    )
     plan = pagoda.plan_of(wrapped)
     seconds, fetched, losses = [], [], []
     data = batches(passes, seq_len)

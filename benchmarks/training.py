@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import pagoda
+from pagoda.config.training import ActivationMode
 from pagoda.models import build_model
 from pagoda.optimizer import PagedOptimizer
-from pagoda.plan.activations import ActivationMode
 from pagoda.train.data import Batches
 
 LR = 1e-4
@@ -125,7 +125,7 @@ class Paged:
             memory=memory,
             clip_grad_norm=workload.clip,
             accumulation_steps=1,
-            speculate=speculate,
+            update=pagoda.Updates(speculate=speculate),
             activations=activations or ("recompute" if workload.checkpointing else "keep"),
             mesh=mesh,
         )

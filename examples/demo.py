@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
+from pagoda.config.memory import Memory
 from pagoda.memory.sizes import format_bytes
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
-from pagoda.train import MemoryConfig, OptimConfig, TrainConfig, run
+from pagoda.train import OptimConfig, TrainConfig, run
 from pagoda.train.metrics import read_metrics
 
 OUT = Path(__file__).resolve().parent.parent / "runs" / "demo"
@@ -46,7 +47,7 @@ def main() -> None:
         batch_size=2,
         seq_len=128,
         precision=precision,
-        memory=MemoryConfig(host=HOST, ssd=str(ssd)),
+        memory=Memory(host=HOST, ssd=str(ssd)),
         optim=OptimConfig(lr=1e-3, warmup_steps=4),
         save_at_end=False,  # 1.3 GB that nobody needs
         out=OUT,

@@ -6,81 +6,74 @@ Names are imported when first used, so that `pagoda --help` need not wait for to
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagoda.api import (
-        SGD,
-        Adafactor,
-        Adam,
-        AdamW,
-        Lion,
-        LossScale,
-        Memory,
-        Mesh,
-        ModelState,
-        Muon,
-        Optim,
-        OptimizerState,
-        Split,
-        chunked_loss,
-        full_state_dict,
-        gathered,
-        init,
-        load,
-        no_decay_groups,
-        open_mesh,
-        plan_of,
-        trainable_state_dict,
-        wrap,
+    from pagoda.api import load as load, plan_of as plan_of, wrap as wrap
+    from pagoda.checkpoint.full_state import full_state_dict as full_state_dict
+    from pagoda.checkpoint.gathered import gathered as gathered
+    from pagoda.checkpoint.groups import no_decay_groups as no_decay_groups
+    from pagoda.checkpoint.stateful import (
+        ModelState as ModelState,
+        OptimizerState as OptimizerState,
+        trainable_state_dict as trainable_state_dict,
     )
+    from pagoda.config.memory import Memory as Memory, Split as Split
+    from pagoda.config.training import (
+        Activations as Activations,
+        LossScale as LossScale,
+        MixedPrecision as MixedPrecision,
+        Tiles as Tiles,
+        Updates as Updates,
+    )
+    from pagoda.construction.construct import init as init
     from pagoda.errors import (
-        BudgetError,
-        CheckpointError,
-        ConfigError,
-        NonFiniteGradientError,
-        PagodaError,
-        RankError,
-        StorageError,
-        UsageError,
+        BudgetError as BudgetError,
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        NonFiniteGradientError as NonFiniteGradientError,
+        PagodaError as PagodaError,
+        RankError as RankError,
+        StorageError as StorageError,
+        UsageError as UsageError,
     )
+    from pagoda.models.chunked_loss import chunked_loss as chunked_loss
+    from pagoda.optim import (
+        SGD as SGD,
+        Adafactor as Adafactor,
+        Adam as Adam,
+        AdamW as AdamW,
+        Lion as Lion,
+        Muon as Muon,
+        Optim as Optim,
+    )
+    from pagoda.parallel.mesh import Mesh as Mesh, open_mesh as open_mesh
 
-__all__ = [
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "BudgetError",
-    "CheckpointError",
-    "ConfigError",
-    "Lion",
-    "LossScale",
-    "Memory",
-    "Mesh",
-    "ModelState",
-    "Muon",
-    "NonFiniteGradientError",
-    "Optim",
-    "OptimizerState",
-    "PagodaError",
-    "RankError",
-    "Split",
-    "StorageError",
-    "UsageError",
-    "chunked_loss",
-    "full_state_dict",
-    "gathered",
-    "init",
-    "load",
-    "no_decay_groups",
-    "open_mesh",
-    "plan_of",
-    "trainable_state_dict",
-    "wrap",
-]
+_HOMES = {
+    "pagoda.api": "load plan_of wrap",
+    "pagoda.checkpoint.full_state": "full_state_dict",
+    "pagoda.checkpoint.gathered": "gathered",
+    "pagoda.checkpoint.groups": "no_decay_groups",
+    "pagoda.checkpoint.stateful": "ModelState OptimizerState trainable_state_dict",
+    "pagoda.config.memory": "Memory Split",
+    "pagoda.config.training": "Activations LossScale MixedPrecision Tiles Updates",
+    "pagoda.construction.construct": "init",
+    "pagoda.errors": "BudgetError CheckpointError ConfigError NonFiniteGradientError PagodaError RankError "
+    "StorageError UsageError",
+    "pagoda.models.chunked_loss": "chunked_loss",
+    "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim",
+    "pagoda.parallel.mesh": "Mesh open_mesh",
+}
+"""Module -> the names that users take from it."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name == "__version__":
+        return version("pagoda-train")
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
-    return getattr(import_module("pagoda.errors" if name.endswith("Error") else "pagoda.api"), name)
+    return getattr(import_module(_HOME_OF[name]), name)

@@ -2,13 +2,17 @@
 
 import sys
 
+import pagoda
 from pagoda.process import spin_briefly
 
 
 def main() -> int:
     """Runs the process's command line and returns its exit code."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"pagoda {pagoda.__version__}")
+        return 0
     spin_briefly()
-    from pagoda.cli import main as run  # imports torch
+    from pagoda.cli import main as run  # may import torch, which reads how long its threads spin
 
     return run()
 

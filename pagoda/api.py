@@ -1,40 +1,46 @@
-"""What the user touches: `wrap`, `Memory`, `Split`, `open_mesh`, `init`, `load`, `gathered`, `plan_of`."""
+"""What the user touches: `wrap`, `load`, `plan_of`."""
 
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Never, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pagoda.checkpoint.full_state import full_state_dict
-from pagoda.checkpoint.gathered import gathered, mark_homes
+from pagoda.checkpoint.gathered import mark_homes
 from pagoda.checkpoint.groups import (
     ParamGroups,
     Reserve,
     check_placed,
     named_groups,
-    no_decay_groups,
     reserved_names,
 )
 from pagoda.checkpoint.pretrained import attach_weights
-from pagoda.checkpoint.stateful import ModelState, OptimizerState, trainable_state_dict
+from pagoda.config.memory import Memory
+from pagoda.config.training import (
+    ActivationMode,
+    Activations,
+    MixedPrecision,
+    Precision,
+    Tiles,
+    Training,
+    UpdateMode,
+    Updates,
+    training_of,
+)
 from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
 from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype
 from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.errors import ConfigError, UsageError
-from pagoda.memory.page import PAGE_ALIGN
 from pagoda.memory.ram import free_ram
-from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
-from pagoda.models.chunked_loss import chunked_loss
-from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optim
-from pagoda.optim.rule import Gradients, Precision, Rule, check_precision, kept_dtype
+from pagoda.optim.rule import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.mesh import Mesh, as_mesh, open_mesh
 from pagoda.parallel.start import (
@@ -48,45 +54,17 @@ from pagoda.parallel.start import (
 )
 from pagoda.parallel.tensors import check_tensor_parallel, divided_in
 from pagoda.parallel.wire import Wire
-from pagoda.plan.activations import SHARE_OF_MEMORY, ActivationMode
-from pagoda.plan.batch_tiles import BatchTiles
-from pagoda.plan.options import Options, Split
+from pagoda.plan.activations import SHARE_OF_MEMORY
+from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.runtime.blocks import refuse_own_checkpointing
-from pagoda.runtime.device import open_device
+from pagoda.runtime.device import Device, open_device
 from pagoda.runtime.engine import Engine
-from pagoda.runtime.loss_scale import LossScale, LossScaler
-from pagoda.tiers import Memory
+from pagoda.runtime.loss_scale import LossScaler
+from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.transforms.operator_tiles import Tiling
 
-__all__ = [
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "Lion",
-    "LossScale",
-    "Memory",
-    "Mesh",
-    "ModelState",
-    "Muon",
-    "Optim",
-    "OptimizerState",
-    "Split",
-    "chunked_loss",
-    "full_state_dict",
-    "gathered",
-    "init",
-    "load",
-    "no_decay_groups",
-    "open_mesh",
-    "plan_of",
-    "trainable_state_dict",
-    "wrap",
-]
-
-Update = Literal["sync", "async"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -97,30 +75,22 @@ def wrap(
     param_groups: ParamGroups | None = None,
     reserve: Reserve = (),
     memory: Memory | None = None,
-    precision: Precision = "bf16",
+    precision: Precision | MixedPrecision = "bf16",
     clip_grad_norm: float | None = None,
     accumulation_steps: int | None = None,
-    keep_checkpoints: int | None = None,
-    speculate: bool | None = None,
-    update: Update = "sync",
-    max_staleness: int = 1,
-    activations: ActivationMode = "keep",
-    partition_activations: bool = False,
-    batch_tiles: BatchTiles | None = None,
-    gradients: Gradients | None = None,
-    loss_scale: LossScale | float | Literal["dynamic"] | None = None,
-    tile_limit: str | int | None = None,
+    update: UpdateMode | Updates = "sync",
+    activations: ActivationMode | Activations = "keep",
+    tiles: Tiles | None = None,
     mesh: Mesh | DeviceMesh | None = None,
+    **moved: Never,
 ) -> tuple[Model, PagedOptimizer]:
     """Move a model's training state into pages and return the model with the optimizer that steps it.
 
     The model is changed in place and used as before: forward, backward, `optimizer.step()`. Its parameters take
     the compute dtype of `precision`: "bf16" (weights that are the high half of an fp32 master), "fp16" (weights beside
-    which 16 bits keep the master) or "fp32". Buffers keep their dtype and move to the device. `gradients` is what
-    gradients are accumulated in, "fp32" or "bf16"; left out, it is that of the weights.
-
-    With "fp16", call `optimizer.scale(loss).backward()`. `loss_scale` is "dynamic" (the default; a `LossScale` changes
-    its settings): steps with gradients that are not finite are skipped and halve the scale; or a power of two for good.
+    which 16 bits keep the master) or "fp32". Buffers keep their dtype and move to the device. With "fp16", call
+    `optimizer.scale(loss).backward()`. `MixedPrecision` says too what gradients are accumulated in, and how the loss is
+    scaled.
 
     `param_groups` is what torch's optimizers take first: parameters, or dictionaries of `params` and what differs for
     them (`lr`, `weight_decay`, `betas`, ...; see `no_decay_groups`). Left out, all trainable parameters are one group.
@@ -134,46 +104,14 @@ def wrap(
     how many backward passes precede each `step()`: then, without clipping, units are updated while backward still runs.
     Left out, any number of passes may precede a step.
 
-    `keep_checkpoints` says of how many checkpoints the pages on SSD are kept at once. A checkpoint keeps them where
-    they are instead of copying them, and training writes to others, so each takes as much of the SSD as the weights
-    and moments there. Left out, it is one where that fits, else none: then checkpoints copy what is on SSD.
+    `update="async"` changes the algorithm: weights lag behind gradients by at most a step, or by as many as
+    `Updates("async", max_staleness=...)` says. Each gradient is still applied as its own step, clipped by its own norm.
+    `optimizer.drain()` applies everything; `state_dict`, `gathered`, checkpoints, `close` and, between steps, a forward
+    without gradients drain first. `optimizer.stats.staleness` has what was observed. `Updates(speculate=...)` is about
+    updates under backward before the norm is known; `optimizer.stats` counts those kept and undone.
 
-    With clipping or dynamic loss scaling, `accumulation_steps` announced and state on SSD, units are also updated while
-    backward still runs, as if nothing would be clipped or overflow: each keeps its old states too, and where `step()`
-    finds otherwise, these are taken back, and updated anew if the step counts. The bits are the same; `optimizer.stats`
-    counts both outcomes. `speculate` left out does so where there is room for the old states; True gives copies of
-    weights, which that takes where they live in RAM, precedence over moments in RAM, and does so with units that have
-    all their states in RAM, where copies of these fit; False does without.
-
-    `update="async"` changes the algorithm: forward and backward do not wait for updates, so where these take longer
-    than compute (states on SSD), weights lag. The forward of a unit reads weights that lack the gradients of at most
-    the last `max_staleness` steps, and waits only where they would lack more; 0 gives the bits of "sync". Every
-    gradient is still applied as its own step, clipped by its own norm. RAM keeps the gradients of `max_staleness` + 1
-    steps and every weight has a second extent. `optimizer.drain()` applies everything; `state_dict`, `gathered`,
-    checkpoints, `close` and, between steps, a forward without gradients drain first.
-    `optimizer.stats.staleness` has what was observed.
-
-    `activations` says what becomes of what graphs keep between forward and backward. "keep": it stays, as in plain
-    PyTorch. "recompute": of each block (a module that the model repeats, such as its layers) only the inputs stay, and
-    backward computes it again. "offload": what is large goes to RAM, where compute has a memory of its own, and else to
-    SSD, and comes back ahead of backward. "recompute+offload": as "recompute", and the inputs go. "auto" follows a
-    plan, block by block, made of the sizes that a first forward of each bucket of input shapes shows, for
-    `memory.activations`. The bits are the same. Compile blocks before `wrap`, if at all. With
-    `partition_activations`, tensor-parallel ranks keep, or offload, an equal part each of those inputs that all of them
-    have, and gather the whole before they recompute; the bits are the same again.
-
-    `batch_tiles=N` lets each of the model's repeated layers run the batch it is given in N micro-batches, or in as many
-    as "auto" finds useful. Feed the whole batch of a step at once: weights are then fetched once for all of it, and
-    where it is recomputed a layer's activations are there for one micro-batch at a time. With it you state that these
-    layers treat the samples of a batch independently in training; then gradients have the bits of ordinary accumulation
-    of the same micro-batches. What can be checked of that is checked, and refused by ConfigError: batch norms that use
-    the statistics of the batch, buffers that forward changes, arguments that micro-batches cannot share, outputs that
-    are of the batch as a whole. "auto" runs a layer whose batch norms or arguments do not allow it whole, with a
-    warning, and `plan_of` says so. Layers of transformers are given no key-value cache while they are tiled.
-
-    `tile_limit=SIZE` cuts linear layers, embeddings and transformers' stacks of experts whose weights take more into
-    tiles, which are fetched, used and dropped one after another. State dicts and checkpoints have the names and shapes
-    of the whole layers. Rounds otherwise in backward: what such a layer gives to its input is a sum over tiles.
+    `activations` and `tiles` say what becomes of activations, and what is computed in pieces: see `Activations` and
+    `Tiles`. Compile blocks before `wrap`, if at all.
 
     Under torchrun, the ranks train one model, each with batches of its own and budgets of its own; gradients are the
     mean over ranks, and weights at the start are those of rank 0. `mesh` says what the ranks share out
@@ -185,64 +123,57 @@ def wrap(
 
     Raises BudgetError when the state does not fit `memory` (before any of it is allocated), StorageError for an
     SSD directory that is missing or full, ConfigError for other settings and for a model that cannot be trained with
-    them, UsageError for a model wrapped already.
+    them, UsageError for a model wrapped already and for an argument that has moved.
     """
+    _check_moved(moved)
+    training = training_of(
+        precision=precision,
+        clip_grad_norm=clip_grad_norm,
+        accumulation_steps=accumulation_steps,
+        update=update,
+        activations=activations,
+        tiles=tiles,
+    )
+    return _wrap(model, optimizer, param_groups, reserve, _checked(memory), training, mesh)
+
+
+def _wrap(
+    model: Model,
+    optimizer: Rule,
+    param_groups: ParamGroups | None,
+    reserve: Reserve,
+    memory: Memory,
+    training: Training,
+    mesh: Mesh | DeviceMesh | None,
+) -> tuple[Model, PagedOptimizer]:
     check_model(model)
-    memory = _checked(memory)
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
     check_experts(model, mesh)
     wire = Wire(mesh.world) if mesh.size > 1 else None
     if wire is not None:
-        check_for_ranks(update == "async", speculate)
-        memory = memory.of_rank(mesh.world)
-        if keep_checkpoints is None and mesh.world.nodes > 1:
-            keep_checkpoints = 0  # other nodes may have drives that nobody else sees
-    check_precision(precision)
-    check_rule(optimizer, tiled=tile_limit is not None)
-    scaler = _scaler(precision, loss_scale)
-    _check_settings(clip_grad_norm, accumulation_steps, keep_checkpoints, speculate, update, max_staleness, scaler)
-    _check_activations(activations, partition_activations, memory, model, mesh)
+        check_for_ranks(training.update == "async", training.speculate)
+        memory = memory_of_rank(memory, mesh.world)
+    check_rule(optimizer, tiled=training.tile_bytes is not None)
+    _check_activations(training, memory, model, mesh)
     groups = named_groups(model, param_groups)
     trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
     check_placed(model, trained)
     for group in groups:
         optimizer.with_group({**optimizer.defaults(), **group})
-    tiled_blocks = [] if batch_tiles is None else blocks_to_tile(model, batch_tiles)
-    device = open_device(memory.torch_device)
-    states = optimizer.states(precision)
+    tiled_blocks = [] if training.batch_tiles is None else blocks_to_tile(model, training.batch_tiles)
+    device = open_device(compute_device(memory))
+    states = optimizer.states(training.precision)
     check_one_dtype(model, states[0].dtype)
-    check_tensor_parallel(model, mesh, optimizer, states, device.torch_device, tile_limit is not None)
-    tiled_bytes = _tile_bytes(tile_limit)
+    check_tensor_parallel(model, mesh, optimizer, states, device.torch_device, training.tile_bytes is not None)
     if device.torch_device.type == "cpu":
         check_batch_norms(model, states[0].dtype)
-    options = Options(
-        page_bytes=memory.page_bytes,
-        unit_limit=memory.unit_bytes,
-        accumulation_steps=accumulation_steps,
-        clipping=clip_grad_norm is not None,
-        split=memory.split,
-        keep_checkpoints=keep_checkpoints,
-        max_staleness=max_staleness if update == "async" else None,
-        speculate=speculate,
-        activations=activations,
-        partition_activations=partition_activations,
-        gradients=kept_dtype(gradients),
-        may_skip=scaler.dynamic,
-    )
+    tiled_bytes = training.tile_bytes
     tiling = None if tiled_bytes is None else Tiling(model, tiled_bytes // states[0].dtype.itemsize)
     if tiling is not None:
         trained = {*tiling.renamed(trained)}
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
-    poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
     try:
-        plan = _plan(
-            model, trained, optimizer, precision, options, clip_grad_norm, memory, device.torch_device, mesh, wire
-        )
-        units = live_units(model, plan.units, states[0].dtype, device.torch_device)
-        ranks = (mesh, wire) if wire is not None else None
-        engine = Engine(
-            plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device, scaler, ranks
-        )
+        engine = _engine(model, trained, optimizer, training, memory, device, mesh, wire)
     except BaseException:
         if tiling is not None:
             tiling.undo()
@@ -250,8 +181,8 @@ def wrap(
     try:
         _move_in(model, engine, tiling, wire)
         paged = PagedOptimizer(model, optimizer, engine, groups)
-        if batch_tiles is not None:
-            setattr(model, _TILED, TiledBlocks(tiled_blocks, batch_tiles))
+        if training.batch_tiles is not None:
+            setattr(model, _TILED, TiledBlocks(tiled_blocks, training.batch_tiles))
     except BaseException:
         engine.close()
         raise
@@ -282,20 +213,45 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     return model
 
 
+def _engine(
+    model: nn.Module,
+    trained: set[str],
+    optimizer: Rule,
+    training: Training,
+    memory: Memory,
+    device: Device,
+    mesh: Mesh,
+    wire: Wire | None,
+) -> Engine:
+    """What runs the plan. Raises BudgetError."""
+    plan = _plan(model, trained, optimizer, training, memory, device.torch_device, mesh, wire)
+    return Engine(
+        plan,
+        live_units(model, plan.units, optimizer.states(training.precision)[0].dtype, device.torch_device),
+        training.precision,
+        optimizer,
+        memory.ssd_directories,
+        training.clip_grad_norm,
+        os.environ.get("PAGODA_POISON", "") not in ("", "0"),
+        device,
+        LossScaler(training.scaling),
+        (mesh, wire) if wire is not None else None,
+    )
+
+
 def _plan(
     model: nn.Module,
     trained: set[str],
     optimizer: Rule,
-    precision: Precision,
-    options: Options,
-    clip_grad_norm: float | None,
+    training: Training,
     memory: Memory,
     device: torch.device,
     mesh: Mesh,
     wire: Wire | None,
 ) -> Plan:
     """Where everything goes, which all ranks agree on. Raises BudgetError."""
-    root, states, budgets = describe(model, trained), optimizer.states(precision), memory.budgets()
+    root, states, budgets = describe(model, trained), optimizer.states(training.precision), budgets_of(memory)
+    options = Options.of(training, memory)
     if wire is None:
         plan = make_plan(root, states, budgets, options)
     else:
@@ -304,9 +260,9 @@ def _plan(
             wire,
             model=on_any_rank(root, root),
             optimizer=optimizer,
-            precision=precision,
+            precision=training.precision,
             options=options,
-            clip=clip_grad_norm,
+            clip=training.clip_grad_norm,
         )
         make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
         plan = agreed_plan(wire, make, root)
@@ -337,80 +293,43 @@ def _checked(memory: Memory | None) -> Memory:
     return memory
 
 
-def _tile_bytes(limit: str | int | None) -> int | None:
-    """Most bytes of a tile's weights. Raises ConfigError."""
-    if limit is None:
-        return None
-    nbytes = parse_bytes(limit, "tile_limit")
-    if nbytes < PAGE_ALIGN:
-        raise ConfigError(f"tile_limit is {limit}; it must be at least {PAGE_ALIGN} bytes.")
-    return nbytes
+_GROUPS: Mapping[str, type] = {
+    "precision": MixedPrecision,
+    "update": Updates,
+    "activations": Activations,
+    "tiles": Tiles,
+}
+"""Arguments of `wrap` that take a group of settings."""
 
 
-def _scaler(precision: Precision, loss_scale: LossScale | float | Literal["dynamic"] | None) -> LossScaler:
-    """What scales the loss. Raises ConfigError for a setting that makes no sense."""
-    if precision != "fp16":
-        if loss_scale is not None:
-            raise ConfigError(f"loss_scale is for precision='fp16': gradients in {precision} need none.")
-        return LossScaler(None)
-    if isinstance(loss_scale, str) and loss_scale != "dynamic":
-        raise ConfigError(f"loss_scale is {loss_scale!r}; use 'dynamic', a power of two, or a pagoda.LossScale.")
-    return LossScaler(LossScale() if loss_scale is None or isinstance(loss_scale, str) else loss_scale)
+def _check_moved(arguments: Mapping[str, object]) -> None:
+    """Raises UsageError, naming where it belongs, for a setting of a group; TypeError for what is none."""
+    for name in arguments:
+        for argument, group in _GROUPS.items():
+            if any(field.name == name for field in fields(group)):
+                raise UsageError(
+                    f"{name} is no argument of wrap: give wrap({argument}=pagoda.{group.__name__}({name}=...))."
+                )
+        if name == "keep_checkpoints":
+            raise UsageError(f"{name} is no argument of wrap: give wrap(memory=pagoda.Memory(ssd_checkpoints=...)).")
+        raise TypeError(f"wrap() got an unexpected keyword argument {name!r}")
 
 
-def _check_settings(
-    clip_grad_norm: float | None,
-    accumulation_steps: int | None,
-    keep_checkpoints: int | None,
-    speculate: bool | None,
-    update: Update,
-    max_staleness: int,
-    scaler: LossScaler,
-) -> None:
-    """Raises ConfigError for settings of `wrap` that no model can be trained with."""
-    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, int | float) and clip_grad_norm > 0):
-        raise ConfigError(f"clip_grad_norm is {clip_grad_norm!r}; it must be above 0, or None for no clipping.")
-    for name, count, least in (
-        ("accumulation_steps", accumulation_steps, 1),
-        ("keep_checkpoints", keep_checkpoints, 0),
-        ("max_staleness", max_staleness, 0),
-    ):
-        if count is not None and not (isinstance(count, int) and count >= least):
-            raise ConfigError(f"{name} is {count!r}; it must be a whole number, at least {least}.")
-    if update not in get_args(Update):
-        raise ConfigError(f"update is {update!r}; use one of {', '.join(get_args(Update))}.")
-    decided_last = clip_grad_norm is not None or scaler.dynamic
-    if speculate and (not decided_last or accumulation_steps is None or update == "async"):
-        raise ConfigError(
-            "speculate=True is for updates under backward with clipping, or dynamic loss scaling: give clip_grad_norm "
-            "and accumulation_steps, and leave out update='async'."
-        )
-
-
-def _check_activations(
-    activations: ActivationMode, partition: bool, memory: Memory, model: nn.Module, mesh: Mesh
-) -> None:
-    """Raises ConfigError for a policy that is none, has nowhere to offload to, or divides where nothing is divided;
-    UsageError for a model that checkpoints by itself."""
-    if activations not in get_args(ActivationMode):
-        raise ConfigError(f"activations is {activations!r}; use one of {', '.join(get_args(ActivationMode))}.")
-    if partition and activations in ("keep", "offload"):
-        raise ConfigError(
-            f"partition_activations is for blocks that are recomputed, but activations is {activations!r}: use "
-            "'recompute', 'recompute+offload' or 'auto'."
-        )
-    if partition and mesh.ranks.tensor_parallel == 1:
+def _check_activations(training: Training, memory: Memory, model: nn.Module, mesh: Mesh) -> None:
+    """Raises ConfigError for a policy that has nowhere to offload to, or divides where nothing is divided; UsageError
+    for a model that checkpoints by itself."""
+    if training.partition_activations and mesh.ranks.tensor_parallel == 1:
         raise ConfigError(
             "partition_activations divides them over tensor-parallel ranks, and there are none: leave it out, or use "
             "pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
         )
-    if activations == "keep":
+    if training.activations == "keep":
         return
     refuse_own_checkpointing(model)
-    if activations.endswith("offload") and memory.device is None and memory.ssd is None:
+    if training.activations.endswith("offload") and memory.device is None and memory.ssd is None:
         raise ConfigError(
-            f"activations is {activations!r}, but there is nowhere to offload to: compute is the CPU, and activations "
-            "are in its RAM. Give memory.ssd, or use 'recompute'."
+            f"activations is {training.activations!r}, but there is nowhere to offload to: compute is the CPU, and "
+            "activations are in its RAM. Give memory.ssd, or use 'recompute'."
         )
 
 

@@ -258,7 +258,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         written at a time: the next waits for it.
 
         State on SSD stays where it is, and later updates go elsewhere, as long as no more checkpoints keep pages than
-        `wrap(keep_checkpoints=...)` says; else it is copied. `replaces` are checkpoints to delete once this one is
+        `Memory(ssd_checkpoints=...)` says; else it is copied. `replaces` are checkpoints to delete once this one is
         complete; one that is a symbolic link, cannot be read or holds other files is kept, with a warning.
         """
         groups = self._named_groups()

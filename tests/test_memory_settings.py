@@ -25,10 +25,7 @@ GIB = 1 << 30
     ],
 )
 def test_each_directory_has_its_size_or_a_share_of_that_of_all(ssd: str, sizes: list[int | None]) -> None:
-    memory = pagoda.Memory.__new__(pagoda.Memory)  # nothing is read from the disk
-    object.__setattr__(memory, "ssd", ssd)
-    object.__setattr__(memory, "page_size", None)
-    assert list(memory.ssd_directories.items()) == [
+    assert list(pagoda.Memory(ssd=ssd).ssd_directories.items()) == [
         (Path(f"/{name}"), size) for name, size in zip("abc", sizes, strict=False)
     ]
 
@@ -41,13 +38,11 @@ def test_directories_that_are_ambiguous_are_refused(ssd: str, tmp_path: Path) ->
         pagoda.Memory(ssd=ssd.format(tmp_path))
 
 
-def trained(memory: pagoda.Memory, keep_checkpoints: int | None = None) -> tuple[list[torch.Tensor], Plan]:
+def trained(memory: pagoda.Memory) -> tuple[list[torch.Tensor], Plan]:
     """Weights after three clipped steps, and the plan."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(lr=1e-2), memory=memory, clip_grad_norm=1.0, keep_checkpoints=keep_checkpoints
-    )
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, clip_grad_norm=1.0)
     try:
         plan = pagoda.plan_of(model)
         for _ in range(3):
@@ -72,8 +67,9 @@ def test_striping_over_drives_changes_no_bit(tmp_path: Path) -> None:
 
 
 def test_spare_pages_for_checkpoints_are_planned_where_they_fit_and_refused_where_asked_for(tmp_path: Path) -> None:
-    def memory(ssd: int) -> pagoda.Memory:
-        return pagoda.Memory(host="192KiB", ssd=f"{tmp_path}:{ssd}", page_size="4KiB", unit_limit="16KiB")
+    def memory(ssd: int, kept: int | None = None) -> pagoda.Memory:
+        sizes = {"host": "192KiB", "page_size": "4KiB", "unit_limit": "16KiB"}
+        return pagoda.Memory(ssd=f"{tmp_path}:{ssd}", ssd_checkpoints=kept, **sizes)  # type: ignore[arg-type]
 
     _, plan = trained(memory(GIB))
     lines = plan.bytes["ssd"]
@@ -82,21 +78,21 @@ def test_spare_pages_for_checkpoints_are_planned_where_they_fit_and_refused_wher
     least = sum(lines.values())
     assert trained(memory(least))[1].bytes["ssd"]["spare"] == state
     assert "spare" not in trained(memory(least - 1))[1].bytes["ssd"]
-    assert trained(memory(GIB), keep_checkpoints=3)[1].bytes["ssd"]["spare"] == 3 * state
-    assert "spare" not in trained(memory(GIB), keep_checkpoints=0)[1].bytes["ssd"]
-    with pytest.raises(BudgetError, match=r"ssd needs at least .* lower keep_checkpoints") as caught:
-        trained(memory(least), keep_checkpoints=2)
+    assert trained(memory(GIB, kept=3))[1].bytes["ssd"]["spare"] == 3 * state
+    assert "spare" not in trained(memory(GIB, kept=0))[1].bytes["ssd"]
+    with pytest.raises(BudgetError, match=r"ssd needs at least .* lower memory.ssd_checkpoints") as caught:
+        trained(memory(least, kept=2))
     assert caught.value.needed_bytes is not None
-    trained(memory(caught.value.needed_bytes), keep_checkpoints=2)
-    with pytest.raises(ConfigError, match="keep_checkpoints"):
-        trained(memory(GIB), keep_checkpoints=-1)
+    trained(memory(caught.value.needed_bytes, kept=2))
+    with pytest.raises(ConfigError, match="ssd_checkpoints"):
+        memory(GIB, kept=-1)
 
 
 def test_a_directory_may_be_a_path_and_must_be_a_directory(tmp_path: Path) -> None:
     assert pagoda.Memory(ssd=tmp_path).ssd_directories == {tmp_path: None}
     (tmp_path / "file").touch()
     with pytest.raises(pagoda.StorageError, match=r"file.*Not a directory"):
-        pagoda.Memory(ssd=tmp_path / "file")
+        trained(pagoda.Memory(ssd=tmp_path / "file"))
 
 
 def test_a_second_optimizer_on_a_directory_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:

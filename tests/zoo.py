@@ -21,10 +21,10 @@ from transformers import (
 )
 
 import pagoda
+from pagoda.config.training import ActivationMode, Precision
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim import AdamW, Moments, Precision, Rule, StateSpec
-from pagoda.plan.activations import ActivationMode
+from pagoda.optim import AdamW, Moments, Rule, StateSpec
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets

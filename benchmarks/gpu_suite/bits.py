@@ -3,7 +3,8 @@
 import torch
 
 from gpu_suite.common import Figures, Machine
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, Precision, flat
+from pagoda.config.training import Precision
+from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, flat
 from pagoda.optim.kernels import update_kernel
 from pagoda.runtime.device import Device, open_device
 

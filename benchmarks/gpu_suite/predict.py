@@ -11,6 +11,7 @@ from pagoda.forecast.compute import Compute
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
 from pagoda.simulate.simulation import simulate
+from pagoda.tiers import budgets_of
 from training import Paged
 
 
@@ -30,7 +31,7 @@ def predict(machine: Machine) -> Figures:
             for share in (0.0, 0.5):
                 memory = machine.memory(device, split=pagoda.Split(device_update_share=share))
                 options = Options(accumulation_steps=1, clipping=True, split=memory.split)
-                plan = make_plan(root, pagoda.AdamW().states("bf16"), memory.budgets(), options)
+                plan = make_plan(root, pagoda.AdamW().states("bf16"), budgets_of(memory), options)
                 compute = Compute.from_profile(profile, root)
                 predicted = simulate(plan, hardware, compute.of_step(root, plan)).step_s
                 with drawn_quickly():

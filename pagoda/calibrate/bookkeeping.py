@@ -9,12 +9,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pagoda.api import wrap
 from pagoda.calibrate.meter import Meter
+from pagoda.config.memory import Memory
 from pagoda.optim import AdamW
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.world import World
 from pagoda.plan.ranks import Ranks
 from pagoda.simulate.hardware import Figure
-from pagoda.tiers import Memory
 
 _LAYERS, _LINEARS = 4, 8
 _WIDTH, _ROWS = 128, 1024

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pagoda.api import init
+from pagoda.config.training import Precision, require_choice
+from pagoda.construction.construct import init
 from pagoda.models import build_model, layer_count
-from pagoda.optim import Precision, check_precision, gradient_dtype
+from pagoda.optim import gradient_dtype
 from pagoda.simulate.profile import ComputeProfile
 
 _FEW, _LEAST_MORE = 1, 3
@@ -54,7 +55,7 @@ class ComputeProfiler:
         device: torch.device | None = None,
     ) -> None:
         """Builds both models and warms them up. Raises ConfigError as `build_model`, or for an unknown precision."""
-        check_precision(precision)
+        require_choice("precision", precision, Precision)
         self._device = device or torch.device("cpu")
         with _torch_kept(self._device):
             self._few = _built(name_or_dir, seq_len, gradient_checkpointing, _FEW)

@@ -11,8 +11,9 @@ import numba
 import numpy as np
 import torch
 
+from pagoda.config.training import Precision
 from pagoda.memory.arena import Arena
-from pagoda.optim import AdamW, Precision
+from pagoda.optim import AdamW
 from pagoda.runtime.lanes import Lane, wait_all
 
 _PATTERN = 1 << 20

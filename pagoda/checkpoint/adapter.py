@@ -10,8 +10,7 @@ from torch import nn
 
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
 from pagoda.errors import CheckpointError, PagodaError
-from pagoda.models.lora import ADAPTER as NAME
-from pagoda.models.lora import adapted_as
+from pagoda.models.lora import ADAPTER as NAME, adapted_as
 
 ReadPiece = Callable[[int, int], torch.Tensor]
 """Elements [start, start + count) of a tensor, flat."""

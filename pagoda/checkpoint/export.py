@@ -15,10 +15,10 @@ from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.tensors import chunks, write_tensors
+from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.flat import join
-from pagoda.optim.rule import Precision
 
 INDEX = "model.safetensors.index.json"
 _WEIGHT, _LOW = "weight", "weight_low"

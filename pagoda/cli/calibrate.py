@@ -1,27 +1,18 @@
 """`pagoda calibrate`: measures this machine."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
+from pagoda.config.commands import CalibrateConfig
 from pagoda.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalibrateConfig:
-    """Measure this machine, in under a minute, for `pagoda plan --hardware auto`. Under torchrun, collectives too."""
-
-    ssd: Path | None = None
-    """Existing directory on the SSD to measure, which takes 4 GiB for a while; nothing stays in it."""
-    out: Path | None = None
-    """File to write. By default hardware.json in the user's cache directory, where `--hardware auto` looks."""
-
-
-def run_calibrate(config: CalibrateConfig, console: Console) -> int:
+def run(config: CalibrateConfig, console: Console) -> int:
     """Measures, shows the figures, writes them, and returns the exit code."""
+    import torch
+
     from pagoda.calibrate import calibrate
     from pagoda.calibrate.table import figure_table
     from pagoda.parallel.world import launched

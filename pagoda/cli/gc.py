@@ -3,15 +3,13 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 
 from pagoda.checkpoint.paged import with_ranks
+from pagoda.config.commands import GcConfig
 from pagoda.errors import ConfigError
 from pagoda.memory.identity import MANIFEST, checkpoint_id_of
 from pagoda.memory.sizes import format_bytes
@@ -22,20 +20,7 @@ from pagoda.memory.ssd.record import unknown_in
 _DECLINED = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class GcConfig:
-    """List the pages that SSD directories keep for checkpoints that are not where they were saved, and empty stores;
-    then delete them, if you agree."""
-
-    directories: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Directories that --memory.ssd named; those of ranks below them are included. Name all the drives of a run."""
-    keep: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
-    """Where checkpoints or runs are that were moved: the pages of every checkpoint below are kept."""
-    yes: bool = False
-    """Delete without asking."""
-
-
-def run_gc(config: GcConfig, console: Console) -> int:
+def run(config: GcConfig, console: Console) -> int:
     """Lists what looks orphaned, asks, deletes it, and returns the exit code.
 
     Raises:

@@ -1,15 +1,13 @@
 """`pagoda inspect`: what a directory keeps, page stores or checkpoints, and whether it is still what was written."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 from rich.console import Console
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.config.commands import InspectConfig
 from pagoda.errors import CheckpointError, ConfigError, PagodaError, StorageError
 from pagoda.memory.identity import MANIFEST
 from pagoda.memory.sizes import format_bytes
@@ -19,23 +17,12 @@ from pagoda.memory.ssd.orphans import why_orphaned
 from pagoda.memory.ssd.record import StoreRecord, stores_in, unknown_in
 from pagoda.train.config import TrainConfig
 from pagoda.train.resume import CONFIG
-from pagoda.train.run_dir import Checkpoint as RunCheckpoint
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import Checkpoint as RunCheckpoint, RunDir
 
 _DAMAGED = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class InspectConfig:
-    """Show what a directory keeps: the page stores on an SSD, with their commits and space; or checkpoints."""
-
-    directory: Annotated[Path, tyro.conf.Positional]
-    """Directory that --memory.ssd named, a run's directory, or a checkpoint."""
-    verify: bool = False
-    """Read everything and report what is not as it was written; then the exit code is 1."""
-
-
-def run_inspect(config: InspectConfig, console: Console) -> int:
+def run(config: InspectConfig, console: Console) -> int:
     """Shows what is there, verifies it if asked to, and returns the exit code."""
     if not config.directory.is_dir():
         raise ConfigError(f"{config.directory} is not a directory")

@@ -8,17 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any, Union
 
 import tyro
 from rich.console import Console
 
-from pagoda.cli.calibrate import CalibrateConfig, run_calibrate
-from pagoda.cli.export import ExportConfig, run_export
-from pagoda.cli.gc import GcConfig, run_gc
-from pagoda.cli.inspect import InspectConfig, run_inspect
-from pagoda.cli.plan import run_plan
-from pagoda.cli.train import resumed_config, run_train
+from pagoda.cli.train import resumed_config
+from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, InspectConfig
 from pagoda.errors import PagodaError
 from pagoda.forecast.config import PlanConfig
 from pagoda.train.config import TrainConfig
@@ -30,12 +27,10 @@ _UNREAD = 141
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the dataclass tyro fills from its flags, and what runs it."""
+    """A subcommand: its module, in which `run` returns the exit code, and the dataclass that tyro fills from flags."""
 
     name: str
     config: type
-    run: Callable[[Any, Console], int]
-    """Returns the exit code."""
     defaults: Callable[[Sequence[str]], Any] | None = None
     """From the flags, the configuration that flags not given keep; None for the dataclass's defaults."""
     interrupted: str = "interrupted; nothing was written"
@@ -43,14 +38,14 @@ class Command:
 
 
 COMMANDS = (
-    Command("train", TrainConfig, run_train, resumed_config, "interrupted; nothing after the last checkpoint is kept"),
-    Command("plan", PlanConfig, run_plan),
-    Command("export", ExportConfig, run_export),
-    Command("calibrate", CalibrateConfig, run_calibrate),
-    Command("inspect", InspectConfig, run_inspect),
-    Command("gc", GcConfig, run_gc, interrupted="interrupted"),
+    Command("train", TrainConfig, resumed_config, "interrupted; nothing after the last checkpoint is kept"),
+    Command("plan", PlanConfig),
+    Command("export", ExportConfig),
+    Command("calibrate", CalibrateConfig),
+    Command("inspect", InspectConfig),
+    Command("gc", GcConfig, interrupted="interrupted"),
 )
-"""Every subcommand. A new one is a module beside `train.py` and a line here."""
+"""Every subcommand. A new one is a module beside `train.py`, with a `run`, and a line here."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -64,7 +59,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         command, config = parse(args)
         interrupted = command.interrupted
-        return command.run(config, Console())
+        code: int = import_module(f"pagoda.cli.{command.name}").run(config, Console())
+        return code
     except PagodaError as error:
         print(f"pagoda: {error}", file=sys.stderr)
         return USER_ERROR
@@ -94,6 +90,7 @@ def parse(args: Sequence[str]) -> tuple[Command, Any]:
         union,
         args=args,
         prog="pagoda",
-        description="Train PyTorch models larger than memory: state lives in pages on device, RAM and SSD.",
+        description="Train PyTorch models larger than memory: state lives in pages on device, RAM and SSD. `pagoda "
+        "--version` says which version this is.",
     )
     return next(command for command in COMMANDS if isinstance(config, command.config)), config

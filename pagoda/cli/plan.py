@@ -7,8 +7,8 @@ from pagoda.forecast.config import PlanConfig
 DOES_NOT_FIT = 1
 
 
-def run_plan(config: PlanConfig, console: Console) -> int:
+def run(config: PlanConfig, console: Console) -> int:
     """Plans, prints and writes what was asked for; returns the exit code."""
-    from pagoda.forecast.command import run
+    from pagoda.forecast.command import run as forecast_run
 
-    return 0 if run(config, console).fits else DOES_NOT_FIT
+    return 0 if forecast_run(config, console).fits else DOES_NOT_FIT

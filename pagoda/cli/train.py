@@ -12,14 +12,15 @@ from pagoda.train.run_dir import RunDir
 _SIGNAL_BASE = 128
 
 
-def run_train(config: TrainConfig, console: Console) -> int:
+def run(config: TrainConfig, console: Console) -> int:
     """Runs the training and returns its exit code."""
     from pagoda.process import keep_freed_memory
-    from pagoda.train.loop import run
+    from pagoda.tiers import compute_device
+    from pagoda.train.loop import run as train
 
-    if config.memory.build().torch_device.type == "cpu":
+    if compute_device(config.memory).type == "cpu":
         keep_freed_memory()
-    result = run(config, console)
+    result = train(config, console)
     return 0 if result is None or result.stopped_by is None else _SIGNAL_BASE + result.stopped_by
 
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+from pagoda.config.training import ActivationMode
 from pagoda.forecast.subject import Subject
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import (
     BUFFERED,
     LEAST_OFFLOADED_BYTES,
-    ActivationMode,
     BlockSizes,
     SavedBlocks,
     StepSizes,
@@ -33,7 +33,7 @@ factor) what goes to experts and what comes back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Activations:
+class ActivationEstimate:
     """Bytes at the worst moment of a micro-batch, on one rank: an estimate, not part of any budget of pages."""
 
     saved: int
@@ -48,7 +48,7 @@ class Activations:
     """Two of the largest parameter's gradient: the one autograd makes, and the one on its way to its extent. Or all of
     a layer's, which layers that run in tiles add up first, if that is more."""
 
-    def with_policies(self, saved: SavedBlocks) -> "Activations":
+    def with_policies(self, saved: SavedBlocks) -> "ActivationEstimate":
         """The same where each layer has a policy of its own."""
         blocks = list(zip(saved.sizes.blocks, saved.policies, strict=True))
         kept = sum(block.kept(policy) for block, policy in blocks)
@@ -79,7 +79,7 @@ def estimate_activations(
     mode: ActivationMode,
     chunked_loss: bool | None = None,
     tile_tokens: int | None = None,
-) -> Activations:
+) -> ActivationEstimate:
     """Activations of a micro-batch of `tokens` tokens whose elements take `itemsize` bytes.
 
     `chunked_loss` as `pagoda train` takes it. With `tile_tokens`, layers run so many tokens at a time.
@@ -97,7 +97,7 @@ def estimate_activations(
         )
     largest = max(param.numel for param in subject.root.walk())
     tiled_layer = (subject.params - subject.vocab * subject.hidden) // subject.layers if running < tokens else 0
-    return Activations(
+    return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
         working=_layer(subject.hidden, subject.ffn, running, itemsize) if again else 0,

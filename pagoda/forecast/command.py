@@ -2,10 +2,13 @@
 
 import json
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 from rich.console import Console
 
+from pagoda.config.run import Run
+from pagoda.config.settings import flag
 from pagoda.forecast.advice import advise
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.config import PlanConfig
@@ -14,23 +17,9 @@ from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import find_machine_for
 from pagoda.forecast.report import as_json, show
-from pagoda.settings import flag
 
-_TRAINED_ALIKE = (
-    "accumulation_steps",
-    "precision",
-    "gradients",
-    "optimizer",
-    "clip_grad_norm",
-    "speculate",
-    "update",
-    "max_staleness",
-    "activations",
-    "chunked_loss",
-    "batch_tiles",
-    "tile_limit",
-)
-"""Settings that `pagoda train` has too."""
+_SAID_OTHERWISE = {"model", "batch_size", "seq_len", "memory", "optim", "trace", "plan"}
+"""Settings of a run whose flags do not follow from a value other than the default."""
 
 
 def run(config: PlanConfig, console: Console) -> Forecast:
@@ -71,13 +60,15 @@ def _train_command(made: Forecast, config: PlanConfig) -> str:
     elif config.memory.device is not None:
         flags.append(f"--memory.device {config.memory.device}")
     if "ssd" in made.bytes:
-        ssd = config.memory.ssd or "DIR"
+        ssd = str(config.memory.ssd or "DIR")
         flags.append(f"--memory.ssd {f'DIR:{ssd}' if ssd[:1].isdigit() else ssd}")
-    for part, names, prefix in (
-        (config, _TRAINED_ALIKE, ""),
-        (config.memory, ("page_size", "unit_limit"), "memory."),
-        (config.optim, ("moments", "options"), "optim."),
-    ):
+    names = [field.name for field in fields(Run) if field.name not in _SAID_OTHERWISE]
+    parts: tuple[tuple[Any, list[str], str], ...] = (
+        (config, names, ""),
+        (config.memory, ["page_size", "unit_limit"], "memory."),
+        (config.optim, ["moments", "options"], "optim."),
+    )
+    for part, names, prefix in parts:
         usual = type(part)
         for name in names:
             value = getattr(part, name)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast.activations import Activations
+from pagoda.forecast.activations import ActivationEstimate
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.inputs import PlanInputs, activations_of, subject_of
@@ -30,7 +30,7 @@ class Forecast:
     config: PlanConfig
     machine: Machine
     subject: Subject
-    activations: Activations
+    activations: ActivationEstimate
     notes: tuple[str, ...]
     """How budgets and compute times were found."""
     inputs: PlanInputs | None

@@ -2,20 +2,18 @@
 
 from dataclasses import dataclass, replace
 
+from pagoda.config.run import PlanMode
 from pagoda.errors import ConfigError
-from pagoda.forecast.activations import Activations, estimate_activations, estimate_sizes
+from pagoda.forecast.activations import ActivationEstimate, estimate_activations, estimate_sizes
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Choice, search
 from pagoda.forecast.subject import Subject, find_subject
-from pagoda.memory.sizes import parse_bytes
-from pagoda.optim.rule import kept_dtype
 from pagoda.plan.activations import Policy, SavedBlocks, recomputes
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
-from pagoda.settings import PlanMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,7 @@ def subject_of(config: PlanConfig, count_flops: bool = True) -> Subject:
     )
 
 
-def activations_of(config: PlanConfig, subject: Subject) -> Activations:
+def activations_of(config: PlanConfig, subject: Subject) -> ActivationEstimate:
     """What activations take."""
     return estimate_activations(
         subject,
@@ -77,7 +75,8 @@ def inputs_of(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[P
     Raises BudgetError where activations alone do not fit, ConfigError for a setting that cannot be used.
     """
     budgets, notes = budgets_for(machine, config.memory, activations_of(config, subject))
-    options = options_of(config)
+    kept = config.kept_on_ssd(config.nodes)
+    options = Options.of(config, replace(config.memory, ssd_checkpoints=kept))
     if options.may_offload and config.activations != "auto" and budgets.device is None and budgets.ssd is None:
         raise ConfigError(
             f"--activations is {config.activations}, but there is nowhere to offload to: compute is the CPU, and "
@@ -102,23 +101,6 @@ def inputs_of(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[P
         subject=subject,
         from_flops=times,
         options=options,
-        mode=config.plan,
+        mode=config.plan or "search",
     )
     return inputs, notes
-
-
-def options_of(config: PlanConfig) -> Options:
-    """The planner's options, as `pagoda train` sets them."""
-    memory = config.memory
-    return Options(
-        None if memory.page_size is None else parse_bytes(memory.page_size, "memory.page_size"),
-        None if memory.unit_limit is None else parse_bytes(memory.unit_limit, "memory.unit_limit"),
-        config.accumulation_steps,
-        config.clip_grad_norm is not None,
-        speculate=config.speculate,
-        keep_checkpoints=config.keep_checkpoints,
-        max_staleness=config.max_staleness if config.update == "async" else None,
-        activations=config.activations,
-        gradients=kept_dtype(config.gradients),
-        may_skip=config.precision == "fp16",
-    )

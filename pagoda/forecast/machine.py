@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast.activations import Activations
+from pagoda.forecast.activations import ActivationEstimate
 from pagoda.forecast.config import PlanConfig
 from pagoda.memory.ram import free_ram
 from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.placement import Budgets
 from pagoda.plan.ranks import Ranks
-from pagoda.settings import MemoryConfig
 from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware
 from pagoda.simulate.machines import MACHINES, find_machine
-from pagoda.tiers import HOST_SHARE, Memory
+from pagoda.tiers import HOST_SHARE, ssd_budget
 
 AUTO = "auto"
 CONTEXT_BYTES = 1 << 30
@@ -86,7 +86,7 @@ def compute_memory(machine: Machine) -> int:
     return whole // hardware.gpus_per_node
 
 
-def budgets_for(machine: Machine, memory: MemoryConfig, activations: Activations) -> tuple[Budgets, tuple[str, ...]]:
+def budgets_for(machine: Machine, memory: Memory, activations: ActivationEstimate) -> tuple[Budgets, tuple[str, ...]]:
     """What each tier of one rank may hold of pages, and how that was chosen.
 
     Activations and the CUDA context are kept free of pages: on the GPU, or in RAM where the CPU computes.
@@ -112,20 +112,22 @@ def _ranks_note(machine: Machine) -> tuple[str, ...]:
 
 
 def _device_budget(
-    hardware: Hardware, memory: MemoryConfig, activations: Activations
+    hardware: Hardware, memory: Memory, activations: ActivationEstimate
 ) -> tuple[int | None, tuple[str, ...]]:
-    asked = memory.device
+    asked = memory.device_bytes
     if hardware.device is None:
-        if asked is None:
-            return None, ()
-        if not asked.startswith("cpu:"):
-            raise ConfigError(f"--memory.device is {asked!r}, but hardware {hardware.name!r} has no GPU: use cpu:SIZE")
-        return parse_bytes(asked.removeprefix("cpu:"), "memory.device"), (f"device: an arena in RAM of {asked[4:]}.",)
+        if asked is not None and not memory.arena_for_device:
+            raise ConfigError(
+                f"memory.device is {memory.device!r}, but hardware {hardware.name!r} has no GPU: use cpu:SIZE"
+            )
+        return asked, () if asked is None else (f"device: an arena in RAM of {format_bytes(asked)}.",)
     memory_bytes = int(hardware.device.memory_bytes.value)
     if asked is not None:
-        if asked.startswith("cpu:"):
-            raise ConfigError(f"--memory.device is {asked!r}, but hardware {hardware.name!r} computes on its GPU")
-        return parse_bytes(asked, "memory.device"), (f"device: {asked} as asked.",)
+        if memory.arena_for_device:
+            raise ConfigError(
+                f"memory.device is {memory.device!r}, but hardware {hardware.name!r} computes on its GPU: give SIZE"
+            )
+        return asked, (f"device: {memory.device} as asked.",)
     left = memory_bytes - CONTEXT_BYTES - activations.total
     if left <= 0:
         raise _no_room(DEVICE, memory_bytes, CONTEXT_BYTES + activations.total)
@@ -135,10 +137,10 @@ def _device_budget(
     )
 
 
-def _host_budget(machine: Machine, memory: MemoryConfig, beside: int) -> tuple[int, str]:
+def _host_budget(machine: Machine, memory: Memory, beside: int) -> tuple[int, str]:
     """`beside`: bytes of RAM that each rank takes outside the host tier."""
-    if memory.host is not None:
-        return parse_bytes(memory.host, "memory.host"), f"host: {memory.host} as asked."
+    if memory.host_bytes is not None:
+        return memory.host_bytes, f"host: {memory.host} as asked."
     ranks = machine.hardware.gpus_per_node
     whole = free_ram() if machine.here else int(machine.hardware.cpu.memory_bytes.value)
     ram = whole // ranks
@@ -152,16 +154,15 @@ def _host_budget(machine: Machine, memory: MemoryConfig, beside: int) -> tuple[i
     return host, f"host: {HOST_SHARE:.0%} of {what}{each}."
 
 
-def _ssd_budget(machine: Machine, memory: MemoryConfig) -> tuple[int | None, str]:
+def _ssd_budget(machine: Machine, memory: Memory) -> tuple[int | None, str]:
     drive, ranks = machine.hardware.ssd, machine.hardware.gpus_per_node
     if machine.here:
-        if memory.ssd is None:
+        ssd = ssd_budget(memory)
+        if ssd is None:
             return None, "ssd: none, as --memory.ssd DIR is not given."
-        ssd = Memory(host=1, ssd=memory.ssd).budgets().ssd
-        assert ssd is not None
         return ssd // ranks, f"ssd: {memory.ssd}."
     if memory.ssd is not None:
-        size = memory.ssd.rpartition(":")[2]
+        size = str(memory.ssd).rpartition(":")[2]
         if size[:1].isdigit():
             return parse_bytes(size, "memory.ssd"), f"ssd: {size} as asked."
     if drive is None:

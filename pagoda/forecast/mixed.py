@@ -8,7 +8,6 @@ from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.inputs import PlanInputs
 from pagoda.forecast.machine import Machine, compute_memory
-from pagoda.memory.sizes import parse_bytes
 from pagoda.plan.activations import (
     OFFLOAD_LANES,
     SHARE_OF_MEMORY,
@@ -62,8 +61,8 @@ def _room(config: PlanConfig, machine: Machine, inputs: PlanInputs, plan: Plan, 
     separate = machine.hardware.device is not None
     pages = plan.peak_bytes.get(DEVICE, 0) + (0 if separate else plan.peak_bytes.get(HOST, 0))
     kept = int((compute_memory(machine) - pages) * SHARE_OF_MEMORY)
-    if config.memory.activations is not None:
-        kept = parse_bytes(config.memory.activations, "memory.activations")
+    if config.memory.activation_bytes is not None:
+        kept = config.memory.activation_bytes
     room = offload_room(plan.layout, plan.placement, plan.budgets)
     rates = Rates(inputs.hardware, inputs.ranks)
     by_tier = {}

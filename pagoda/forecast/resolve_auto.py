@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import inf
 from typing import get_args
 
+from pagoda.config.training import ActivationMode
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
@@ -12,7 +13,7 @@ from pagoda.forecast.inputs import PlanInputs, inputs_of
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.mixed import mixed
 from pagoda.forecast.subject import Subject
-from pagoda.plan.activations import ActivationMode, recomputes
+from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_count
 
 _OF_MIXTURES: tuple[ActivationMode, ...] = ("keep", "recompute")

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
 from pagoda.forecast.problem import Problem
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.device_updates import state_bytes, why_no_device_updates
 from pagoda.plan.layout import GRAD
-from pagoda.plan.options import DEFAULT_SPLIT, Options, Split
+from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.planner import Plan
 from pagoda.simulate.rates import Rates
 from pagoda.simulate.timeline import Timeline

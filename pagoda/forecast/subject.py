@@ -95,8 +95,7 @@ def _in_tiles(subject: Subject, most_elements: int) -> Subject:
 def _of_transformers(name: str, batch_size: int, seq_len: int, count_flops: bool, tile_elements: int | None) -> Subject:
     """Layers of a built-in shape are alike, so two of them are built, without values, and described as all."""
     from pagoda.construction.construct import describe
-    from pagoda.models import build_model
-    from pagoda.models import flops as counting
+    from pagoda.models import build_model, flops as counting
     from pagoda.models.build import layer_count, model_directory
     from pagoda.transforms.operator_tiles import Tiling
 

@@ -14,16 +14,7 @@ from pagoda.optim.adapter import Optim
 from pagoda.optim.codecs import Key, Moments
 from pagoda.optim.lion import Lion
 from pagoda.optim.muon import Muon
-from pagoda.optim.rule import (
-    ElementwiseRule,
-    Hyper,
-    Precision,
-    Rule,
-    StateSpec,
-    TensorRule,
-    check_precision,
-    gradient_dtype,
-)
+from pagoda.optim.rule import ElementwiseRule, Hyper, Rule, StateSpec, TensorRule, gradient_dtype
 from pagoda.optim.sgd import SGD
 
 __all__ = [
@@ -39,11 +30,9 @@ __all__ = [
     "Moments",
     "Muon",
     "Optim",
-    "Precision",
     "Rule",
     "Scalars",
     "StateSpec",
     "TensorRule",
-    "check_precision",
     "gradient_dtype",
 ]

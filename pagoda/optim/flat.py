@@ -8,11 +8,12 @@ from typing import get_args
 
 import torch
 
+from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
 from pagoda.optim import codec_kernels, formats
 from pagoda.optim.codecs import BLOCK, Key, Moments
 from pagoda.optim.gradient_kernels import GradientKernels
-from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 
 def _precision(dtype: torch.dtype, what: str) -> Precision:

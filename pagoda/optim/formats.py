@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from pagoda.optim import fp16, kernels
-from pagoda.optim import gradient_kernels as gradients
+from pagoda.config.training import Precision
+from pagoda.optim import fp16, gradient_kernels as gradients, kernels
 from pagoda.optim.elements import FORMS
 from pagoda.optim.gradient_kernels import GradientKernels
 from pagoda.optim.kernels import update_kernel
-from pagoda.optim.rule import ElementwiseRule, Precision, Rule, TensorRule, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
 
 __all__ = ["arriving_dtype", "gradient_kernels", "halves", "update_kernel", "warm_up"]
 

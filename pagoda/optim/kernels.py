@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from numba import carray
 
+from pagoda.config.training import Precision
 from pagoda.jit import kernel
 from pagoda.optim import codec_kernels, momentum_kernels
 from pagoda.optim.elements import FORMS
 from pagoda.optim.jit import high_half, joined, low_half, pointer
-from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 UpdateKernel = Callable[..., None]
 """``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``, where noise is nothing,

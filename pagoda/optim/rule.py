@@ -24,40 +24,27 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
+from pagoda.config.training import Gradients, Precision, require_choice
 from pagoda.errors import ConfigError
 from pagoda.optim.codecs import Key
-
-Precision = Literal["bf16", "fp16", "fp32"]
-Gradients = Literal["bf16", "fp32"]
-"""What gradients may be accumulated in, whatever the precision."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def check_precision(precision: str) -> None:
-    """Raises ConfigError unless ``precision`` is one of `Precision`."""
-    if precision not in get_args(Precision):
-        raise ConfigError(f"precision is {precision!r}; use one of {', '.join(get_args(Precision))}")
-
-
 def gradient_dtype(precision: Precision) -> torch.dtype:
     """Dtype of the weights that forward and backward read, and of the gradients that autograd gives."""
-    check_precision(precision)
+    require_choice("precision", precision, Precision)
     return _DTYPES[precision]
 
 
 def kept_dtype(gradients: Gradients | None) -> torch.dtype | None:
-    """Dtype that gradients are accumulated in; None where it is that of the weights. Raises ConfigError for others."""
-    if gradients is None:
-        return None
-    if gradients not in get_args(Gradients):
-        raise ConfigError(f"gradients is {gradients!r}; use one of {', '.join(get_args(Gradients))}")
-    return _DTYPES[gradients]
+    """Dtype that gradients are accumulated in; None where it is that of the weights."""
+    return None if gradients is None else _DTYPES[gradients]
 
 
 Shape = tuple[int, ...]
@@ -105,7 +92,7 @@ _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
 
 def weight_states(precision: Precision) -> tuple[StateSpec, ...]:
     """The states that hold a parameter's fp32 master: what every rule's states begin with."""
-    check_precision(precision)
+    require_choice("precision", precision, Precision)
     return _WEIGHTS[precision]
 
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv, next_power_of_2
 
+from pagoda.config.training import Precision
 from pagoda.optim import triton_adamw, triton_momentum, triton_parts, triton_squares
 from pagoda.optim.codecs import BLOCK
-from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype
+from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
 DeviceKernel = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[float]], None]
 """An update in place: states in StateSpec order and the gradient, flat and contiguous, and what a CPU kernel takes

@@ -4,11 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
-from typing import Literal
 
+from pagoda.config.training import ActivationMode
 from pagoda.plan.ops import HOST, SSD
-
-ActivationMode = Literal["auto", "keep", "recompute", "offload", "recompute+offload"]
 
 LEAST_OFFLOADED_BYTES = 64 << 10
 """A smaller storage stays, and pages of offloaded ones are of this size, unless the plan's pages are smaller."""

@@ -31,7 +31,7 @@ def why_no_device_updates(layout: Layout, options: Options, device: int | None) 
     if layout.weight.whole is not None:
         return "a GPU has no kernels for an optimizer that takes parameters whole, such as Adafactor or Muon"
     if not layout.has_device_kernels:
-        return "a GPU has no kernels for gradients that are kept in another dtype than weights (wrap(gradients=...))"
+        return "a GPU has no kernels for gradients in another dtype than weights (MixedPrecision.gradients)"
     return None
 
 

@@ -4,62 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.errors import ConfigError
-from pagoda.plan.activations import ActivationMode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """How host RAM is divided where not everything fits it. The defaults are a good guess; `pagoda train --plan search`
-    tries others.
-
-    Raises ConfigError for a share or a number that cannot be.
-    """
-
-    weight_share: float = 1.0
-    """Most of the weights, in pages, that RAM is home to."""
-    grad_share: float = 1.0
-    """Most of the gradients."""
-    leases_ahead: int = 2
-    """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
-    device_update_share: float = 0.0
-    """Most of the parameters whose update runs on a device of its own: their states pass it, block by block, while the
-    CPU updates the others. Only units with all their states in RAM are updated there."""
-    device_home_share: float = 0.0
-    """Most of the memory of a device of its own that is home to units, beside what leases and a ring need: all of their
-    states and their gradients lie there and are updated there."""
-    undo_first: bool = False
-    """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
-    RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
-
-    undo_in_ram: bool = False
-    """Where updates are speculative, so are those of units with all their states in RAM, if copies of these fit what is
-    left of it. A copy takes about as long as the update itself, so this is for a CPU that has time under backward."""
-
-    def __post_init__(self) -> None:
-        for name in ("weight_share", "grad_share", "device_update_share", "device_home_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"split.{name} is {getattr(self, name)}; it must be from 0 to 1.")
-        if self.leases_ahead < 1:
-            raise ConfigError(f"split.leases_ahead is {self.leases_ahead}; it must be at least 1.")
-
-    def __str__(self) -> str:
-        return (
-            f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
-            f"at most {self.leases_ahead} leases are fetched ahead"
-            f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
-            f"{f'; {self.device_home_share:.0%} of the device is home to units' if self.device_home_share else ''}"
-            f"{'; copies for undoing updates come before moments' * self.undo_first}"
-            f"{'; updates of states in RAM are speculative too' * self.undo_in_ram} (as set)."
-        )
-
+from pagoda.config.memory import Memory, Split
+from pagoda.config.training import ActivationMode, Training
+from pagoda.optim.rule import kept_dtype
 
 DEFAULT_SPLIT = Split()
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user fixed; None leaves the choice to the planner."""
+    """What the settings say to the planner; None leaves the choice to it."""
 
     page_bytes: int | None = None
     unit_limit: int | None = None
@@ -87,6 +41,24 @@ class Options:
     """Whether a step is skipped where a gradient is not finite, as with dynamic loss scaling."""
     activations_limited: bool = False
     """Whether the user set `activation_bytes`, so that more is refused."""
+
+    @staticmethod
+    def of(training: Training, memory: Memory) -> "Options":
+        """The options of a run with these settings."""
+        return Options(
+            page_bytes=memory.page_bytes,
+            unit_limit=memory.unit_bytes,
+            accumulation_steps=training.accumulation_steps,
+            clipping=training.clip_grad_norm is not None,
+            split=memory.split,
+            keep_checkpoints=memory.ssd_checkpoints,
+            max_staleness=training.staleness,
+            speculate=training.speculate,
+            activations=training.activations,
+            partition_activations=training.partition_activations,
+            gradients=kept_dtype(training.gradients),
+            may_skip=training.may_skip,
+        )
 
     @property
     def update_under_backward(self) -> bool:

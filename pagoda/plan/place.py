@@ -313,7 +313,7 @@ class _Placer:
         if needed > available:
             self._refuse(SSD, needed, available, "memory.ssd='DIR:SIZE'")
         if needed + spare > available:
-            setting = "memory.ssd='DIR:SIZE', or lower keep_checkpoints (--keep-checkpoints; 0 copies what is on SSD)"
+            setting = "memory.ssd='DIR:SIZE', or lower memory.ssd_checkpoints (--keep-checkpoints; 0: copy)"
             self._refuse(SSD, needed + spare, available, setting)
         if spare:
             ssd[SPARE] = spare

@@ -265,8 +265,8 @@ def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: in
     if len(largest.slots) > 2 or has is None or 2 * nbytes < has:
         return refusal
     return BudgetError(
-        f"{refusal} The layer {largest.name!r} alone takes {format_bytes(nbytes)}: with wrap(tile_limit=...), linear "
-        "layers, embeddings and stacks of experts are fetched in tiles.",
+        f"{refusal} The layer {largest.name!r} alone takes {format_bytes(nbytes)}: with pagoda.Tiles(tile_limit=...), "
+        "linear layers, embeddings and stacks of experts are fetched in tiles.",
         tier=refusal.tier,
         needed_bytes=refusal.needed_bytes,
     )

@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from pagoda.config.training import Precision
 from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.models.hidden import as_plain
 from pagoda.optim.formats import arriving_dtype, gradient_kernels, warm_up
-from pagoda.optim.rule import ElementwiseRule, Precision, Rule
+from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.shards import Shards
 from pagoda.parallel.wire import Wire

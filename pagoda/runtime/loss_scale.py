@@ -1,41 +1,9 @@
 """Loss scaling: fp16 gradients of a loss times a power of two, so that small ones do not become zero."""
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
+from pagoda.config.training import LossScale, check_power_of_two
 from pagoda.errors import CheckpointError, ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScale:
-    """Dynamic loss scaling, with the defaults of `torch.amp.GradScaler`.
-
-    A step whose gradients are not finite is skipped, with every state unchanged, and the scale backs off; after
-    `growth_interval` steps in a row that were not, it grows. Scale and factors are powers of two: multiplying by one
-    and dividing again changes no bit, but for gradients too small or large for fp16.
-
-    Raises ConfigError, naming the field, for other values.
-    """
-
-    initial: float = 65536.0
-    """Scale of the first step."""
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    """Steps."""
-
-    def __post_init__(self) -> None:
-        _check_power("initial", self.initial)
-        _check_power("growth_factor", self.growth_factor)
-        _check_power("backoff_factor", self.backoff_factor)
-        if self.growth_factor < 1 or self.backoff_factor >= 1:
-            raise ConfigError(
-                f"loss_scale growth_factor is {self.growth_factor} and backoff_factor {self.backoff_factor}; the first "
-                "must be 1 or more, the second below 1."
-            )
-        if self.growth_interval < 1:
-            raise ConfigError(f"loss_scale growth_interval is {self.growth_interval}; it must be at least 1.")
 
 
 class LossScaler:
@@ -51,7 +19,7 @@ class LossScaler:
             self.scale = setting.initial
         else:
             self.scale = 1.0 if setting is None else float(setting)
-            _check_power("", self.scale)
+            check_power_of_two("loss_scale", self.scale)
         self._calm_steps = 0
         """Steps since the scale last changed, or a step was skipped."""
         self.active = setting is not None
@@ -88,7 +56,7 @@ class LossScaler:
         """Raises CheckpointError for what `state_dict` cannot have given."""
         try:
             if state:
-                _check_power("", state["scale"])
+                check_power_of_two("loss_scale", state["scale"])
                 int(state["calm_steps"])
         except (ConfigError, LookupError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"the loss scale {state!r} cannot be used") from error
@@ -97,8 +65,3 @@ class LossScaler:
         """Go on from there; a scale that does not move stays as it was set."""
         if state and self._dynamic is not None:
             self.scale, self._calm_steps = float(state["scale"]), int(state["calm_steps"])
-
-
-def _check_power(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5):
-        raise ConfigError(f"loss_scale {name} is {value}; it must be a power of two.".replace("  ", " "))

@@ -49,7 +49,7 @@ class PartitionedStorage(AbsentStorage):
         if not torch.equal(_sums(words[: self._nbytes // _WORD.itemsize]), self.sums):
             raise UsageError(
                 f"Tensor-parallel ranks do not have the same tensor of shape {tuple(self._shape)} among the inputs of "
-                "a block, though they had at first: leave out wrap(partition_activations=True)."
+                "a block, though they had at first: leave out partition_activations=True."
             )
         return words
 

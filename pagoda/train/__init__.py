@@ -1,9 +1,8 @@
 """The ready-made training loop on top of `pagoda.wrap`: configuration, text, metrics, progress, resuming."""
 
-from pagoda.settings import MemoryConfig
 from pagoda.train.config import OptimConfig, TrainConfig
 
-__all__ = ["MemoryConfig", "OptimConfig", "TrainConfig", "TrainResult", "run"]
+__all__ = ["OptimConfig", "TrainConfig", "TrainResult", "run"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

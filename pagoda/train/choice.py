@@ -1,13 +1,15 @@
 """The plan of a run: the planner's first choice, or the fastest that a search by simulation finds."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
+from pagoda.config.run import Run
+from pagoda.config.training import ActivationMode
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
@@ -16,11 +18,10 @@ from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.subject import widths
 from pagoda.models.build import is_mixture
 from pagoda.parallel.mesh import Mesh
-from pagoda.plan.activations import ActivationMode, recomputes
-from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
-from pagoda.settings import StatesConfig
+from pagoda.plan.activations import recomputes
+from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.simulate.hardware import hardware_file, read_hardware
-from pagoda.tiers import Memory
+from pagoda.tiers import compute_device
 from pagoda.train.config import TrainConfig
 from pagoda.train.ranks import from_first
 
@@ -53,9 +54,9 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, recomputes(config.activations))
 
 
-def precision_hint(config: TrainConfig, memory: Memory) -> str | None:
+def precision_hint(config: TrainConfig) -> str | None:
     """A line for whoever trains in 16 bits on a CPU that has no fast instructions for them."""
-    if config.precision == "fp32" or memory.torch_device.type != "cpu":
+    if config.precision == "fp32" or compute_device(config.memory).type != "cpu":
         return None
     slowdown = cpu_slowdown(torch.bfloat16 if config.precision == "bf16" else torch.float16)
     if slowdown < FAR_SLOWER:
@@ -66,28 +67,8 @@ def precision_hint(config: TrainConfig, memory: Memory) -> str | None:
     )
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """What a search chose for `wrap`, or what was asked for."""
-
-    memory: Memory
-    activations: ActivationMode
-    batch_tiles: BatchTiles | None
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a search found on one rank, for all."""
-
-    memory: dict[str, Any]
-    """Fields of `Memory`."""
-    activations: ActivationMode
-    batch_tiles: BatchTiles | None
-    reasons: tuple[str, ...]
-
-
-def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mesh) -> Chosen:
-    """What a search chooses, if there is to be one, else what was asked for; prints the choices and why.
+def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> TrainConfig:
+    """The configuration with what a search chooses for `wrap`, if there is to be one; prints the choices and why.
 
     Of several ranks the first one searches, if that was asked for, and all take what it finds.
 
@@ -95,24 +76,24 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mes
         BudgetError: the search finds that nothing fits.
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
-    asked = Chosen(memory, activations_of(config), config.batch_tiles)
+    asked = replace(config, activations=activations_of(config))
     searchable = mesh.size == 1 and config.lora.rank is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
         return asked
     started = time.perf_counter()
     try:
-        found = from_first(mesh, "the choice of a plan", lambda: _searched(config, memory, mesh))
+        changes, reasons = from_first(mesh, "the choice of a plan", lambda: _searched(config, mesh))
     except ConfigError as error:
         if config.plan == "search":
             raise
         console.print(f"Plan: the usual one; no search, as {error}", soft_wrap=True, highlight=False)
         return asked
     took = time.perf_counter() - started
-    lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *found.reasons)
+    lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
-    activations = found.activations if config.activations == "auto" else asked.activations
-    return Chosen(replace(memory, **found.memory), activations, found.batch_tiles)
+    memory = replace(config.memory, **changes.pop("memory"))
+    return replace(asked, memory=memory, **changes)
 
 
 def _check_measured_for(mesh: Mesh) -> None:
@@ -131,55 +112,35 @@ def _check_measured_for(mesh: Mesh) -> None:
 
 def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
     """What `pagoda plan` is to be asked for the forecast of a run."""
-    return PlanConfig(
-        model=config.model,
-        nodes=mesh.world.nodes,
-        gpus_per_node=mesh.world.local_size,
-        zero_stage=config.zero_stage,
-        expert_parallel=config.expert_parallel,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        accumulation_steps=config.accumulation_steps,
-        precision=config.precision,
-        gradients=config.gradients,
-        memory=config.memory,
-        clip_grad_norm=config.clip_grad_norm,
-        speculate=config.speculate,
-        update=config.update,
-        max_staleness=config.max_staleness,
-        keep_checkpoints=config.kept_on_ssd if mesh.world.nodes == 1 else 0,
-        optimizer=config.optimizer,
-        optim=StatesConfig(options=config.optim.options, moments=config.optim.moments),
-        activations=config.activations,
-        chunked_loss=config.chunked_loss,
-        batch_tiles=config.batch_tiles,
-        tile_limit=config.tile_limit,
-    )
+    world = mesh.world
+    return PlanConfig(**config.shared(Run), nodes=world.nodes, gpus_per_node=world.local_size)
 
 
-def _searched(config: TrainConfig, memory: Memory, mesh: Mesh) -> _Found:
-    """The choices of the plan that `pagoda plan` forecasts."""
+def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of the plan that `pagoda plan` forecasts, those of `Memory` apart, and why."""
     if mesh.size > 1:
         _check_measured_for(mesh)
     asked = plan_config(config, mesh)
-    made = forecast(asked, _here(asked, memory), measure=False)
+    made = forecast(asked, _here(asked), measure=False)
     if made.choice is None:
         assert made.refusal is not None
         raise made.refusal
     options = made.choice.best.options
-    fields = {
+    memory = {
         "host": made.plan.budgets.host,
         "page_size": options.page_bytes,
         "unit_limit": options.unit_limit,
         "split": options.split,
     }
-    reasons = (*made.resolved, *made.choice.simulated)
-    return _Found(fields, made.config.activations, made.config.batch_tiles, reasons)
+    changes: dict[str, Any] = {"memory": memory, "batch_tiles": made.config.batch_tiles}
+    if config.activations == "auto":
+        changes["activations"] = made.config.activations
+    return changes, (*made.resolved, *made.choice.simulated)
 
 
-def _here(asked: PlanConfig, memory: Memory) -> Machine:
+def _here(asked: PlanConfig) -> Machine:
     """This machine as it was measured, less a GPU that the run does not use."""
     machine = find_machine_for(asked)
-    if memory.torch_device == torch.device("cpu"):
+    if compute_device(asked.memory) == torch.device("cpu"):
         machine = replace(machine, hardware=replace(machine.hardware, device=None, link=None))
     return machine

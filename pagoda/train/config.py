@@ -1,50 +1,34 @@
-"""The configuration of a run: frozen dataclasses that the command line, JSON and Python share.
+"""The configuration of `pagoda train`: frozen dataclasses that the command line, JSON and Python share.
 
-What a resumed run may change: `steps`, `out`, `checkpoint_every`, `keep_checkpoints`, `save_at_end`, `trace`, `plan`,
-`speculate`, `zero_stage`, `replicas`, `expert_parallel` and everything under `memory` (any split over tiers gives the
-same bits), the number of ranks (the state is the same, but each step reads another batch), and `data` if its bytes are
-the same (a moved file). Everything else decides the bits of the run and stays as the run was started; `check_resumes`
-names what differs.
-With the cosine schedule, other `steps` mean other learning rates from there on.
+`_FREE_ON_RESUME` says what a resumed run may change: what gives the same bits (any split over tiers and ranks does),
+how long it runs and what it writes. Each rank reads other batches, so another number of ranks gives other bits from the
+same state. With the cosine schedule, other `steps` mean other learning rates from there on. Everything else stays as
+the run was started; `check_resumes` names what differs.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pagoda.config.run import Checkpoints, Run, Sharding, StatesConfig
+from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.models.build import is_mixture
 from pagoda.models.lora import LoraConfig
 from pagoda.models.mixture_shapes import RoutingConfig
-from pagoda.plan.activations import ActivationMode
-from pagoda.plan.batch_tiles import BatchTiles
-from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, check_tile_limit, flag, require
 from pagoda.train.decode import decoded
 
 if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
-    {
-        "steps",
-        "out",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "save_at_end",
-        "data",
-        "resume",
-        "plan",
-        "trace",
-        "trace_step",
-        "speculate",
-        "zero_stage",
-        "replicas",
-        "expert_parallel",
-    }
+    {field.name for concern in (Checkpoints, Sharding) for field in fields(concern)}
+    | {"steps", "out", "save_at_end", "data", "resume", "plan", "trace", "trace_step", "speculate"}
 )
+"""`data` may have moved: a checkpoint knows the bytes of its text. What is under `memory` is free too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +53,14 @@ class OptimConfig(StatesConfig):
     """Minimum learning rate of the cosine, as a share of the peak."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "must be above 0")
-        require(all(0 <= beta < 1 for beta in self.betas or ()), "optim.betas", self.betas, "must be in [0, 1)")
-        require(self.eps is None or self.eps > 0, "optim.eps", self.eps, "must be above 0")
+        super().__post_init__()
+        require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "above 0")
+        require(all(0 <= beta < 1 for beta in self.betas or ()), "optim.betas", self.betas, "in [0, 1)")
+        require(self.eps is None or self.eps > 0, "optim.eps", self.eps, "above 0")
         decay = self.weight_decay
-        require(decay is None or decay >= 0, "optim.weight_decay", decay, "must be 0 or more")
-        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be 0 or more")
-        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
+        require(decay is None or decay >= 0, "optim.weight_decay", decay, "0 or more")
+        require_count("optim.warmup_steps", self.warmup_steps, 0)
+        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
     def build(self, seed: int, optimizer: str = "adamw") -> "Rule":
         """The library's update rule; `seed` is that of its rounding, if any.
@@ -90,7 +75,7 @@ class OptimConfig(StatesConfig):
         if optimizer == "adamw":
             settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "moments": self.moments, "seed": seed}
         else:
-            require(self.moments == "fp32", "optim.moments", self.moments, "is for adamw")
+            require(self.moments == "fp32", "optim.moments", self.moments, "fp32 for optimizers other than adamw")
         return rule_named(optimizer, settings | parsed_options(self.options))
 
     def lr_factor(self, step: int, steps: int) -> float:
@@ -104,7 +89,7 @@ class OptimConfig(StatesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Run):
     """Train a language model whose training state may be larger than memory."""
 
     model: str
@@ -116,56 +101,10 @@ class TrainConfig:
     """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
     steps: int
     """Optimizer steps in all, counted from the start of the run even when it is resumed."""
-    batch_size: int
-    """Sequences per forward pass, on each rank."""
-    seq_len: int
-    """Tokens per sequence. A T5's encoder reads as many, and its decoder says the as many that follow."""
-    accumulation_steps: int = 1
-    """Forward and backward passes per optimizer step."""
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way. fp16 scales
-    the loss, by a factor that adapts itself, and skips steps whose gradients are not finite."""
-    gradients: Literal["bf16", "fp32"] | None = None
-    """What gradients are accumulated in; by default the precision of the weights."""
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    optimizer: str = "adamw"
-    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """Of a built-in mixture of experts."""
-    clip_grad_norm: float | None = 1.0
-    """Largest global norm of the gradient, or None for no clipping."""
-    speculate: bool | None = None
-    """With clipping or fp16, update under backward as if nothing would be clipped or overflow, and redo that where
-    something does: the same bits. By default for state on SSD, where there is room to keep the old state, and for
-    state in RAM where --plan search finds that faster; True gives the copies of weights that this takes in RAM
-    precedence over other state there, and copies state in RAM too; False does without."""
-    update: Literal["sync", "async"] = "sync"
-    """async: forward and backward do not wait for updates, whose results lag by some steps. For state on an SSD that is
-    slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""
-    max_staleness: int = 1
-    """With async, the most steps whose gradients may be missing in the weights that a forward reads."""
-    zero_stage: Literal[1, 2, 3] = 3
-    """Under torchrun, what the ranks share out: the optimizer's state (1), gradients too (2), weights too (3)."""
-    replicas: int = 1
-    """Under torchrun, whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
-    expert_parallel: int = 1
-    """Under torchrun, of a built-in mixture of experts: ranks over which the experts of each block are divided."""
-    activations: ActivationMode = "recompute"
-    """What becomes of each layer's activations between forward and backward. keep: they stay. recompute: only the
-    layer's inputs stay. offload: they go to RAM, from a GPU, or to SSD, and come back. recompute+offload: the inputs
-    go. auto: as many as fit beside the pages stay, and the rest is offloaded as far as transfers keep up, or
-    recomputed; a forecast takes all to be recomputed."""
-    chunked_loss: bool | None = None
-    """Compute the loss without ever holding all logits, at the price of one more product with the output layer. By
-    default where all logits would be the peak of activations. Rounds otherwise than the usual loss."""
-    batch_tiles: BatchTiles | None = None
-    """Run each layer in so many micro-batches, or as many as "auto" finds useful, so that weights move once for the
-    whole batch: give --batch-size what --accumulation-steps would have added up."""
-    tile_limit: str | None = None
-    """Linear layers, embeddings and stacks of experts whose weights take more bytes than this (such as 256MiB) become
-    tiles that are fetched one after another. Rounds otherwise than whole layers."""
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     out: Path
@@ -173,45 +112,19 @@ class TrainConfig:
     resume: bool = False
     """Continue the run in --out from its last checkpoint that is whole, or from the beginning if it has none yet;
     settings not given are those of the run."""
-    checkpoint_every: int = 0
-    """Save a checkpoint every so many steps; 0: only at the end, and when the run is interrupted."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
-    keep_checkpoints: int = 2
-    """Checkpoints to keep: older ones are deleted once a new one is complete. State on SSD is then kept in place, not
-    copied, and takes this many times more room there. 0: delete none, and copy."""
-    plan: PlanMode | None = None
-    """usual: the planner's first choice. search: the fastest of several plans, by simulation on this machine as
-    `pagoda calibrate` measured it; any plan gives the same bits. By default search where the machine has been
-    measured, else usual, and usual on several ranks."""
-    trace: Path | None = None
-    """Write what compute and every lane did in one step as JSON for Perfetto or chrome://tracing, in the form of
-    `pagoda plan --trace`."""
     trace_step: int = 3
-    """Which step, counted from the first that this command runs; the third is the first in steady state."""
+    """Which step --trace is of, counted from the first that this command runs; the third is the first in steady
+    state."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "seq_len",
-            "accumulation_steps",
-            "trace_step",
-            "replicas",
-            "expert_parallel",
-        ):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2 (a token and the next)")
-        require(0 <= self.seed < 2**32, "seed", self.seed, "must be from 0 to 4294967295")
-        check_batch_tiles(self.batch_tiles)
-        check_tile_limit(self.tile_limit)
+        super().__post_init__()
+        require_count("steps", self.steps, 1)
+        require_count("trace_step", self.trace_step, 1)
+        require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         if self.lora.rank is not None:
             self._check_adapters()
-        require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "must be 0 or more")
-        require(self.keep_checkpoints >= 0, "keep_checkpoints", self.keep_checkpoints, "must be 0 or more")
-        require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
-        if self.clip_grad_norm is not None:
-            require(self.clip_grad_norm > 0, "clip_grad_norm", self.clip_grad_norm, "must be above 0, or None")
 
     def _check_adapters(self) -> None:
         """Raises ConfigError for what cannot be had together with adapters."""
@@ -221,11 +134,6 @@ class TrainConfig:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
         if is_mixture(self.model):
             raise ConfigError(f"--lora.rank is for models of transformers, and {self.model} is none: leave it out")
-
-    @property
-    def kept_on_ssd(self) -> int:
-        """Checkpoints that state on SSD has spare pages for: none where a run saves only when it ends, which copies."""
-        return self.keep_checkpoints if self.checkpoint_every else 0
 
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back to an equal one."""

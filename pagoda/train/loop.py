@@ -16,21 +16,25 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pagoda.api import chunked_loss, init, no_decay_groups, open_mesh, plan_of, wrap
+from pagoda.api import plan_of, wrap
 from pagoda.checkpoint.directory import read_manifest
+from pagoda.checkpoint.groups import no_decay_groups
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
+from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
+from pagoda.construction.construct import init
 from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
 from pagoda.models.build import is_encoder_decoder, is_mixture, model_directory
+from pagoda.models.chunked_loss import chunked_loss
 from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.experts import ExpertExchange
-from pagoda.parallel.mesh import Mesh
+from pagoda.parallel.mesh import Mesh, open_mesh
 from pagoda.parallel.world import was_restarted
 from pagoda.plan.planner import Plan
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
@@ -117,7 +121,6 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     _check_trace(config, beginning.done)
     if checkpoint is None:
         _check_tokens(config)
-    memory = config.memory.build()
     rule = config.optim.build(config.seed, config.optimizer)
     text = ByteText.open(config.data)
     batches = Batches(
@@ -131,9 +134,9 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         ranks=mesh.size,
     )
     _show_text(console, batches)
-    if checkpoint is None and (hint := precision_hint(config, memory)):  # a run that is resumed keeps its precision
+    if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         console.print(hint, soft_wrap=True, highlight=False)
-    chosen = choose_plan(config, memory, console, mesh)
+    chosen = choose_plan(config, console, mesh)
     _seed(config.seed)
     built = _built_model(config, mesh)
     if checkpoint is None:
@@ -149,18 +152,13 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         built,
         rule,
         param_groups=no_decay_groups(built, rule.defaults().get("weight_decay", 0.0)) if matrices_only else None,
-        memory=chosen.memory,
-        precision=config.precision,
-        gradients=config.gradients,
+        memory=replace(chosen.memory, ssd_checkpoints=config.kept_on_ssd(mesh.world.nodes)),
+        precision=chosen.part(MixedPrecision),
         clip_grad_norm=config.clip_grad_norm,
-        speculate=config.speculate,
         accumulation_steps=config.accumulation_steps,
-        update=config.update,
-        max_staleness=config.max_staleness,
-        keep_checkpoints=config.kept_on_ssd if mesh.world.nodes == 1 else 0,
-        batch_tiles=chosen.batch_tiles,
-        activations=chosen.activations,
-        tile_limit=config.tile_limit,
+        update=chosen.part(Updates),
+        activations=chosen.part(Activations),
+        tiles=chosen.part(Tiles),
         mesh=mesh,
     )
     try:

@@ -68,7 +68,7 @@ def begin(
     if not found:
         _say(console, f"{run_dir.path} has no checkpoint yet: the run starts from its first step")
         return Beginning()
-    places = list(config.memory.build().ssd_directories)
+    places = list(config.memory.ssd_directories)
     problems: list[str] = []
     for checkpoint in reversed(found):
         with console.status(f"Checking {checkpoint.path}"):

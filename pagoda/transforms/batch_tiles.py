@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pagoda.config.training import BatchTiles
 from pagoda.errors import ConfigError
-from pagoda.plan.batch_tiles import BatchTiles, tile_count
+from pagoda.plan.batch_tiles import tile_count
 from pagoda.runtime.blocks import Block, find_blocks, without_cache
 
 Forward = Callable[..., Any]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pagoda.calibrate import ComputeProfiler
-from pagoda.calibrate import model as calibrated
+from pagoda.calibrate import ComputeProfiler, model as calibrated
 from pagoda.errors import ConfigError
 from pagoda.models import build_model, layer_count
 from pagoda.simulate.profile import ComputeProfile

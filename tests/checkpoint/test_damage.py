@@ -127,9 +127,7 @@ def test_an_asynchronous_update_that_fails_does_so_too(tmp_path: Path, monkeypat
     memory = pagoda.Memory(host="1MiB", ssd=str(tmp_path), unit_limit="16KiB", page_size=PAGE)
     run = Run.__new__(Run)
     run.recipe, run.losses, run.rates = LLAMA, [], []
-    run.model, run.optimizer = pagoda.wrap(
-        LLAMA.build(), pagoda.AdamW(lr=1e-2), memory=memory, update="async", max_staleness=1
-    )
+    run.model, run.optimizer = pagoda.wrap(LLAMA.build(), pagoda.AdamW(lr=1e-2), memory=memory, update="async")
     run.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, T_max=10)
     run.train(0, HALF).save(tmp_path / "good")
     expected = run.model.state_dict()

@@ -50,8 +50,8 @@ def wrapped(ssd: Path) -> tuple[nn.Module, Any]:
     rule = pagoda.AdamW(lr=1e-3)
     with pytest.raises(pagoda.BudgetError) as refused:
         pagoda.wrap(model(), rule, memory=pagoda.Memory(host=4096, **settings), precision="fp32")
-    memory = pagoda.Memory(host=refused.value.needed_bytes, **settings)
-    return pagoda.wrap(model(), rule, memory=memory, precision="fp32", keep_checkpoints=1)
+    memory = pagoda.Memory(host=refused.value.needed_bytes, ssd_checkpoints=1, **settings)
+    return pagoda.wrap(model(), rule, memory=memory, precision="fp32")
 
 
 @pytest.fixture(scope="module")

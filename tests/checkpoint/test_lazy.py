@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.errors import CheckpointError

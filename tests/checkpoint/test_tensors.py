@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pagoda.checkpoint import tensors
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec, TensorWriter, chunks, write_tensors

@@ -1,15 +1,25 @@
-"""`pagoda plan` knows every flag of `pagoda train` that what a run takes, or how long, may follow from."""
+"""Every flag is a field of the settings' classes, its help is the field's docstring, and its default exists once."""
 
+import ast
+import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from itertools import pairwise
+from typing import Any, get_args, get_type_hints
 
+import pytest
+import tyro
+
+from pagoda.cli.main import parse
+from pagoda.config.run import Run
+from pagoda.config.settings import flag
 from pagoda.forecast.config import PlanConfig
 from pagoda.train.config import TrainConfig
 
 OF_A_RUN = {
     # What it trains on, and where it writes.
-    "data", "steps", "seed", "out", "resume", "checkpoint_every", "save_at_end", "trace_step",
+    "data", "steps", "seed", "out", "resume", "save_at_end", "trace_step",
     # Which values states take, not how many.
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
     "optim.schedule", "optim.min_lr_ratio", "routing.top_k", "routing.capacity_factor", "routing.balance_coefficient",
@@ -17,23 +27,56 @@ OF_A_RUN = {
     "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
 }  # fmt: skip
 OF_A_MACHINE = {"hardware", "nodes", "gpus_per_node", "max_model", "json", "plot"}
+COMMANDS = {"train": TrainConfig, "plan": PlanConfig}
 
 
-def flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, type) of every flag."""
-    hints = get_type_hints(kind)
+def settings(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(name, type, class) of every setting that has a flag."""
+    hints, annotated = get_type_hints(kind), get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        hint = hints[field.name]
-        if is_dataclass(hint):
-            yield from flags(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
-        else:
-            yield prefix + field.name, hint
+        if is_dataclass(hints[field.name]):
+            yield from settings(hints[field.name], f"{prefix}{field.name}.")
+        elif tyro.conf.Suppress not in get_args(annotated[field.name]):
+            yield prefix + field.name, hints[field.name], kind
+
+
+def docstring(kind: Any, name: str) -> str:
+    """What stands below the field, in the class that says it."""
+    for cls in kind.__mro__[:-1]:
+        (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body
+        body = definition.body  # type: ignore[attr-defined]
+        for field, below in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == name and isinstance(below, ast.Expr):
+                return str(ast.literal_eval(below.value))
+    raise AssertionError(f"{kind.__name__}.{name} has no docstring")
+
+
+def words(text: str) -> str:
+    return re.sub(r"\W+", "", text)
 
 
 def test_a_run_and_its_plan_are_asked_for_alike() -> None:
-    train, plan = dict(flags(TrainConfig)), dict(flags(PlanConfig))
+    train, plan = ({name: hint for name, hint, _ in settings(kind)} for kind in COMMANDS.values())
     assert train.keys() - OF_A_RUN == plan.keys() - OF_A_MACHINE
     assert train.keys() >= OF_A_RUN
-    optional = {"model", "plan"}
-    for name in train.keys() & plan.keys() - optional:
+    for name in train.keys() & plan.keys() - {"model"}:
         assert train[name] == plan[name], name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_the_fields_with_their_docstrings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([command, "--help"])
+    shown = capsys.readouterr().out
+    flags = {*re.findall(r"^\W (--[a-z][a-z.-]+)", shown, re.MULTILINE)}
+    known = {flag(name): docstring(kind, name.rpartition(".")[2]) for name, _, kind in settings(COMMANDS[command])}
+    assert flags == known.keys()
+    for name, help_text in known.items():
+        assert words(help_text) in words(shown), name
+
+
+@pytest.mark.parametrize("kind", COMMANDS.values())
+def test_a_default_exists_once(kind: type) -> None:
+    """A command gives a default only to what the shared class leaves open; `optim` has another type."""
+    again = {field.name for field in fields(Run)} & kind.__annotations__.keys() - {"optim"}
+    assert not [name for name in again if hasattr(Run, name)]

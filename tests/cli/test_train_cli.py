@@ -233,7 +233,6 @@ BAD_INPUT = {
     "empty text": ({"data": "{root}/empty.txt"}, "holds no text"),
     "text shorter than a sequence": ({"data": "{root}/short.txt"}, "--seq-len"),
     "sequence longer than the model's positions": ({"seq_len": 129}, "--seq-len 128 or less"),
-    "no size": ({"memory__host": "lots"}, "memory.host"),
     "host budget too small": ({"memory__host": "8KiB", "memory__ssd": None}, "memory.host"),
     "host budget too small even with SSD": ({"memory__host": "8KiB"}, "memory.host"),
     "device arena too small": ({"memory__device": "cpu:8KiB"}, "memory.device"),

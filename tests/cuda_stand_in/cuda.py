@@ -133,7 +133,8 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
     """Instead of Triton's, which have the same bits, on the bytes of the device."""
     import torch
 
-    from pagoda.optim import ElementwiseRule, Precision, formats, triton_kernels
+    from pagoda.config.training import Precision
+    from pagoda.optim import ElementwiseRule, formats, triton_kernels
     from pagoda.optim.jit import LANES
 
     def update_kernel(rule: ElementwiseRule, precision: Precision) -> triton_kernels.DeviceKernel:

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
+from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.describe import module_spec
 from pagoda.forecast.forecast import Forecast, forecast
-from pagoda.forecast.inputs import options_of
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, compute_memory, find_machine_for
 from pagoda.forecast.report import as_json
 from pagoda.forecast.subject import find_subject
 from pagoda.models.papers import find_paper_shape, gpt_of_step
 from pagoda.optim import AdamW
+from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
-from pagoda.settings import MemoryConfig
 from pagoda.simulate.hardware import MatmulRate
 from pagoda.simulate.machines import find_machine
 
@@ -32,7 +32,7 @@ HERE_NOT = Machine(SMALL, here=False)
 
 def made(machine: Machine = HERE_NOT, **settings: Any) -> Forecast:
     memory = {name: settings.pop(name) for name in ("host", "ssd", "device") if name in settings}
-    config = {"model": "gpt-4x256", "seq_len": 128, "memory": MemoryConfig(**memory)} | settings
+    config = {"model": "gpt-4x256", "seq_len": 128, "memory": Memory(**memory)} | settings
     return forecast(PlanConfig(**config), machine)
 
 
@@ -73,8 +73,8 @@ def test_asynchronous_updates_are_forecast_as_they_run() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"speculate": True}, "--speculate"),
-        ({"max_staleness": -1}, "--max-staleness is -1"),
+        ({"speculate": True}, "speculate"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
         ({"ranks": Ranks(2, 2)}, "ranks"),
     ],
 )
@@ -159,7 +159,7 @@ def test_advice_on_a_plan_of_many_units_is_what_planning_with_it_gives(monkeypat
     small = replace(gpu, device=replace(gpu.device, memory_bytes=figure(1.65 * GIB)))
 
     def of(batch_size: int) -> Forecast:
-        memory = MemoryConfig(unit_limit="32MiB")
+        memory = Memory(unit_limit="32MiB")
         config = PlanConfig(model="gpt-20x1024", seq_len=1024, batch_size=batch_size, memory=memory, plan="usual")
         return forecast(config, Machine(small, here=False))
 
@@ -305,8 +305,8 @@ def test_an_unknown_model_lists_shapes_of_both_kinds() -> None:
         made(model="gpt-bogus")
 
 
-@pytest.mark.parametrize("memory", [MemoryConfig(ssd="0.2GiB"), MemoryConfig(host="100MiB"), MemoryConfig()])
-def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: MemoryConfig) -> None:
+@pytest.mark.parametrize("memory", [Memory(ssd="0.2GiB"), Memory(host="100MiB"), Memory()])
+def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: Memory) -> None:
     config = PlanConfig(max_model=True, seq_len=64, memory=memory)
     name = largest_model(config, HERE_NOT)
     one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
@@ -314,11 +314,16 @@ def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: MemoryConf
     assert one.inputs is not None
     larger = next(shape for shape in map(gpt_of_step, count()) if shape.params >= 1.15 * one.subject.params)
     with pytest.raises(BudgetError):
-        make_plan(module_spec(larger), AdamW().states("bf16"), one.inputs.budgets, options_of(config))
+        make_plan(
+            module_spec(larger),
+            AdamW().states("bf16"),
+            one.inputs.budgets,
+            Options.of(config, replace(config.memory, ssd_checkpoints=0)),
+        )
 
 
 def test_no_model_fits_a_machine_without_room() -> None:
-    config = PlanConfig(max_model=True, seq_len=64, memory=MemoryConfig(host="1MiB", ssd="1MiB"))
+    config = PlanConfig(max_model=True, seq_len=64, memory=Memory(host="1MiB", ssd="1MiB"))
     with pytest.raises(BudgetError):
         largest_model(config, HERE_NOT)
 

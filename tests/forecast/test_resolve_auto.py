@@ -7,6 +7,9 @@ from typing import Any, get_args
 import pytest
 
 import pagoda.models
+from pagoda.config.memory import Memory
+from pagoda.config.run import StatesConfig
+from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast import problem as problems
 from pagoda.forecast.advice import advise
@@ -15,10 +18,8 @@ from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.inputs import inputs_of, subject_of
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine
-from pagoda.plan.activations import ActivationMode
 from pagoda.plan.ops import OpKind
 from pagoda.plan.placement import ACTIVATIONS
-from pagoda.settings import MemoryConfig, StatesConfig
 from pagoda.simulate.hardware import Device, Figure, Hardware, Link, MatmulRate
 from pagoda.simulate.machines import find_machine
 
@@ -171,9 +172,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tupl
 
 def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = counted(monkeypatch, problems, "simulate")
-    one = forecast(
-        PlanConfig(model="gpt-4x256", seq_len=128, memory=MemoryConfig(host="150MiB")), Machine(SMALL, here=False)
-    )
+    one = forecast(PlanConfig(model="gpt-4x256", seq_len=128, memory=Memory(host="150MiB")), Machine(SMALL, here=False))
     searched = len(simulated)
     assert 5 <= searched <= 20
     assert advise(one)
@@ -183,7 +182,7 @@ def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.Monkey
 def test_plans_of_many_units_are_compared_on_a_part_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "MOST_UNITS", 40)
     simulated = counted(monkeypatch, problems, "simulate")
-    memory = MemoryConfig(device="1GiB", host="64GiB", unit_limit="256MiB")
+    memory = Memory(device="1GiB", host="64GiB", unit_limit="256MiB")
     one = forecast(PlanConfig(model="gpt-13b", memory=memory), Machine(find_machine("rtx4090"), here=False))
     assert advise(one)
     units = [len(args[0].units) for args, _ in simulated]
@@ -221,7 +220,7 @@ def test_the_largest_with_activations_left_open_is_at_least_that_of_each_policy(
 def test_a_model_larger_than_all_tiers_is_refused_by_the_planner_too() -> None:
     """What the search for the largest leaves out fast has no plan."""
     machine = gpu(1.5 * GIB, 1e10, 1e12)
-    config = PlanConfig(model="gpt-24x2048", seq_len=64, memory=MemoryConfig(host="2GiB", ssd="1GiB"))
+    config = PlanConfig(model="gpt-24x2048", seq_len=64, memory=Memory(host="2GiB", ssd="1GiB"))
     inputs, _ = inputs_of(config, machine, subject_of(config, count_flops=False))
     with pytest.raises(BudgetError):
         inputs.usual_plan()

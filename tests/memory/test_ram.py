@@ -8,6 +8,7 @@ from torch import nn
 
 import pagoda
 from pagoda.memory.ram import free_ram, ram_bytes
+from pagoda.tiers import budgets_of
 
 MIB = 1 << 20
 UNLIMITED = 9223372036854771712
@@ -102,7 +103,7 @@ def test_all_ram_is_that_of_the_machine_or_of_the_smallest_limit(tmp_path: Path)
 
 def test_every_budget_that_is_left_open_counts_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.memory.ram._limits", lambda root: iter([(900 * MIB, 800 * MIB)]))
-    assert pagoda.Memory().budgets().host == 80 * MIB
+    assert budgets_of(pagoda.Memory()).host == 80 * MIB
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="20MiB"), activations="auto")
     limit = pagoda.plan_of(model).options.activation_bytes

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pagoda.errors import CorruptPageError
 from pagoda.memory.arena import Arena

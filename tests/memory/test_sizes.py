@@ -1,8 +1,7 @@
 """Sizes are read as people write them and refused when they mean nothing."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pagoda.errors import ConfigError
 from pagoda.memory.page import PAGE_BYTES, Run, pages_for

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import ConfigError
 from pagoda.models.mixture_shapes import RoutingConfig

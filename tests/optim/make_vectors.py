@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, Precision, flat, gradient_dtype
+from pagoda.config.training import Precision
+from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, flat, gradient_dtype
 from pagoda.optim.formats import update_kernel
 
 from .blocks import random_block

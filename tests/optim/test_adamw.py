@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagoda.errors import ConfigError
-from pagoda.optim import AdamW, Hyper, Scalars, check_precision, gradient_dtype
+from pagoda.optim import AdamW, Hyper, Scalars, gradient_dtype
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_group_with_which_no_step_can_be_taken_is_refused(field: str, value: o
 
 
 def test_an_unknown_precision_is_refused() -> None:
-    for refuse in (check_precision, gradient_dtype, AdamW().states):
+    for refuse in (gradient_dtype, AdamW().states):
         with pytest.raises(ConfigError, match="bf16, fp16, fp32"):
             refuse("fp8")
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
 from pagoda.jit import OPTIONS
-from pagoda.optim import SGD, Adam, ElementwiseRule, Lion, Precision, flat, kernels, reference
+from pagoda.optim import SGD, Adam, ElementwiseRule, Lion, flat, kernels, reference
 
 from .blocks import EDGES, copy_of, random_block, same_bits
 

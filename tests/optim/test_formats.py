@@ -5,14 +5,14 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
+from pagoda.config.training import Precision
 from pagoda.jit import kernel
 from pagoda.optim import SGD, Adam, AdamW, Lion, flat, fp16, reference
 from pagoda.optim.codecs import Key
 from pagoda.optim.jit import bits_to_fp32, fp32_to_bits
-from pagoda.optim.rule import ElementwiseRule, Precision, gradient_dtype, weight_states
+from pagoda.optim.rule import ElementwiseRule, gradient_dtype, weight_states
 
 SMALLEST_EXACT = 2.0**-16
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from pagoda.optim import Precision, flat, gradient_dtype, reference
+from pagoda.config.training import Precision
+from pagoda.optim import flat, gradient_dtype, reference
 
 from .blocks import EDGES, bits, random_block, same_bits
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pagoda.optim import Precision, flat
+from pagoda.config.training import Precision
+from pagoda.optim import flat
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 
 from . import make_vectors

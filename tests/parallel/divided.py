@@ -175,6 +175,8 @@ def wrapped(
     """A divided model in pages."""
     chosen = {key: settings.pop(key) for key in ("stage", "replicas") if key in settings}
     by_torch = settings.pop("by_torch", False)
+    if settings.pop("partition", False):
+        settings["activations"] = pagoda.Activations(settings["activations"], partition_activations=True)
     mesh = pagoda.open_mesh(tensor_parallel=tensor, **chosen)
     if on_meta:
         torch.manual_seed(mesh.rank)

@@ -6,7 +6,7 @@ import os
 import pkgutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,14 +93,14 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> 
 
 
 def wrapped(
-    recipe: Recipe, kind: str, out: Path, stage: int, replicas: int = 1, **options: Any
+    recipe: Recipe, kind: str, out: Path, stage: int, replicas: int = 1, kept: int | None = None, **options: Any
 ) -> tuple[nn.Module, Any]:
     """A model of the zoo, wrapped by every rank."""
     mesh = pagoda.open_mesh(stage=stage, replicas=replicas)
     return pagoda.wrap(
         recipe.build(),
         rule_of(recipe),
-        memory=memory_of(kind, out, recipe, mesh),
+        memory=replace(memory_of(kind, out, recipe, mesh), ssd_checkpoints=kept),
         precision=recipe.precision,
         clip_grad_norm=recipe.clip,
         accumulation_steps=recipe.accumulation if recipe.announced else None,
@@ -217,7 +217,7 @@ def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str 
     """Train from a checkpoint, or from the start, a step for each directory of `saves`, and save a checkpoint there in
     place of the one before; give back the state at each, how many states were copied in, and the commits at the end."""
     made = recipe_of(recipe)
-    model, optimizer = wrapped(made, "ssd", out, 3, keep_checkpoints=1)
+    model, optimizer = wrapped(made, "ssd", out, 3, kept=1)
     done, states, outcome, last = 0, {}, Outcome(), loads
     with mock.patch.object(Snapshot, "_copy_in", autospec=True, side_effect=Snapshot._copy_in) as copy_in:
         if loads is not None:

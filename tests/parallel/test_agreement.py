@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import PagodaError, RankError, UsageError
 from pagoda.parallel.agreement import Agreement, Asks, Call

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pagoda.checkpoint.reader import Checkpoint
+from pagoda.config.memory import Memory
 from pagoda.forecast.describe import exchanged_elements, module_spec
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.optim import AdamW
@@ -18,7 +19,7 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.traffic import traffic_of
-from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
+from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 
@@ -40,7 +41,7 @@ def config_of(model: str, out: Path) -> TrainConfig:
         batch_size=4,
         seq_len=16,
         precision="fp32",
-        memory=MemoryConfig(host="1GiB", device="cpu:12MiB", unit_limit="1MiB"),
+        memory=Memory(host="1GiB", device="cpu:12MiB", unit_limit="1MiB"),
         checkpoint_every=STEPS,
         trace=out / "trace.json",
         trace_step=2,

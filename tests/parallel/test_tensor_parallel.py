@@ -145,7 +145,7 @@ def test_what_tensor_parallelism_cannot_do_is_refused(ranks: RankServer, tmp_pat
 def test_partitioned_activations_change_no_bit(name: str, policy: str, ranks: RankServer, tmp_path: Path) -> None:
     shared = {"name": name, "tensor": 2, "parts": 1, "activations": policy, "kind": "arena", "larger": 16}
     whole = ranks.run("train_divided", 2, tmp_path / "whole", **shared)
-    divided = ranks.run("train_divided", 2, tmp_path / "divided", partition_activations=True, **shared)
+    divided = ranks.run("train_divided", 2, tmp_path / "divided", partition=True, **shared)
     for before, after in zip(whole, divided, strict=True):
         assert after["losses"] == before["losses"]
         assert all(torch.equal(after["parts"][param], part) for param, part in before["parts"].items())

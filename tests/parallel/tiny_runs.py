@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
-from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
+from pagoda.config.memory import Memory
+from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.run_dir import RunDir
 
 from .conftest import RankServer
@@ -39,7 +40,7 @@ def tiny_config(tmp_path: Path) -> TrainConfig:
         batch_size=2,
         seq_len=16,
         precision="fp32",
-        memory=MemoryConfig(host="64MiB", unit_limit="16KiB", page_size="4KiB"),
+        memory=Memory(host="64MiB", unit_limit="16KiB", page_size="4KiB"),
         checkpoint_every=2,
         optim=OptimConfig(schedule="constant"),
         out=tmp_path / "run",

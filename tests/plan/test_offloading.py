@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError
-from pagoda.plan.activations import ActivationMode, BlockSizes, Policy, SavedBlocks, StepSizes, Storages
+from pagoda.plan.activations import BlockSizes, Policy, SavedBlocks, StepSizes, Storages
 from pagoda.plan.ops import HOST, SSD, Op, OpKind
 from pagoda.plan.options import Options
 from pagoda.plan.placement import ACTIVATIONS, Budgets

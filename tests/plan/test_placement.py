@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, strategies as st
 
+from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.options import Options, Split
+from pagoda.plan.options import Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budgets, Placement
 from pagoda.plan.planner import Plan

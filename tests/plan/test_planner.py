@@ -3,8 +3,7 @@
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES, Run

@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.describe import module_spec

@@ -5,8 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import pagoda
 from pagoda.optim.rule import Rule

@@ -4,8 +4,7 @@ from itertools import groupby
 from math import inf
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Recorder, Trace, assumed_trace, gradients_of
 

@@ -1,8 +1,7 @@
 """Units partition the parameters of any module tree, top down, and lay each one out flat."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pagoda.errors import BudgetError
 from pagoda.plan.units import ALIGN_ELEMENTS, ModuleSpec, ParamSpec, UnitSpec, discover, enclosing, forward_uses

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagoda.config.training import Precision
 from pagoda.construction.construct import describe, live_units
-from pagoda.optim import AdamW, Precision
+from pagoda.optim import AdamW
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, RING_SLOTS
 from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.options import Options

@@ -36,7 +36,8 @@ from zoo import (
 )
 
 import pagoda
-from pagoda.plan.activations import ActivationMode, ActivationPlan, Policy, StepSizes, bucket_of, choose, peak_of
+from pagoda.config.training import ActivationMode
+from pagoda.plan.activations import ActivationPlan, Policy, StepSizes, bucket_of, choose, peak_of
 
 OFFLOADS = ("offload", "recompute+offload")
 POLICIES = ("keep", "recompute", *OFFLOADS, "auto")
@@ -77,7 +78,7 @@ def test_tiles_of_a_batch_have_policies_too(activations: ActivationMode, tmp_pat
 
     def tiled(memory: pagoda.Memory, activations: ActivationMode) -> Outcome:
         model, loop = recipe.build(), usual_loop(recipe)
-        return run(model, memory, loop, clip_grad_norm=0.5, batch_tiles=2, activations=activations)
+        return run(model, memory, loop, clip_grad_norm=0.5, tiles=pagoda.Tiles(batch_tiles=2), activations=activations)
 
     outcome = tiled(memory_for(recipe, ARENA_ALL_ON_SSD, tmp_path, activations), activations)
     outcome.assert_same_bits(tiled(RESIDENT, "keep"))

@@ -60,8 +60,7 @@ def train_async(recipe: Recipe, memory: pagoda.Memory, max_staleness: int, loop:
         memory,
         loop or usual_loop(recipe),
         clip_grad_norm=recipe.clip,
-        update="async",
-        max_staleness=max_staleness,
+        update=pagoda.Updates("async", max_staleness=max_staleness),
     )
 
 
@@ -136,7 +135,9 @@ def test_a_bound_of_zero_gives_the_bits_of_sync_in_fp32(tmp_path: Path) -> None:
     recipe = Recipe("llama", precision="fp32", steps=3)
     memory = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
     options: dict[str, Any] = {"precision": "fp32", "clip_grad_norm": 0.5}
-    outcome = run(recipe.build(), memory, usual_loop(recipe), update="async", max_staleness=0, **options)
+    outcome = run(
+        recipe.build(), memory, usual_loop(recipe), update=pagoda.Updates("async", max_staleness=0), **options
+    )
     outcome.assert_same_bits(train(recipe, RESIDENT))
 
 
@@ -149,7 +150,9 @@ def test_gradients_that_waited_are_applied_one_by_one_as_if_on_time(
     recipe = Recipe("llama", checkpointing=checkpointing)
     bound = 2
     memory = memory_of(recipe, placement, tmp_path, bound)
-    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=bound)
+    model, optimizer = wrap(
+        recipe.build(), memory, clip_grad_norm=0.5, update=pagoda.Updates("async", max_staleness=bound)
+    )
     start = {name: value.clone() for name, value in model.state_dict().items()}
     generator = torch.Generator().manual_seed(1)
     norms, losses = [], []
@@ -211,7 +214,7 @@ def test_forward_and_backward_of_a_step_see_the_same_weights_though_newer_ones_a
         directory = tmp_path / str(newer_before_backward)
         directory.mkdir()
         memory = memory_of(recipe, HOST_WEIGHTS, directory, 1)
-        model, optimizer = wrap(recipe.build(), memory, update="async", max_staleness=1)
+        model, optimizer = wrap(recipe.build(), memory, update="async")
         generator = torch.Generator().manual_seed(1)
         with no_updates(model) as release:
             one_pass(model, generator)
@@ -237,7 +240,9 @@ def test_whatever_the_timing_the_bound_holds_and_no_forward_sees_half_an_update(
     delays = random.Random(max_staleness)
     recipe = Recipe("llama", checkpointing=True)
     memory = memory_of(recipe, placement, tmp_path, max_staleness)
-    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=max_staleness)
+    model, optimizer = wrap(
+        recipe.build(), memory, clip_grad_norm=0.5, update=pagoda.Updates("async", max_staleness=max_staleness)
+    )
     engine = engine_of(model)
     path = engine._executor.feeders[0].path
     adamw = path._kernel
@@ -287,7 +292,7 @@ def test_whatever_the_timing_the_bound_holds_and_no_forward_sees_half_an_update(
 def test_evaluation_between_steps_sees_every_step(placement: str, tmp_path: Path, wrap: Wrap) -> None:
     recipe = Recipe("gpt2")
     memory = memory_of(recipe, placement, tmp_path, 2)
-    model, optimizer = wrap(recipe.build(), memory, update="async", max_staleness=2)
+    model, optimizer = wrap(recipe.build(), memory, update=pagoda.Updates("async", max_staleness=2))
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         loss_of(model(**batch("gpt2", generator))).backward()
@@ -303,7 +308,7 @@ def test_evaluation_between_steps_sees_every_step(placement: str, tmp_path: Path
 
 
 def test_a_graph_older_than_the_published_weights_is_refused(wrap: Wrap) -> None:
-    model, optimizer = wrap(Recipe("llama").build(), RESIDENT, update="async", max_staleness=1)
+    model, optimizer = wrap(Recipe("llama").build(), RESIDENT, update="async")
     generator = torch.Generator().manual_seed(1)
     older = loss_of(model(**batch("llama", generator)))
     one_pass(model, generator)
@@ -322,7 +327,7 @@ def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_tha
 ) -> None:
     recipe = Recipe("llama")
     memory = memory_of(recipe, placement, tmp_path, 2)
-    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update="async", max_staleness=2)
+    model, optimizer = wrap(recipe.build(), memory, clip_grad_norm=0.5, update=pagoda.Updates("async", max_staleness=2))
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         one_pass(model, generator)
@@ -333,7 +338,7 @@ def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_tha
     assert all(state["step"] == 4 for state in optimizer.state_dict()["state"].values())
 
     outcomes = []
-    for options in ({}, {"update": "async", "max_staleness": 0}):
+    for options in ({}, {"update": pagoda.Updates("async", max_staleness=0)}):
         resumed, its_optimizer = wrap(recipe.build(), RESIDENT, clip_grad_norm=0.5, **options)
         its_optimizer.load_checkpoint(tmp_path / "saved")
         Outcome([], [], resumed.state_dict(), its_optimizer.state_dict()).assert_same_bits(saved)
@@ -349,7 +354,7 @@ def test_a_checkpoint_holds_every_step_and_a_resumed_run_starts_from_exactly_tha
 
 def test_loading_replaces_what_lags(tmp_path: Path, wrap: Wrap) -> None:
     recipe = Recipe("llama")
-    model, optimizer = wrap(recipe.build(), RESIDENT, update="async", max_staleness=2)
+    model, optimizer = wrap(recipe.build(), RESIDENT, update=pagoda.Updates("async", max_staleness=2))
     optimizer.save_checkpoint(tmp_path / "start")
     start = {name: value.clone() for name, value in model.state_dict().items()}
     generator = torch.Generator().manual_seed(1)
@@ -366,7 +371,7 @@ def test_loading_replaces_what_lags(tmp_path: Path, wrap: Wrap) -> None:
 
 def test_a_modified_parameter_is_read_by_the_next_forward_and_kept_by_the_next_update(wrap: Wrap) -> None:
     recipe = Recipe("llama", frozen=True)
-    model, optimizer = wrap(recipe.build(), RESIDENT, update="async", max_staleness=1)
+    model, optimizer = wrap(recipe.build(), RESIDENT, update="async")
     generator = torch.Generator().manual_seed(1)
     params = dict(model.named_parameters())
     frozen = next(name for name, param in params.items() if not param.requires_grad)
@@ -402,7 +407,6 @@ def test_a_gradient_that_is_not_finite_drops_its_own_step_only(wrap: Wrap) -> No
             RESIDENT,
             lambda model, optimizer, outcome, bad=bad: loop(model, optimizer, outcome, bad),  # type: ignore[misc]
             update="async",
-            max_staleness=1,
         )
         for bad in (True, False)
     ]
@@ -414,9 +418,7 @@ def test_a_failing_drive_is_reported_and_close_returns(
     where: str, tmp_path: Path, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe("llama")
-    model, optimizer = wrap(
-        recipe.build(), memory_of(recipe, HOST_WEIGHTS, tmp_path, 1), update="async", max_staleness=1
-    )
+    model, optimizer = wrap(recipe.build(), memory_of(recipe, HOST_WEIGHTS, tmp_path, 1), update="async")
     generator = torch.Generator().manual_seed(1)
 
     def fail(*_: Any) -> None:
@@ -445,7 +447,7 @@ def test_a_failing_drive_is_reported_and_close_returns(
 def test_a_gradient_is_free_only_when_the_blocks_of_an_update_that_failed_have_read_it(
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = wrap(Layers(1), update="async", max_staleness=1)
+    model, optimizer = wrap(Layers(1), update="async")
     path, scheduler = optimizer._engine._executor.feeders[0].path, optimizer._engine.scheduler
     freed, freed_while_it_ran = threading.Event(), list[bool]()
     submit, apply, used = path.submit, path._apply, scheduler.gradient_used
@@ -480,7 +482,7 @@ def _close_quietly(optimizer: PagedOptimizer) -> None:
 
 def test_a_step_that_is_interrupted_in_forward_can_be_repeated(wrap: Wrap) -> None:
     recipe = Recipe("llama")
-    model, optimizer = wrap(recipe.build(), RESIDENT, update="async", max_staleness=1)
+    model, optimizer = wrap(recipe.build(), RESIDENT, update="async")
     generator = torch.Generator().manual_seed(1)
     one_pass(model, generator)
     optimizer.step()
@@ -525,12 +527,12 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
 )
 def test_settings_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pagoda.ConfigError, match=message):
-        pagoda.wrap(nn.Linear(2, 2), pagoda.AdamW(), memory=RESIDENT, **options)
+        pagoda.Updates(**options)
 
 
 def test_updates_are_not_under_backward_though_passes_are_announced(wrap: Wrap) -> None:
     model, optimizer = wrap(
-        Recipe("llama").build(), RESIDENT, update="async", max_staleness=1, accumulation_steps=1, clip_grad_norm=None
+        Recipe("llama").build(), RESIDENT, update="async", accumulation_steps=1, clip_grad_norm=None
     )
     generator = torch.Generator().manual_seed(1)
     with no_updates(model):

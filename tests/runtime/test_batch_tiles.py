@@ -91,7 +91,7 @@ def train(
                 model(*of_pass).backward()
             zoo.take_step(optimizer, outcome)
 
-    return zoo.run(build().train(), memory, loop, batch_tiles=tiles, **wrap)
+    return zoo.run(build().train(), memory, loop, tiles=pagoda.Tiles(batch_tiles=tiles), **wrap)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -136,7 +136,9 @@ def test_models_of_every_kind_are_tiled(name: str, monkeypatch: pytest.MonkeyPat
         model.train()
         for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
             dropout.p = 0.0
-        model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", batch_tiles=tiles)
+        model, optimizer = pagoda.wrap(
+            model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", tiles=pagoda.Tiles(batch_tiles=tiles)
+        )
         seen: set[int] = set()
         handle = part.register_forward_pre_hook(lambda _, args, seen=seen: seen.add(len(args[0])))
         with warnings.catch_warnings():
@@ -218,7 +220,9 @@ class Stack(nn.Module):
 
 
 def wrapped(model: nn.Module, tiles: int | str | None) -> tuple[nn.Module, Any]:
-    return pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", batch_tiles=tiles)  # type: ignore[arg-type]
+    return pagoda.wrap(
+        model, pagoda.AdamW(), memory=zoo.RESIDENT, precision="fp32", tiles=pagoda.Tiles(batch_tiles=tiles)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", REASONS)
@@ -327,6 +331,6 @@ def test_a_cache_that_attention_would_read_is_refused() -> None:
 
 def test_refuses_what_has_no_blocks_and_counts_that_are_none() -> None:
     with pytest.raises(pagoda.ConfigError, match="repeated layers"):
-        pagoda.wrap(nn.Linear(4, 4), pagoda.AdamW(), memory=zoo.RESIDENT, batch_tiles=2)
+        pagoda.wrap(nn.Linear(4, 4), pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(batch_tiles=2))
     with pytest.raises(pagoda.ConfigError, match="batch_tiles is 0"):
-        pagoda.wrap(Model(), pagoda.AdamW(), memory=zoo.RESIDENT, batch_tiles=0)
+        pagoda.wrap(Model(), pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(batch_tiles=0))

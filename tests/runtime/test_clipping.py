@@ -119,7 +119,7 @@ def test_clipping_by_torch_does_not_depend_on_placement(wrap: Wrap, tmp_path: Pa
 
 
 def test_updates_that_wait_are_clipped_too(wrap: Wrap) -> None:
-    model, optimizer = wrap(update="async", max_staleness=0)
+    model, optimizer = wrap(update=pagoda.Updates("async", max_staleness=0))
     twin, twin_optimizer = wrap(clip_grad_norm=1e-3)
     for step in range(STEPS):
         loss_of(model, step).backward()
@@ -246,7 +246,7 @@ def test_wrap_clips_what_gradients_are_once_multiplied(limit: float, wrap: Wrap)
 
 
 def test_clipping_by_torch_before_a_step_that_was_guessed_undoes_the_guess(wrap: Wrap, tmp_path: Path) -> None:
-    model, optimizer = wrap(clip_grad_norm=1e6, accumulation_steps=1, speculate=True)
+    model, optimizer = wrap(clip_grad_norm=1e6, accumulation_steps=1, update=pagoda.Updates(speculate=True))
     twin, twin_optimizer = wrap(clip_grad_norm=1e-3)
     loss_of(model, 0).backward()
     loss_of(twin, 0).backward()
@@ -258,8 +258,8 @@ def test_clipping_by_torch_before_a_step_that_was_guessed_undoes_the_guess(wrap:
 
 
 def test_loss_scaling_does_not_show_in_norms(wrap: Wrap) -> None:
-    model, optimizer = wrap(precision="fp16", loss_scale=1024.0)
-    twin, twin_optimizer = wrap(precision="fp16", loss_scale=1024.0, clip_grad_norm=1e-3)
+    model, optimizer = wrap(precision=pagoda.MixedPrecision("fp16", loss_scale=1024.0))
+    twin, twin_optimizer = wrap(precision=pagoda.MixedPrecision("fp16", loss_scale=1024.0), clip_grad_norm=1e-3)
     optimizer.scale(loss_of(model, 0)).backward()
     twin_optimizer.scale(loss_of(twin, 0)).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3).item()

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, batch, loss_of, squeeze
 
 import pagoda
-from pagoda.optim import Precision
+from pagoda.config.training import Precision
 from pagoda.optim.reference import split
 
 from .conftest import Wrap

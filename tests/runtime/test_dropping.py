@@ -100,7 +100,9 @@ def test_updates_that_have_not_begun_are_dropped_with_their_optimizer(
 @pytest.mark.parametrize("speculate", [False, True])
 def test_nothing_is_kept_of_the_steps_that_are_over(speculate: bool) -> None:
     settings: dict[str, Any] = {"clip_grad_norm": 1e6, "accumulation_steps": 1} if speculate else {}
-    model, optimizer = pagoda.wrap(Layers(), pagoda.AdamW(), memory=RESIDENT, speculate=speculate or None, **settings)
+    model, optimizer = pagoda.wrap(
+        Layers(), pagoda.AdamW(), memory=RESIDENT, update=pagoda.Updates(speculate=speculate or None), **settings
+    )
     kept = []
     for _ in range(4):
         train(model, optimizer, "step")

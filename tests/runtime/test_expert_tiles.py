@@ -85,7 +85,14 @@ def test_training_is_that_of_the_stack_within_rounding(
         expert_tiles, "_with_zero_gradients", lambda x, params: idle.extend(params) or with_zeros(x, params)
     )
     whole, tiled = (
-        zoo.run(built(name, implementation), zoo.RESIDENT, few_tokens, lr=1e-3, precision=precision, tile_limit=tiles)
+        zoo.run(
+            built(name, implementation),
+            zoo.RESIDENT,
+            few_tokens,
+            lr=1e-3,
+            precision=precision,
+            tiles=pagoda.Tiles(tile_limit=tiles),
+        )
         for tiles in (None, limit(name, 1, precision))
     )
     assert idle
@@ -125,7 +132,7 @@ def test_gradients_of_a_stack_are_those_of_its_tiles() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_placement_does_not_change_a_bit(name: str, tmp_path: Path) -> None:
     """Recomputed as well, where only one tile is needed at a time."""
-    wrap = {"tile_limit": limit(name, 1), "activations": "recompute", "clip_grad_norm": 0.5}
+    wrap = {"tiles": pagoda.Tiles(tile_limit=limit(name, 1)), "activations": "recompute", "clip_grad_norm": 0.5}
     memory = zoo.squeeze(built(name), zoo.ARENA_ALL_ON_SSD, tmp_path, activations="recompute")
     outcome = zoo.run(built(name), memory, few_tokens, **wrap)
     assert all(any(step[lane] for step in outcome.moved) for lane in ("h2d", "ssd_read", "ssd_write"))
@@ -133,7 +140,7 @@ def test_placement_does_not_change_a_bit(name: str, tmp_path: Path) -> None:
 
 
 def test_updates_under_backward_give_the_same_bits(tmp_path: Path) -> None:
-    wrap = {"tile_limit": limit("mixtral", 1), "activations": "recompute"}
+    wrap = {"tiles": pagoda.Tiles(tile_limit=limit("mixtral", 1)), "activations": "recompute"}
     memory = zoo.squeeze(built("mixtral"), zoo.ARENA_ALL_ON_SSD, tmp_path, announced=1, clipping=False)
     outcome = zoo.run(built("mixtral"), memory, few_tokens, accumulation_steps=1, **wrap)
     outcome.assert_same_bits(zoo.run(built("mixtral"), zoo.RESIDENT, few_tokens, **wrap))
@@ -145,7 +152,11 @@ def test_a_stack_larger_than_the_device_trains_and_only_chosen_tiles_are_fetched
     with pytest.raises(pagoda.BudgetError, match=r"experts' alone takes"):
         pagoda.wrap(built("qwen3-moe"), pagoda.AdamW(), memory=memory)
     model, optimizer = pagoda.wrap(
-        built("qwen3-moe"), pagoda.AdamW(), memory=memory, tile_limit=limit("qwen3-moe", 1), activations="recompute"
+        built("qwen3-moe"),
+        pagoda.AdamW(),
+        memory=memory,
+        tiles=pagoda.Tiles(tile_limit=limit("qwen3-moe", 1)),
+        activations="recompute",
     )
     plan = pagoda.plan_of(model)
     tiles = [unit for unit in plan.units if ".tiles." in unit.module]
@@ -170,7 +181,9 @@ def test_names_and_shapes_are_those_of_the_stack(tmp_path: Path) -> None:
     """State dicts, checkpoints that resume without tiles, exports and what they load as."""
 
     def wrapped(tiles: int | None, model: nn.Module | None = None) -> tuple[nn.Module, Any]:
-        return pagoda.wrap(model or built("mixtral"), pagoda.AdamW(lr=1e-2), memory=zoo.RESIDENT, tile_limit=tiles)
+        return pagoda.wrap(
+            model or built("mixtral"), pagoda.AdamW(lr=1e-2), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit=tiles)
+        )
 
     def same(one: nn.Module, other: nn.Module) -> None:
         first, second = one.state_dict(), other.state_dict()
@@ -208,7 +221,9 @@ def test_experts_of_the_built_in_mixtures_are_tiled_layer_by_layer() -> None:
     for tiles in (None, "8KiB"):
         torch.manual_seed(0)
         model = build_mixture(small, gradient_checkpointing=False)
-        outcomes.append(zoo.run(model, zoo.RESIDENT, few_tokens, lr=1e-3, precision="fp32", tile_limit=tiles))
+        outcomes.append(
+            zoo.run(model, zoo.RESIDENT, few_tokens, lr=1e-3, precision="fp32", tiles=pagoda.Tiles(tile_limit=tiles))
+        )
         layers = [module for name, module in model.named_modules() if ".experts." in name]
         assert any(isinstance(module, TiledLinear) for module in layers) == (tiles is not None)
     whole, tiled = outcomes

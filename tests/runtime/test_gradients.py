@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
+from pagoda.config.training import Precision
 from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
-from pagoda.optim import Precision
 from pagoda.runtime import gradients
 from pagoda.runtime.lanes import Handle
 

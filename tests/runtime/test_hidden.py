@@ -210,7 +210,7 @@ def test_a_write_inside_a_compiled_forward_is_refused(wrap: Wrap) -> None:
 
 def test_layers_in_tiles_refuse_what_asks_for_the_values_of_the_whole(wrap: Wrap) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
-    model, _ = wrap(model, pagoda.Memory(host="64MiB", page_size=PAGE), tile_limit="8KiB")
+    model, _ = wrap(model, pagoda.Memory(host="64MiB", page_size=PAGE), tiles=pagoda.Tiles(tile_limit="8KiB"))
     weight = model[0].weight
     assert weight.shape == (256, 64)
     with pytest.raises(pagoda.UsageError, match=r"gathered"):

@@ -543,6 +543,26 @@ def test_settings_that_mean_nothing_are_named(settings: dict[str, Any], message:
 
 
 @pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("gradients", r"precision=pagoda\.MixedPrecision\(gradients=\.\.\.\)"),
+        ("loss_scale", r"precision=pagoda\.MixedPrecision\(loss_scale"),
+        ("max_staleness", r"update=pagoda\.Updates\(max_staleness"),
+        ("speculate", r"update=pagoda\.Updates\(speculate"),
+        ("partition_activations", r"activations=pagoda\.Activations\(partition_activations"),
+        ("batch_tiles", r"tiles=pagoda\.Tiles\(batch_tiles"),
+        ("tile_limit", r"tiles=pagoda\.Tiles\(tile_limit"),
+        ("keep_checkpoints", r"memory=pagoda\.Memory\(ssd_checkpoints"),
+    ],
+)
+def test_an_argument_that_has_moved_is_refused_with_its_new_place(name: str, place: str) -> None:
+    with pytest.raises(pagoda.UsageError, match=rf"{name} is no argument of wrap: give wrap\({place}"):
+        pagoda.wrap(fresh(), pagoda.AdamW(), **{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'presicion'"):
+        pagoda.wrap(fresh(), pagoda.AdamW(), presicion="fp32")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"clip_grad_norm": 0.0}, "clip_grad_norm.*above 0"),
@@ -551,7 +571,7 @@ def test_settings_that_mean_nothing_are_named(settings: dict[str, Any], message:
         ({"accumulation_steps": 0}, "accumulation_steps.*at least 1"),
         ({"accumulation_steps": 1.5}, "accumulation_steps.*whole number"),
         ({"clip_grad_norm": "1"}, "clip_grad_norm.*above 0"),
-        ({"batch_tiles": "two"}, "batch_tiles.*'auto'"),
+        ({"tiles": "two"}, r"tiles is 'two'; give a pagoda\.Tiles"),
         ({"precision": "fp8"}, "precision.*bf16"),
     ],
     ids=str,

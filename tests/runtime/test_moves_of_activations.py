@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import pagoda
+from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.optim.adamw import AdamW
-from pagoda.plan.activations import ActivationMode, Policy, SavedBlocks
+from pagoda.plan.activations import Policy, SavedBlocks
 from pagoda.plan.ops import HOST, SSD, OpKind
 from pagoda.plan.planner import make_plan
 from pagoda.runtime.tape import Tape

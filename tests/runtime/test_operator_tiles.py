@@ -47,15 +47,18 @@ def test_a_layer_of_four_times_the_device_trains() -> None:
     memory = pagoda.Memory(device=f"cpu:{LARGE // 4}", host="64MiB", page_size=4096)
     with pytest.raises(pagoda.BudgetError, match=r"'wide' alone takes 520\.00 KiB.*tile_limit"):
         pagoda.wrap(wide(), pagoda.AdamW(), memory=memory)
-    tiled = zoo.run(wide(), memory, loop, tile_limit="32KiB", clip_grad_norm=1.0)
+    tiled = zoo.run(wide(), memory, loop, tiles=pagoda.Tiles(tile_limit="32KiB"), clip_grad_norm=1.0)
     assert 0 < tiled.peak_bytes["device"] <= LARGE // 4
-    tiled.assert_same_bits(zoo.run(wide(), zoo.RESIDENT, loop, tile_limit="32KiB", clip_grad_norm=1.0))
+    tiled.assert_same_bits(
+        zoo.run(wide(), zoo.RESIDENT, loop, tiles=pagoda.Tiles(tile_limit="32KiB"), clip_grad_norm=1.0)
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_is_that_of_the_whole_layer_within_rounding(precision: str) -> None:
     outcomes = [
-        zoo.run(wide(), zoo.RESIDENT, loop, lr=1e-3, tile_limit=limit, precision=precision) for limit in (None, "32KiB")
+        zoo.run(wide(), zoo.RESIDENT, loop, lr=1e-3, tiles=pagoda.Tiles(tile_limit=limit), precision=precision)
+        for limit in (None, "32KiB")
     ]
     whole, tiled = outcomes
     assert tiled.losses[0] == whole.losses[0]
@@ -80,7 +83,9 @@ def test_weights_start_as_those_of_the_untiled_model(name: str) -> None:
                     model = zoo.MODELS[name]()
             else:
                 model = zoo.MODELS[name]()
-            model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tile_limit=limit)
+            model, optimizer = pagoda.wrap(
+                model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit=limit)
+            )
             found.append(model.state_dict())
             assert any(isinstance(module, Tiled) for module in model.modules()) == (limit is not None)
             optimizer.close()
@@ -97,7 +102,7 @@ def test_placement_does_not_change_a_bit(tmp_path: Path) -> None:
 
     def train(memory: pagoda.Memory) -> zoo.Outcome:
         model = pagoda.chunked_loss(recipe.build())
-        return zoo.run(model, memory, zoo.usual_loop(recipe), clip_grad_norm=0.5, tile_limit=TILE)
+        return zoo.run(model, memory, zoo.usual_loop(recipe), clip_grad_norm=0.5, tiles=pagoda.Tiles(tile_limit=TILE))
 
     memory = zoo.squeeze(recipe.build(), zoo.ARENA_ALL_ON_SSD, tmp_path)
     outcome = train(memory)
@@ -108,7 +113,9 @@ def test_placement_does_not_change_a_bit(tmp_path: Path) -> None:
 def wrapped(limit: str | None, name: str = "llama", moments: Any = "fp32") -> tuple[nn.Module, Any]:
     torch.manual_seed(7)
     model = zoo.MODELS[name]().train()
-    return pagoda.wrap(model, pagoda.AdamW(lr=1e-2, moments=moments), memory=zoo.RESIDENT, tile_limit=limit)
+    return pagoda.wrap(
+        model, pagoda.AdamW(lr=1e-2, moments=moments), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit=limit)
+    )
 
 
 def step(model: nn.Module, optimizer: Any, seed: int) -> None:
@@ -149,7 +156,7 @@ def test_exports_and_loads_by_the_names_of_the_model(tmp_path: Path) -> None:
     optimizer.close()
     export(tmp_path / "checkpoint", tmp_path / "exported", dtype="fp32")
     loaded, optimizer = pagoda.wrap(
-        pagoda.load(tmp_path / "exported"), pagoda.AdamW(), memory=zoo.RESIDENT, tile_limit="8KiB"
+        pagoda.load(tmp_path / "exported"), pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit="8KiB")
     )
     for key, value in loaded.state_dict().items():
         assert torch.equal(value, weights[key]), key
@@ -177,7 +184,11 @@ def test_groups_of_settings_name_whole_parameters() -> None:
     others = [param for param in model.parameters() if param is not model.wide.weight]
     groups = [{"params": [model.wide.weight], "lr": 0.0}, {"params": others}]
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(lr=1e-2, weight_decay=0.0), memory=zoo.RESIDENT, tile_limit="32KiB", param_groups=groups
+        model,
+        pagoda.AdamW(lr=1e-2, weight_decay=0.0),
+        memory=zoo.RESIDENT,
+        tiles=pagoda.Tiles(tile_limit="32KiB"),
+        param_groups=groups,
     )
     before = model.state_dict()
     loop(model, optimizer, zoo.Outcome())
@@ -193,7 +204,7 @@ def test_what_shares_its_weight_with_something_else_stays_whole() -> None:
     model = wide()
     model.other = Own(1, 1)
     model.other.weight, model.other.bias = model.wide.weight, model.wide.bias
-    wrapped, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tile_limit="32KiB")
+    wrapped, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit="32KiB"))
     assert not any(isinstance(module, Tiled) for module in wrapped.modules())
     optimizer.close()
 

@@ -65,8 +65,8 @@ def squeezed(placement: str, directory: Path, precision: str, gradients: str | N
 
 
 def train(memory: pagoda.Memory, precision: str, gradients: str | None, clip: float | None, **wrap: Any) -> Outcome:
-    options = {"precision": precision, "gradients": gradients, "clip_grad_norm": clip, "accumulation_steps": 2}
-    return run(build(), memory, loop, **{**options, **wrap})
+    numbers = pagoda.MixedPrecision(precision, gradients)  # type: ignore[arg-type]
+    return run(build(), memory, loop, precision=numbers, clip_grad_norm=clip, accumulation_steps=2, **wrap)
 
 
 @cache
@@ -99,7 +99,7 @@ def test_placement_does_not_change_a_bit_in_any_format(
 
 def test_asynchronous_updates_skip_the_same_steps() -> None:
     """With no staleness allowed, the bits are those of synchronous ones."""
-    outcome = train(RESIDENT, "fp16", None, 0.5, update="async", max_staleness=0)
+    outcome = train(RESIDENT, "fp16", None, 0.5, update=pagoda.Updates("async", max_staleness=0))
     outcome.assert_same_bits(resident("fp16", None, 0.5))
 
 
@@ -122,9 +122,16 @@ def test_speculating_on_finite_gradients_changes_no_bit(in_ram: bool, tmp_path: 
 
     def outcome(memory: pagoda.Memory, **wrap: Any) -> Outcome:
         scale = pagoda.LossScale(initial=1024.0)
-        return run(build(), memory, watched, precision="fp16", accumulation_steps=1, loss_scale=scale, **wrap)
+        return run(
+            build(),
+            memory,
+            watched,
+            precision=pagoda.MixedPrecision("fp16", loss_scale=scale),
+            accumulation_steps=1,
+            **wrap,
+        )
 
-    speculated = outcome(memory, speculate=True)
+    speculated = outcome(memory, update=pagoda.Updates(speculate=True))
     assert sum(kept) > 0
     assert sum(undone) > 0
     speculated.assert_same_bits(outcome(RESIDENT))
@@ -132,8 +139,13 @@ def test_speculating_on_finite_gradients_changes_no_bit(in_ram: bool, tmp_path: 
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale(wrap: Wrap) -> None:
-    model, optimizer = wrap(layers(), precision="fp16", loss_scale=pagoda.LossScale(initial=1024.0, growth_interval=2))
-    twin, twin_optimizer = wrap(layers(), precision="fp16", loss_scale=pagoda.LossScale(initial=1024.0))
+    model, optimizer = wrap(
+        layers(),
+        precision=pagoda.MixedPrecision("fp16", loss_scale=pagoda.LossScale(initial=1024.0, growth_interval=2)),
+    )
+    twin, twin_optimizer = wrap(
+        layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=pagoda.LossScale(initial=1024.0))
+    )
     scales, skipped = [], []
 
     def step(module: nn.Module, stepped: Any, seed: int, factor: float) -> None:
@@ -168,7 +180,7 @@ def test_the_scale_goes_on_after_a_checkpoint(wrap: Wrap, tmp_path: Path) -> Non
         optimizer.step()
 
     setting = pagoda.LossScale(growth_interval=3)
-    model, optimizer = wrap(layers(), precision="fp16", loss_scale=setting)
+    model, optimizer = wrap(layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=setting))
     step(model, optimizer, 1e6)
     step(model, optimizer)
     step(model, optimizer)
@@ -181,7 +193,7 @@ def test_the_scale_goes_on_after_a_checkpoint(wrap: Wrap, tmp_path: Path) -> Non
         lambda o: o.load_state_dict(state),
         lambda o: o.load_state_dict(torch.load(tmp_path / "optimizer.pt")),
     ):
-        twin, twin_optimizer = wrap(layers(), precision="fp16", loss_scale=setting)
+        twin, twin_optimizer = wrap(layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=setting))
         load(twin_optimizer)
         step(twin, twin_optimizer)
         assert twin_optimizer.stats.loss_scale == 32768
@@ -195,7 +207,9 @@ def test_the_scale_goes_on_after_a_checkpoint(wrap: Wrap, tmp_path: Path) -> Non
 def test_a_fixed_scale_changes_no_bit_and_does_not_forgive(wrap: Wrap) -> None:
     outcomes = []
     for scale in (1, 256):
-        model, optimizer = wrap(layers(), precision="fp16", loss_scale=scale, clip_grad_norm=0.01)
+        model, optimizer = wrap(
+            layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=scale), clip_grad_norm=0.01
+        )
         for seed in range(3):
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
             # Without denormal gradients at either scale, so that every one is exact.
@@ -218,7 +232,7 @@ def test_a_loss_that_was_not_scaled_is_refused(wrap: Wrap) -> None:
 
 
 def test_torchs_grad_scaler_is_refused_rather_than_ignored(wrap: Wrap) -> None:
-    model, optimizer = wrap(layers(), precision="fp16", loss_scale=1)
+    model, optimizer = wrap(layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=1))
     scaler = torch.amp.GradScaler("cpu")
     optimizer.scale(scaler.scale(model(torch.ones(2, WIDTH), [0, 1, 2]))).backward()
     with pytest.raises((RuntimeError, ValueError)):
@@ -226,7 +240,7 @@ def test_torchs_grad_scaler_is_refused_rather_than_ignored(wrap: Wrap) -> None:
 
 
 def test_a_scale_that_cannot_go_lower_names_the_gradient(wrap: Wrap) -> None:
-    model, optimizer = wrap(layers(), precision="fp16", loss_scale=pagoda.LossScale(initial=2.0))
+    model, optimizer = wrap(layers(), precision=pagoda.MixedPrecision("fp16", loss_scale=pagoda.LossScale(initial=2.0)))
     optimizer.scale(model(torch.ones(2, WIDTH), [0, 1, 2]) * math.inf).backward()
     optimizer.step()
     optimizer.scale(model(torch.ones(2, WIDTH), [0, 1, 2]) * math.inf).backward()
@@ -238,7 +252,7 @@ def test_a_scale_that_cannot_go_lower_names_the_gradient(wrap: Wrap) -> None:
 def test_gradients_are_accumulated_in_the_dtype_asked_for(gradients: str, wrap: Wrap) -> None:
     """fp32: the sum of what autograd gave. bf16: rounded after every addition."""
     kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[gradients]
-    model, optimizer = wrap(layers(), precision="bf16", gradients=gradients, lr=0.0)
+    model, optimizer = wrap(layers(), precision=pagoda.MixedPrecision("bf16", gradients=gradients), lr=0.0)
     plain = layers().bfloat16()
     total: dict[str, torch.Tensor] = {}
     for seed in range(8):
@@ -271,20 +285,20 @@ def test_norms_of_groups_add_up_to_the_norm(wrap: Wrap) -> None:
     assert optimizer.stats.grad_norm == pytest.approx(math.hypot(first, third), rel=1e-12)
 
 
-BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "scale without fp16": ({"loss_scale": 2.0}, "precision='fp16'"),
-    "no power of two": ({"precision": "fp16", "loss_scale": 1000}, "power of two"),
-    "no such scaling": ({"precision": "fp16", "loss_scale": "automatic"}, "'dynamic'"),
-    "no such precision": ({"precision": "fp8"}, "bf16, fp16, fp32"),
-    "no such gradients": ({"gradients": "fp16"}, "bf16, fp32"),
+BAD_SETTINGS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "scale without fp16": ("bf16", {"loss_scale": 2.0}, "precision='fp16'"),
+    "no power of two": ("fp16", {"loss_scale": 1000}, "power of two"),
+    "no such scaling": ("fp16", {"loss_scale": "automatic"}, "'dynamic'"),
+    "no such precision": ("fp8", {}, "bf16, fp16, fp32"),
+    "no such gradients": ("bf16", {"gradients": "fp16"}, "bf16, fp32"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_SETTINGS)
 def test_settings_that_make_no_sense_are_refused(case: str, wrap: Wrap) -> None:
-    settings, message = BAD_SETTINGS[case]
+    precision, settings, message = BAD_SETTINGS[case]
     with pytest.raises(pagoda.ConfigError, match=message):
-        wrap(layers(), **settings)
+        wrap(layers(), precision=pagoda.MixedPrecision(precision, **settings))
     wrap(layers())
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from zoo import RESIDENT
 
 import pagoda
-from pagoda.plan.activations import ActivationMode
+from pagoda.config.training import ActivationMode
 
 WIDTH = 16
 

@@ -252,7 +252,7 @@ def test_a_checkpoint_on_ssd_keeps_pages_of_parameters_that_lie_otherwise(tmp_pa
     """Muon's states on SSD have places of their own; pages of them are kept, adopted, and read by a run in RAM."""
     recipe = replace(RECIPE, rule=WHOLE["muon"])
     memory = squeeze(recipe.build(), ALL_ON_SSD, tmp_path, rule=recipe.rule)
-    model, optimizer = pagoda.wrap(recipe.build(), recipe.rule, memory=memory, keep_checkpoints=1)
+    model, optimizer = pagoda.wrap(recipe.build(), recipe.rule, memory=replace(memory, ssd_checkpoints=1))
     usual_loop(recipe)(model, optimizer, Outcome())
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     state = optimizer.state_dict()
@@ -284,7 +284,7 @@ def test_asynchronous_updates_that_may_not_lag_have_the_bits_of_synchronous_ones
 
     for name in ("lion", "adagrad", "muon"):
         rule = (ELEMENTWISE | WHOLE)[name]
-        assert losses(rule) == losses(rule, update="async", max_staleness=0), name
+        assert losses(rule) == losses(rule, update=pagoda.Updates("async", max_staleness=0)), name
 
 
 def test_asynchronous_updates_of_whole_parameters_are_refused_for_weights_on_ssd(tmp_path: Path) -> None:

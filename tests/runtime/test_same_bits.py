@@ -28,9 +28,9 @@ from zoo import (
 )
 
 import pagoda
+from pagoda.config.training import Precision
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim import Precision
 from pagoda.optim.reference import split
 from pagoda.plan.options import Options
 from pagoda.plan.placement import BOUNCE_ELEMENTS, Budgets

@@ -105,7 +105,7 @@ def train(
         training,
         clip_grad_norm=LIMIT,
         accumulation_steps=accumulation or training.accumulation,
-        speculate=speculate,
+        update=pagoda.Updates(speculate=speculate),
     )
 
 
@@ -173,8 +173,10 @@ def test_every_state_of_a_rule_is_undone(rule: Rule, placement: str, tmp_path: P
         memory = squeeze(built(), ALL_ON_SSD, tmp_path, announced=1, rule=rule)
         assert isinstance(memory.host, int)
         memory = replace(memory, host=memory.host + 64 * PAGE)
-    outcome = run(built(), memory, training, speculate=True, **settings)
-    outcome.assert_same_bits(run(built(), RESIDENT, Training(".x."), speculate=False, **settings))
+    outcome = run(built(), memory, training, update=pagoda.Updates(speculate=True), **settings)
+    outcome.assert_same_bits(
+        run(built(), RESIDENT, Training(".x."), update=pagoda.Updates(speculate=False), **settings)
+    )
     assert training.counts[0][0] > 0
     assert training.counts[1][1] > 0
 
@@ -298,7 +300,7 @@ def test_closing_before_the_step_leaves_the_old_state_and_frees_every_thread(tmp
         memory=memory_of(ALL_ON_SSD, tmp_path),
         clip_grad_norm=LIMIT,
         accumulation_steps=1,
-        speculate=True,
+        update=pagoda.Updates(speculate=True),
     )
     (loss_of(model(**batch("llama", torch.Generator().manual_seed(1)))) * CALM).backward()
     optimizer.close()
@@ -353,7 +355,14 @@ def test_nothing_is_begun_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
                 go_on.set()
                 optimizer.wait_for_checkpoint()
 
-    run(built(), memory_of(ALL_ON_SSD, tmp_path), loop, clip_grad_norm=LIMIT, accumulation_steps=1, speculate=True)
+    run(
+        built(),
+        memory_of(ALL_ON_SSD, tmp_path),
+        loop,
+        clip_grad_norm=LIMIT,
+        accumulation_steps=1,
+        update=pagoda.Updates(speculate=True),
+    )
     assert counts == [True, False, True]
 
 
@@ -407,7 +416,7 @@ def test_an_error_of_the_update_before_is_not_taken_for_one_of_the_speculated_on
         memory=memory_of(HOST_WEIGHTS, tmp_path),
         clip_grad_norm=LIMIT,
         accumulation_steps=1,
-        speculate=True,
+        update=pagoda.Updates(speculate=True),
     )
     Training("x")(model, optimizer, Outcome())
     optimizer.drain()
@@ -441,7 +450,7 @@ def test_an_update_that_fails_after_the_step_has_let_it_stand_is_an_error(
         memory=memory_of(HOST_WEIGHTS, tmp_path),
         clip_grad_norm=LIMIT,
         accumulation_steps=1,
-        speculate=True,
+        update=pagoda.Updates(speculate=True),
     )
     broken.set()
     training = Training(".")

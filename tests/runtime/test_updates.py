@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from zoo import ALL_ON_SSD as EVERYTHING_ON_SSD
-from zoo import squeeze
+from zoo import ALL_ON_SSD as EVERYTHING_ON_SSD, squeeze
 
 import pagoda
+from pagoda.config.training import Precision
 from pagoda.errors import NonFiniteGradientError, StorageError
 from pagoda.memory.page import Run
-from pagoda.optim import AdamW, Precision, flat
+from pagoda.optim import AdamW, flat
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import RING_SLOTS
 from pagoda.runtime.lanes import Handle, Work

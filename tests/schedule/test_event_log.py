@@ -22,9 +22,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "under backward": ({"host": "900KiB", "ssd": "1GiB"}, {"accumulation_steps": 1}),
     "speculated": (
         {"host": "2MiB", "ssd": "1GiB"},
-        {"accumulation_steps": 1, "clip_grad_norm": 1e9, "speculate": True},
+        {"accumulation_steps": 1, "clip_grad_norm": 1e9, "update": pagoda.Updates(speculate=True)},
     ),
-    "asynchronous": ({"host": "64MiB"}, {"update": "async", "max_staleness": 1}),
+    "asynchronous": ({"host": "64MiB"}, {"update": "async"}),
 }
 
 

@@ -4,8 +4,7 @@ import copy
 import math
 from itertools import groupby
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagoda.memory.page import Run

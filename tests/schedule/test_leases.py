@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from pagoda.plan.trace import STEP, NextUse, Trace, assumed_trace, gradients_of
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan, UnitPlan

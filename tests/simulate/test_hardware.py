@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pagoda.errors import ConfigError
 from pagoda.plan.ops import LARGE_TRANSFER_BYTES

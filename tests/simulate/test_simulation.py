@@ -5,16 +5,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from pagoda.config.memory import Split
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import search
 from pagoda.plan.layout import GRAD, RING_SLOTS, WEIGHT
 from pagoda.plan.ops import DEVICE, HOST, SSD
-from pagoda.plan.options import Options, Split
+from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.trace import STEP, Access, Phase, Trace, gradients_of

@@ -8,12 +8,12 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from pagoda.api import open_mesh
+from pagoda.config.memory import Memory
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import find_machine_for
-from pagoda.settings import MemoryConfig
+from pagoda.parallel.mesh import open_mesh
 from pagoda.simulate.hardware import hardware_file, write_hardware
 from pagoda.train import TrainConfig, TrainResult, run
 from pagoda.train.choice import plan_config
@@ -34,7 +34,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
         steps=2,
         batch_size=1,
         seq_len=16,
-        memory=MemoryConfig(host="1MiB", ssd=str(tmp_path)),
+        memory=Memory(host="1MiB", ssd=str(tmp_path)),
         out=tmp_path / "run",
     )
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
+from pagoda.config.memory import Memory
+from pagoda.config.training import ActivationMode
 from pagoda.errors import ConfigError
 from pagoda.optim import SGD, AdamW, Lion
-from pagoda.plan.activations import ActivationMode
-from pagoda.train import MemoryConfig, OptimConfig, TrainConfig
+from pagoda.train import OptimConfig, TrainConfig
 
 BASE = TrainConfig(model="llama-15m", steps=20, batch_size=4, seq_len=128, out=Path("run"))
 
@@ -28,7 +28,7 @@ configs = st.builds(
     accumulation_steps=st.integers(1, 64),
     precision=st.sampled_from(["bf16", "fp16", "fp32"]),
     gradients=st.sampled_from([None, "bf16", "fp32"]),
-    memory=st.builds(MemoryConfig, host=st.none() | st.just("64MiB"), ssd=st.none() | st.just("/ssd:1GiB")),
+    memory=st.builds(Memory, host=st.none() | st.just("64MiB"), ssd=st.none() | st.just("/ssd:1GiB")),
     optim=st.builds(OptimConfig, lr=st.floats(1e-8, 1), betas=st.just((0.9, 0.999))),
     clip_grad_norm=st.none() | st.floats(1e-3, 10),
     activations=st.sampled_from(get_args(ActivationMode)),
@@ -47,20 +47,20 @@ def test_a_configuration_survives_json(config: TrainConfig) -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"steps": 0}, "--steps is 0"),
-        ({"batch_size": -1}, "--batch-size"),
-        ({"seq_len": 1}, "--seq-len"),
-        ({"accumulation_steps": 0}, "--accumulation-steps"),
-        ({"clip_grad_norm": 0.0}, "--clip-grad-norm"),
-        ({"seed": -1}, "--seed"),
-        ({"checkpoint_every": -1}, "--checkpoint-every"),
-        ({"optim": {"lr": 0}}, r"--optim\.lr"),
-        ({"optim": {"lr": math.nan}}, r"--optim\.lr"),
-        ({"optim": {"betas": [0.9, 1.0]}}, r"--optim\.betas"),
-        ({"optim": {"min_lr_ratio": 2}}, r"--optim\.min-lr-ratio"),
-        ({"optim": {"weight_decay": -1}}, r"--optim\.weight-decay"),
+        ({"steps": 0}, "steps is 0"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"seq_len": 1}, "seq_len"),
+        ({"accumulation_steps": 0}, "accumulation_steps"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm"),
+        ({"seed": -1}, "seed"),
+        ({"checkpoint_every": -1}, "checkpoint_every"),
+        ({"optim": {"lr": 0}}, r"optim\.lr"),
+        ({"optim": {"lr": math.nan}}, r"optim\.lr"),
+        ({"optim": {"betas": [0.9, 1.0]}}, r"optim\.betas"),
+        ({"optim": {"min_lr_ratio": 2}}, r"optim\.min_lr_ratio"),
+        ({"optim": {"weight_decay": -1}}, r"optim\.weight_decay"),
         ({"optims": {}}, "unknown settings: optims"),
-        ({"memory": 3}, "MemoryConfig"),
+        ({"memory": 3}, "Memory"),
         ({"steps": "many"}, "wrong type"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_resumed_run_may_change_what_does_not_decide_its_bits() -> None:
         data="elsewhere",
         resume=True,
         checkpoint_every=5,
-        memory=MemoryConfig(host="1GiB", device="cpu:512MiB"),
+        memory=Memory(host="1GiB", device="cpu:512MiB"),
     )
     changed.check_resumes(BASE)
 
@@ -123,7 +123,7 @@ def test_an_optimizer_is_built_from_what_is_given_and_its_own_defaults() -> None
     given = OptimConfig(lr=1e-3, weight_decay=0.2, options=("momentum=0.9",))
     assert given.build(7, "sgd") == SGD(lr=1e-3, weight_decay=0.2, momentum=0.9)
     assert OptimConfig(lr=1e-3).build(7, "lion") == Lion(lr=1e-3)
-    with pytest.raises(ConfigError, match=r"--optim.moments is 8bit: it is for adamw"):
+    with pytest.raises(ConfigError, match=r"optim\.moments is '8bit'; it must be fp32"):
         OptimConfig(moments="8bit").build(0, "adam")
     with pytest.raises(ConfigError, match="sgd has no betas"):
         OptimConfig(betas=(0.9, 0.99)).build(0, "sgd")

@@ -24,9 +24,10 @@ import pytest
 import xxhash
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
+from pagoda.config.memory import Memory
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
-from pagoda.train import MemoryConfig, TrainConfig
+from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.tiny import write_model
@@ -53,7 +54,7 @@ class Mode:
             steps=STEPS,
             batch_size=2,
             seq_len=16,
-            memory=MemoryConfig(host=self.host, ssd=ssd, unit_limit="128KiB", page_size="4KiB"),
+            memory=Memory(host=self.host, ssd=ssd, unit_limit="128KiB", page_size="4KiB"),
             clip_grad_norm=1.0,
             update="sync" if self.lag is None else "async",
             max_staleness=self.lag or 0,

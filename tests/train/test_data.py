@@ -4,8 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import ConfigError
 from pagoda.train.data import Batches, ByteText

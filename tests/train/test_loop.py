@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pagoda.config.memory import Memory
 from pagoda.errors import NonFiniteGradientError
 from pagoda.optimizer import PagedOptimizer
-from pagoda.train import MemoryConfig, TrainConfig, run
+from pagoda.train import TrainConfig, run
 from pagoda.train.metrics import read_metrics
 from tests.tiny import write_model
 
@@ -21,7 +22,7 @@ def config(tmp_path: Path) -> TrainConfig:
         steps=4,
         batch_size=2,
         seq_len=16,
-        memory=MemoryConfig(host="64MiB"),
+        memory=Memory(host="64MiB"),
         out=tmp_path / "run",
     )
 

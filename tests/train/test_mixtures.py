@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from pagoda.config.memory import Memory
 from pagoda.construction.construct import describe
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
@@ -15,12 +16,12 @@ from pagoda.forecast.subject import find_subject
 from pagoda.models import build_model
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.plan.units import ModuleSpec
-from pagoda.train import MemoryConfig, TrainConfig, run
+from pagoda.train import TrainConfig, run
 from pagoda.train.metrics import read_metrics
 
 
 def config_of(model: str, out: Path) -> TrainConfig:
-    memory = MemoryConfig(host="1GiB")
+    memory = Memory(host="1GiB")
     return TrainConfig(model=model, steps=3, batch_size=2, seq_len=32, memory=memory, out=out, plan="usual")
 
 

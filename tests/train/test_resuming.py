@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from pagoda.cli.main import main
+from pagoda.config.memory import Memory
 from pagoda.errors import CheckpointError, ConfigError
-from pagoda.train import MemoryConfig, OptimConfig, TrainConfig, TrainResult, run
+from pagoda.train import OptimConfig, TrainConfig, TrainResult, run
 from pagoda.train.data import Batches
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
@@ -31,7 +32,7 @@ def config_in(folder: Path) -> TrainConfig:
         steps=STEPS,
         batch_size=2,
         seq_len=16,
-        memory=MemoryConfig(host="64MiB", page_size="4KiB", unit_limit="128KiB"),
+        memory=Memory(host="64MiB", page_size="4KiB", unit_limit="128KiB"),
         checkpoint_every=2,
         keep_checkpoints=0,
         out=folder / "run",
@@ -142,7 +143,7 @@ def ssd_config(tmp_path: Path) -> TrainConfig:
     """All state on SSD, of which a checkpoint keeps the pages."""
     (tmp_path / "ssd").mkdir()
     config = replace(config_in(tmp_path), model=write_model(tmp_path / "model"), keep_checkpoints=2)
-    memory = MemoryConfig(host="900KiB", ssd=str(tmp_path / "ssd"), unit_limit="128KiB", page_size="4KiB")
+    memory = Memory(host="900KiB", ssd=str(tmp_path / "ssd"), unit_limit="128KiB", page_size="4KiB")
     return replace(config, memory=memory, optim=OptimConfig(schedule="constant"))
 
 
@@ -150,7 +151,7 @@ def ssd_config(tmp_path: Path) -> TrainConfig:
 def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: str, tmp_path: Path) -> None:
     """Pages are adopted without being read: what is damaged there would show in the middle of a step."""
     config = ssd_config(tmp_path)
-    whole = replace(config, out=tmp_path / "whole", memory=MemoryConfig(host="64MiB"))
+    whole = replace(config, out=tmp_path / "whole", memory=Memory(host="64MiB"))
     run(whole, Console(quiet=True))
     run(replace(config, steps=2), Console(quiet=True))
     (pages,) = (tmp_path / "ssd").glob("*/pages")

@@ -211,7 +211,7 @@ class SSDTier:
             f"no slot of tier 'ssd' is free for a page whose old content is kept: of {self._table.slots} slots "
             f"{self._allocated} are for pages in use, and {len(self._commits)} checkpoints keep others "
             f"({format_bytes(self._table.slots * page)} in all, {self._spare} spare slots). Delete checkpoints, keep "
-            f"fewer (keep_checkpoints), or raise memory.ssd='DIR:SIZE'.{gc_hint(self.record.directories)}",
+            f"fewer (memory.ssd_checkpoints), or raise memory.ssd='DIR:SIZE'.{gc_hint(self.record.directories)}",
             tier="ssd",
         )
 

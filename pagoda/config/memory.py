@@ -1,0 +1,164 @@
+"""What a run may use of each tier: `Memory`, and how host RAM is divided: `Split`."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from pagoda.config.settings import Settings, require, require_count
+from pagoda.errors import ConfigError
+from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
+from pagoda.memory.sizes import directory_and_size, parse_bytes
+
+Size = Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")]
+"""Bytes, or text such as "20GiB" (1024s) or "20GB" (1000s)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How host RAM is divided where not everything fits it. The defaults are a good guess; `pagoda train --plan search`
+    tries others.
+
+    Raises ConfigError for a share or a number that cannot be.
+    """
+
+    weight_share: float = 1.0
+    """Most of the weights, in pages, that RAM is home to."""
+    grad_share: float = 1.0
+    """Most of the gradients."""
+    leases_ahead: int = 2
+    """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
+    device_update_share: float = 0.0
+    """Most of the parameters whose update runs on a device of its own: their states pass it, block by block, while the
+    CPU updates the others. Only units with all their states in RAM are updated there."""
+    device_home_share: float = 0.0
+    """Most of the memory of a device of its own that is home to units, beside what leases and a ring need: all of their
+    states and their gradients lie there and are updated there."""
+    undo_first: bool = False
+    """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
+    RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
+    undo_in_ram: bool = False
+    """Where updates are speculative, so are those of units with all their states in RAM, if copies of these fit what is
+    left of it. A copy takes about as long as the update itself, so this is for a CPU that has time under backward."""
+
+    def __post_init__(self) -> None:
+        for name in ("weight_share", "grad_share", "device_update_share", "device_home_share"):
+            require(0 <= getattr(self, name) <= 1, f"split.{name}", getattr(self, name), "from 0 to 1")
+        require_count("split.leases_ahead", self.leases_ahead, 1)
+
+    def __str__(self) -> str:
+        return (
+            f"RAM is home to at most {self.weight_share:.0%} of weights and {self.grad_share:.0%} of gradients; "
+            f"at most {self.leases_ahead} leases are fetched ahead"
+            f"{f'; {self.device_update_share:.0%} of updates run on the device' if self.device_update_share else ''}"
+            f"{f'; {self.device_home_share:.0%} of the device is home to units' if self.device_home_share else ''}"
+            f"{'; copies for undoing updates come before moments' * self.undo_first}"
+            f"{'; updates of states in RAM are speculative too' * self.undo_in_ram} (as set)."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Settings):
+    """Where training state may live, and how much of it. Sizes are bytes, or text: 20GiB (1024s) or 20GB (1000s).
+
+    Budgets cover pages: weights, gradients, optimizer state and the buffers they stream through. Activations and
+    what torch allocates for them come on top.
+
+    Raises ConfigError for a size, a page size or a device that cannot be used.
+    """
+
+    device: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Memory for weights in use. SIZE: of the current CUDA GPU's memory. cpu:SIZE: a separate arena in RAM, which
+    stands in for a GPU's memory. By default compute is the CPU and reads weights in host RAM."""
+    host: Size = None
+    """RAM for pages. By default 80% of what is free now, or of what control groups leave (a container's limit)."""
+    ssd: Annotated[str | Path | None, tyro.conf.arg(metavar="DIR[:SIZE][,DIR[:SIZE]...]")] = None
+    """Existing directory on an SSD for the state that does not fit RAM, and how much of it to use (by default what is
+    free). Several, with commas between them, share the pages out over their drives: each with a size, or the last with
+    that of all. One optimizer at a time can use a directory."""
+    page_size: Size = None
+    """Unit of allocation and movement: a power of two and a multiple of 4096. By default the largest that wastes
+    little, up to 4MiB."""
+    unit_limit: Size = None
+    """Most bytes of weights that are fetched together. By default chosen by the planner."""
+    split: Annotated[Split | None, tyro.conf.Suppress] = None
+    """How host RAM is divided where not everything fits it. By default chosen by the planner."""
+    activations: Size = None
+    """What graphs may keep, in addition to pages, where compute runs and activations are "auto". By default 80% of what
+    is free."""
+    ssd_checkpoints: Annotated[int | None, tyro.conf.Suppress] = None
+    """Checkpoints whose pages on SSD are kept in place at once. A checkpoint keeps its pages instead of copying them,
+    and training writes to others, so each takes as much of the SSD as the weights and moments there. 0: checkpoints
+    copy what is on SSD. By default 1 where that fits, else 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.host_bytes, self.device_bytes, self.activation_bytes, self.unit_bytes, self.ssd_directories
+        page = self.page_bytes
+        if page is not None:
+            fits = page > 0 and page % PAGE_ALIGN == 0 and page & (page - 1) == 0
+            require(fits, "memory.page_size", page, f"a power of two and a multiple of {PAGE_ALIGN}")
+        if self.ssd_checkpoints is not None:
+            require_count("memory.ssd_checkpoints", self.ssd_checkpoints, 0)
+
+    @property
+    def host_bytes(self) -> int | None:
+        return self._bytes("host")
+
+    @property
+    def page_bytes(self) -> int | None:
+        return self._bytes("page_size")
+
+    @property
+    def activation_bytes(self) -> int | None:
+        return self._bytes("activations")
+
+    @property
+    def unit_bytes(self) -> int | None:
+        return self._bytes("unit_limit")
+
+    @property
+    def arena_for_device(self) -> bool:
+        """Whether an arena in RAM stands in for a GPU's memory."""
+        return self.device is not None and self.device.startswith("cpu:")
+
+    @property
+    def device_bytes(self) -> int | None:
+        if self.device is None:
+            return None
+        size = self.device.removeprefix("cpu:")
+        if not size[:1].isdigit():
+            raise ConfigError(
+                f"memory.device is {self.device!r}; give SIZE, such as '20GiB' of a GPU's memory, or 'cpu:SIZE' "
+                "for an arena in RAM that stands in for one."
+            )
+        return parse_bytes(size, "memory.device")
+
+    @property
+    def ssd_directories(self) -> Mapping[Path, int | None]:
+        """Directories of the SSD tier, with the most bytes of each, None for no limit; empty when there are none."""
+        if self.ssd is None:
+            return {}
+        parts = [directory_and_size(part) for part in os.fspath(self.ssd).split(",")]
+        paths = [Path(directory) for directory, _ in parts]
+        sizes = [parse_bytes(size, "memory.ssd") if size else None for _, size in parts]
+        if not all(directory for directory, _ in parts) or len({path.resolve() for path in paths}) < len(paths):
+            raise ConfigError(f"memory.ssd is {self.ssd!r}: name each directory once, with commas between them.")
+        if len(parts) == 1:
+            return dict(zip(paths, sizes, strict=True))
+        if sizes[-1] is not None and not any(sizes[:-1]):
+            sizes = [sizes[-1] // len(parts)] * len(parts)
+        if any(sizes) and not all(sizes):
+            raise ConfigError(
+                f"memory.ssd is {self.ssd!r}: give every directory a size, or the last one the size of all, or none."
+            )
+        # Whole pages on every drive, so that what all hold is the sum of what each holds.
+        page = self.page_bytes or PAGE_BYTES
+        return {path: None if size is None else size // page * page for path, size in zip(paths, sizes, strict=True)}
+
+    def _bytes(self, name: str) -> int | None:
+        size = getattr(self, name)
+        return None if size is None else parse_bytes(size, f"memory.{name}")

@@ -1,0 +1,102 @@
+"""What `pagoda train` runs and `pagoda plan` forecasts: the settings that both commands have."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pagoda.config.memory import Memory
+from pagoda.config.settings import Settings, require, require_count
+from pagoda.config.training import Training
+
+PlanMode = Literal["usual", "search"]
+"""Whether a run takes the planner's first choice, or the fastest of several plans by simulation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesConfig(Settings):
+    """Settings of an optimizer that may decide what it keeps."""
+
+    options: tuple[str, ...] = ()
+    """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """What AdamW's moments are kept in: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
+    (quantized in blocks of 256, 2). The last two change the algorithm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Settings):
+    """What one forward pass computes."""
+
+    model: str | None
+    batch_size: int
+    """Sequences per forward pass, on each rank."""
+    seq_len: int
+    """Tokens per sequence. A T5's encoder reads as many, and its decoder continues with as many."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("batch_size", self.batch_size, 1)
+        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 (a token and the next)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(Settings):
+    """What several ranks share out."""
+
+    zero_stage: Literal[1, 2, 3] = 3
+    """What several ranks share out: the optimizer's state (1), gradients too (2), weights too (3)."""
+    replicas: int = 1
+    """Whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
+    expert_parallel: int = 1
+    """Of a built-in mixture of experts: ranks over which the experts of each block are divided. Tokens travel to
+    them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("replicas", self.replicas, 1)
+        require_count("expert_parallel", self.expert_parallel, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Settings):
+    """When a run saves checkpoints, and how many it keeps."""
+
+    checkpoint_every: int = 0
+    """Save a checkpoint every so many steps; 0: only at the end, and when the run is interrupted."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep: older ones are deleted once a new one is complete. With --checkpoint-every, state on SSD is
+    then kept in place, not copied, and takes this many times more room there. 0: delete none, and copy."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("checkpoint_every", self.checkpoint_every, 0)
+        require_count("keep_checkpoints", self.keep_checkpoints, 0)
+
+    def kept_on_ssd(self, nodes: int) -> int:
+        """Checkpoints that state on SSD has spare pages for: none where a run saves only when it ends, which copies,
+        and none on several nodes, whose drives nobody else may see."""
+        return self.keep_checkpoints if self.checkpoint_every and nodes == 1 else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Checkpoints, Sharding, Training, Workload):
+    """What a run takes and how long it takes follow from these."""
+
+    accumulation_steps: int  # its default is inherited: a run always announces its passes
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other. A
+    forecast takes updates to be as fast as those of AdamW with fp32 moments."""
+    optim: StatesConfig = field(default_factory=StatesConfig)
+    memory: Memory = field(default_factory=Memory)
+    """Where training state may live, and how much of it. In a forecast, what is left out follows from the hardware, and
+    memory.ssd may be a size alone where the hardware is not this machine."""
+    chunked_loss: bool | None = None
+    """Compute the loss without ever holding all logits, at the price of one more product with the output layer. The
+    loss is rounded in another order. By default where all logits would be the peak of activations."""
+    plan: PlanMode | None = None
+    """search: take the fastest of several plans, by simulation on the machine as `pagoda calibrate` measured it; any
+    plan gives the same bits. usual: take the planner's first choice. By default search; `pagoda train` takes usual on
+    several ranks, and where the machine has not been measured."""
+    trace: Path | None = None
+    """Write what compute and every lane do in one step as JSON for Perfetto or chrome://tracing: the predicted step, or
+    step --trace-step of a run."""

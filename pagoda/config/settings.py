@@ -1,0 +1,43 @@
+"""What all settings have in common: how they are checked, and how a concern is taken out of a whole configuration."""
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from pagoda.errors import ConfigError
+
+T = TypeVar("T", bound="Settings")
+
+
+class Settings:
+    """Base of each frozen dataclass of settings. A configuration inherits the concerns that it consists of."""
+
+    def __post_init__(self) -> None:
+        """Checks the values. Each concern checks its own fields, then calls the next.
+
+        Raises:
+            ConfigError: a value is out of range, or two of them exclude each other.
+        """
+
+    def part(self: Any, kind: type[T]) -> T:
+        """The settings of one concern that this configuration inherits."""
+        return kind(**self.shared(kind))
+
+    def shared(self: Any, kind: type["Settings"]) -> dict[str, Any]:
+        """The values of the fields of `kind`, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(kind)}  # type: ignore[arg-type]
+
+
+def require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Raises ConfigError, naming the setting, unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{name} is {value!r}; it must be {rule}.")
+
+
+def require_count(name: str, value: object, least: int) -> None:
+    """Raises ConfigError unless `value` is a whole number of at least `least`."""
+    require(type(value) is int and value >= least, name, value, f"a whole number, at least {least}")
+
+
+def flag(name: str) -> str:
+    """A setting's flag on the command line."""
+    return "--" + name.replace("_", "-")

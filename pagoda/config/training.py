@@ -1,0 +1,241 @@
+"""How a model is trained: precision, updates, activations, tiles, and what one step consists of."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from pagoda.config.settings import Settings, require, require_count
+from pagoda.errors import ConfigError
+from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.sizes import parse_bytes
+
+Precision = Literal["bf16", "fp16", "fp32"]
+Gradients = Literal["bf16", "fp32"]
+UpdateMode = Literal["sync", "async"]
+ActivationMode = Literal["auto", "keep", "recompute", "offload", "recompute+offload"]
+BatchTiles = int | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scaling, with the defaults of `torch.amp.GradScaler`.
+
+    A step whose gradients are not finite is skipped, with every state unchanged, and the scale backs off; after
+    `growth_interval` steps in a row that were not, it grows. Scale and factors are powers of two: multiplying by one
+    and dividing again changes no bit, but for gradients too small or large for fp16.
+
+    Raises ConfigError, naming the field, for other values.
+    """
+
+    initial: float = 65536.0
+    """Scale of the first step."""
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    """Steps."""
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "growth_factor", "backoff_factor"):
+            check_power_of_two(f"loss_scale {name}", getattr(self, name))
+        if self.growth_factor < 1 or self.backoff_factor >= 1:
+            raise ConfigError(
+                f"loss_scale growth_factor is {self.growth_factor} and backoff_factor {self.backoff_factor}; the first "
+                "must be 1 or more, the second below 1."
+            )
+        if self.growth_interval < 1:
+            raise ConfigError(f"loss_scale growth_interval is {self.growth_interval}; it must be at least 1.")
+
+
+@dataclass(frozen=True)
+class MixedPrecision(Settings):
+    """What weights and gradients are in forward and backward. The master weights are fp32 in any case."""
+
+    precision: Precision = "bf16"
+    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way. fp16 scales
+    the loss, and skips steps whose gradients are not finite. A forecast takes fp16 to be as fast as bf16."""
+    gradients: Gradients | None = None
+    """What gradients are accumulated in. By default the precision of the weights."""
+    loss_scale: Annotated[LossScale | float | Literal["dynamic"] | None, tyro.conf.Suppress] = None
+    """With fp16: "dynamic" (the default; a `LossScale` changes its settings), or a power of two for good."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("precision", self.precision, Precision)
+        if self.gradients is not None:
+            require_choice("gradients", self.gradients, Gradients)
+        scale = self.loss_scale
+        if scale is not None and self.precision != "fp16":
+            raise ConfigError(f"loss_scale is for precision='fp16': gradients in {self.precision} need none.")
+        if isinstance(scale, str):
+            if scale != "dynamic":
+                raise ConfigError(f"loss_scale is {scale!r}; use 'dynamic', a power of two, or a pagoda.LossScale.")
+        elif scale is not None and not isinstance(scale, LossScale):
+            check_power_of_two("loss_scale", scale)
+
+    @property
+    def scaling(self) -> LossScale | float | None:
+        """How the loss is scaled: dynamically, by a number, or not at all."""
+        if self.precision != "fp16":
+            return None
+        return LossScale() if self.loss_scale is None or isinstance(self.loss_scale, str) else self.loss_scale
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step is skipped where a gradient is not finite."""
+        return isinstance(self.scaling, LossScale)
+
+
+@dataclass(frozen=True)
+class Updates(Settings):
+    """When weights are updated, and how far updates may lag.
+
+    Asynchronous updates keep the gradients of `max_staleness` + 1 steps in RAM, and a second extent of every weight.
+    """
+
+    update: UpdateMode = "sync"
+    """async: forward and backward do not wait for updates, whose results lag by some steps. For state on an SSD that is
+    slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""
+    max_staleness: int = 1
+    """With async, the most steps whose gradients may be missing in the weights that a forward reads. 0 gives the bits
+    of sync."""
+    speculate: bool | None = None
+    """With clipping or fp16, update under backward as if nothing would be clipped or overflow, and redo that where
+    something does: the same bits. By default for state on SSD, where there is room to keep the old state, and for
+    state in RAM where --plan search finds that faster; True gives the copies of weights that this takes in RAM
+    precedence over other state there, and copies state in RAM too; False does without."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("update", self.update, UpdateMode)
+        require_count("max_staleness", self.max_staleness, 0)
+
+    @property
+    def staleness(self) -> int | None:
+        """Bound of asynchronous updates, in steps; None where every update ends before its unit's next forward."""
+        return self.max_staleness if self.update == "async" else None
+
+
+@dataclass(frozen=True)
+class Activations(Settings):
+    """What becomes of what graphs keep between forward and backward."""
+
+    activations: ActivationMode = "recompute"
+    """What becomes of each block's activations between forward and backward; a block is a module that the model
+    repeats, such as its layers. keep: they stay. recompute: only the block's inputs stay, and backward computes it
+    again. offload: what is large goes to RAM, from a GPU, or to SSD, and comes back ahead of backward.
+    recompute+offload: the inputs go. auto: as many as fit beside the pages stay, and the rest is offloaded as far as
+    transfers keep up, or recomputed. The bits are the same."""
+    partition_activations: Annotated[bool, tyro.conf.Suppress] = False
+    """Tensor-parallel ranks keep, or offload, an equal part each of those block inputs that all of them have, and
+    gather the whole before they recompute. The bits are the same."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("activations", self.activations, ActivationMode)
+        if self.partition_activations and self.activations in ("keep", "offload"):
+            raise ConfigError(
+                "partition_activations is for blocks that are recomputed, but activations is "
+                f"{self.activations!r}: use 'recompute', 'recompute+offload' or 'auto'."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles(Settings):
+    """What is computed in pieces: batches of layers, and layers that are large."""
+
+    batch_tiles: BatchTiles | None = None
+    """Run each layer in so many micro-batches, or as many as "auto" finds useful, so that weights move once for the
+    whole batch: give as one batch what accumulation would have added up. With it you state that layers treat the
+    samples of a batch independently in training; gradients then have the bits of ordinary accumulation of the same
+    micro-batches. What can be checked of that is checked, and refused."""
+    tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Linear layers, embeddings and stacks of experts whose weights take more bytes than this (such as 256MiB) become
+    tiles that are fetched, used and dropped one after another. The input's gradient of such a layer is a sum over
+    tiles, so it is rounded in another order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_tiles is not None and self.batch_tiles != "auto":
+            require(
+                type(self.batch_tiles) is int and self.batch_tiles >= 1,
+                "batch_tiles",
+                self.batch_tiles,
+                "a whole number, at least 1, or 'auto'",
+            )
+        if (nbytes := self.tile_bytes) is not None:
+            require(nbytes >= PAGE_ALIGN, "tile_limit", self.tile_limit, f"at least {PAGE_ALIGN} bytes")
+
+    @property
+    def tile_bytes(self) -> int | None:
+        """Most bytes of weights that are not in tiles; None where nothing is."""
+        return None if self.tile_limit is None else parse_bytes(self.tile_limit, "tile_limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Settings):
+    """What one optimizer step consists of."""
+
+    accumulation_steps: int | None = 1
+    """Forward and backward passes per optimizer step."""
+    clip_grad_norm: float | None = 1.0
+    """Largest global norm of the gradient, or None for no clipping."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accumulation_steps is not None:
+            require_count("accumulation_steps", self.accumulation_steps, 1)
+        norm: Any = self.clip_grad_norm
+        if norm is not None:
+            require(isinstance(norm, int | float) and norm > 0, "clip_grad_norm", norm, "above 0, or None for none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Tiles, Activations, Updates, MixedPrecision, Step):
+    """All that decides how a model is trained, apart from its optimizer, its memory and its ranks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        decided_last = self.clip_grad_norm is not None or self.may_skip
+        if self.speculate and (not decided_last or self.accumulation_steps is None or self.update == "async"):
+            raise ConfigError(
+                "speculate=True is for updates under backward with clipping, or dynamic loss scaling: give "
+                "clip_grad_norm and accumulation_steps, and leave out update='async'."
+            )
+
+
+def training_of(
+    *,
+    precision: Precision | MixedPrecision,
+    clip_grad_norm: float | None,
+    accumulation_steps: int | None,
+    update: UpdateMode | Updates,
+    activations: ActivationMode | Activations,
+    tiles: Tiles | None,
+) -> Training:
+    """The settings that the arguments of `wrap` give. Raises ConfigError for values that cannot be."""
+    if not isinstance(tiles, Tiles | None):
+        raise ConfigError(f"tiles is {tiles!r}; give a pagoda.Tiles, such as pagoda.Tiles(batch_tiles=4).")
+    groups: tuple[Settings, ...] = (
+        precision if isinstance(precision, MixedPrecision) else MixedPrecision(precision),
+        update if isinstance(update, Updates) else Updates(update),
+        activations if isinstance(activations, Activations) else Activations(activations),
+        Tiles() if tiles is None else tiles,
+    )
+    given: dict[str, Any] = {}
+    for group in groups:
+        given |= group.shared(type(group))
+    return Training(**given, clip_grad_norm=clip_grad_norm, accumulation_steps=accumulation_steps)
+
+
+def require_choice(name: str, value: object, choices: Any) -> None:
+    """Raises ConfigError unless `value` is one of the values of a `Literal`."""
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(str, get_args(choices)))}.")
+
+
+def check_power_of_two(name: str, value: float) -> None:
+    """Raises ConfigError unless `value` is a power of two."""
+    if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5):
+        raise ConfigError(f"{name} is {value}; it must be a power of two.")

@@ -1,0 +1,121 @@
+"""Private names of torch and transformers that Pagoda uses: each is there, and these are all.
+
+pyproject.toml bounds both packages. Where a name here is gone in a new version, its line says what breaks.
+"""
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import pagoda
+
+PACKAGE = Path(pagoda.__file__).parent
+NAMES = {
+    "torch._C._current_graph_task_id": "whether backward runs is not known: recomputed blocks take faults for forward",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "saved-tensor hooks of a user cannot be told from Pagoda's",
+    "torch._C._functorch.peek_interpreter_stack": "forwards under functorch's transforms cannot be refused",
+    "torch._C.DisableTorchFunctionSubclass": "hidden parameters and gradient markers cannot be read by Pagoda itself",
+    "torch._C._storage_Use_Count": "a lease cannot be told from a free one: nothing is ever evicted",
+    "torch._C._construct_storage_from_data_pointer": "a GPU's leases have no storage of their own",
+    "torch.Tensor._make_wrapper_subclass": "tensors of files cannot stay in their files while transformers maps them",
+    "torch.optim._muon.muon": "Muon has no math: its update is torch's own",
+    "torch.optim._muon.DEFAULT_A": "Muon has not the coefficients of torch's",
+    "torch.optim._muon.DEFAULT_B": "Muon has not the coefficients of torch's",
+    "torch.optim._muon.DEFAULT_C": "Muon has not the coefficients of torch's",
+    "torch._assert_async": "labels out of range are not noticed on a GPU",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "FLOPs are not counted; state dicts are not streamed to files",
+    "torch.nn.modules.batchnorm._BatchNorm": "batch norms are not recognised where they cannot be trained",
+    "torch.utils._pytree.TreeSpec": "arguments and outputs of blocks cannot be taken apart",
+    "torch.utils._pytree.tree_flatten": "arguments and outputs of blocks cannot be taken apart",
+    "torch.utils._pytree.tree_unflatten": "arguments and outputs of blocks cannot be put together",
+    "torch.utils._pytree.tree_leaves": "hidden parameters among arguments are not found",
+    "torch.utils._pytree.tree_map": "hidden parameters among arguments are not found",
+    "torch.utils._pytree.tree_map_only": "state dicts are not streamed to torch's files",
+}
+"""Name -> what breaks without it. They are in modules that the package names in full, or imports from."""
+OF_OBJECTS = {
+    "torch.UntypedStorage._cdata": "storages have no address: packed tensors are not recognised",
+    "torch.Tensor._version": "writes in place are not noticed",
+    "torch.nn.Module._parameters": "parameters cannot be replaced by leases",
+    "transformers.PreTrainedModel._init_weights": "weights that are made in pages are not initialised",
+    "transformers.PreTrainedModel._keys_to_ignore_on_save": "exports have keys that transformers leaves out",
+    "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys": "`load` warns of keys that may be absent",
+}
+"""Attributes of objects; what they are called is searched for in the package."""
+UNDOCUMENTED = {
+    "transformers.core_model_loading": "revert_weight_conversion WeightConverter WeightRenaming dot_natural_key "
+    "rename_source_key",
+    "transformers.conversion_mapping": "get_model_conversion_mapping",
+    "transformers.utils.loading_report": "LoadStateDictInfo",
+}
+"""Public by name, but no interface of transformers: loading and export of models whose tensors it renames."""
+
+
+def found(name: str) -> Any:
+    """The thing of this dotted name."""
+    try:
+        return import_module(name)
+    except ImportError:
+        owner, _, attribute = name.rpartition(".")
+        return getattr(found(owner), attribute)
+
+
+def used() -> Iterator[str]:
+    """Every dotted name of torch or transformers with a private part, as the package writes it."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                first, *rest = name.split(".")
+                if first in ("torch", "transformers") and any(p[:1] == "_" != p[1:2] for p in rest):
+                    yield name
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OF_OBJECTS])
+def test_a_private_name_is_there(name: str) -> None:
+    owner = found(name.rpartition(".")[0])
+    known = hasattr(owner, name.rpartition(".")[2]) or name == "torch.nn.Module._parameters"
+    assert known or hasattr(owner(), name.rpartition(".")[2]), {**NAMES, **OF_OBJECTS}[name]
+
+
+@pytest.mark.parametrize("module", UNDOCUMENTED)
+def test_what_maps_tensors_of_files_is_there(module: str) -> None:
+    for name in UNDOCUMENTED[module].split():
+        assert hasattr(import_module(module), name), "tensors that transformers renames are not loaded, or saved"
+
+
+def test_no_other_private_names_are_used() -> None:
+    others = {name for name in used() if not any(known == name or known.startswith(f"{name}.") for known in NAMES)}
+    assert not others, "add them to NAMES, with what breaks without them, or do without"
+    text = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    for name in (*(known.rpartition(".")[2] for known in (*NAMES, *OF_OBJECTS)), *UNDOCUMENTED):
+        assert name in text, f"{name} is used no more: take it off the list"
+
+
+def test_installed_versions_are_below_the_bounds() -> None:
+    requirements = [*map(Requirement, pagoda_requirements())]
+    bounded = {r.name: r.specifier for r in requirements if r.name in ("torch", "transformers")}
+    for name, specifier in bounded.items():
+        assert any(bound.operator == "<" for bound in specifier), name
+        assert Version(version(name)).base_version in specifier, name
+    assert bounded.keys() == {"torch", "transformers"}
+
+
+def pagoda_requirements() -> list[str]:
+    import tomllib
+
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *project["optional-dependencies"]["transformers"]]
