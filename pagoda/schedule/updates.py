@@ -327,7 +327,7 @@ class Updates:
     def save_ended(self, unit: int) -> None:
         """A SAVE has ended, well or not."""
         self.checkpoint.ended(unit)
-        self.retry(unit)
+        self.gradient_there(unit)
 
     def retry(self, unit: int) -> None:
         """Something that an update of a unit may have waited for has come about."""
@@ -403,10 +403,6 @@ class Updates:
             return
         if self.checkpoint.holds_back(unit):
             return
-        if self.checkpoint.would_destroy(unit, weights.newest):
-            update.keeps = self.checkpoint.keep(unit)
-            if update.keeps is None:
-                return
         update.state = State.LOADING
         self._admitted[self._plan.units[unit].updater] += 1
         for record in update.records:
@@ -414,7 +410,7 @@ class Updates:
         self.gradient_there(unit)
 
     def gradient_there(self, unit: int) -> None:
-        """A gradient that an update may have waited for is in RAM."""
+        """A gradient that an update may have waited for is in RAM, or a checkpoint has read what it destroys."""
         weights = self.weights[unit]
         update = weights.update
         if update is None or update.state is not State.LOADING or self.failed:
@@ -425,6 +421,10 @@ class Updates:
             return
         if False in [self._gradients.usable(record) for record in update.records]:
             return
+        if self.checkpoint.would_destroy(unit, weights.newest):
+            update.keeps = self.checkpoint.keep(unit)
+            if update.keeps is None:
+                return
         update.state = State.RUNNING
         if not self._plan.units[unit].updater:
             self._after[self._before] = unit
@@ -436,7 +436,7 @@ class Updates:
     def _settled(self, unit: int) -> int | None:
         """The version of a unit's states; None while they change."""
         update = self.weights[unit].update
-        busy = update is not None and update.state in (State.LOADING, State.RUNNING, State.UNDOING)
+        busy = update is not None and update.state in (State.RUNNING, State.UNDOING)
         return None if busy else self.weights[unit].newest
 
     def _ask(self, update: Update) -> None:

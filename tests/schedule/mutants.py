@@ -452,7 +452,7 @@ MUTANTS = (
     Mutant(
         "what waits for the checkpoint is forgotten",
         updates,
-        "        self.checkpoint.ended(unit)\n        self.retry(unit)",
+        "        self.checkpoint.ended(unit)\n        self.gradient_there(unit)",
         "        self.checkpoint.ended(unit)",
     ),
     Mutant(
