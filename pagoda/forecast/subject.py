@@ -54,7 +54,7 @@ def find_subject(
     """The model called `name`: a paper's shape, or what `pagoda.models.build_model` builds.
 
     Of an encoder-decoder, the encoder reads `seq_len` tokens and the decoder as many. With `tile_elements`, layers
-    whose weights have more elements are in tiles, as `wrap(tile_limit=...)` has them.
+    whose weights have more elements are in tiles, as `wrap(tiles=Tiles(tile_limit=...))` has them.
 
     Raises ConfigError: as `build_model`; experts that `expert_parallel` ranks cannot divide.
     """
