@@ -17,7 +17,6 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.machines import find_machine
-from pagoda.simulate.rates import with_faster_gather
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
 from paper_tables.common import STATES, UNIT_BYTES, tree
@@ -59,8 +58,7 @@ class Setting:
     @property
     def ranks(self) -> Ranks:
         per_node = self.hardware.gpus_per_node
-        ranks = Ranks(per_node * self.nodes, per_node, expert_parallel=self.experts)
-        return with_faster_gather(ranks, self.hardware)[0]
+        return Ranks(per_node * self.nodes, per_node, expert_parallel=self.experts)
 
 
 @dataclass(frozen=True)

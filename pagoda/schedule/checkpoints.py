@@ -115,11 +115,18 @@ class Checkpoint:
         of_unit = self._units[unit]
         return of_unit.version == version and of_unit.kept is None
 
+    def can_keep(self, unit: int) -> bool:
+        """Whether an update can keep the old states now; else it has to wait for the SAVE."""
+        heappush(self._next, (-inf, unit))  # the sooner it is read, the sooner the update may begin
+        if unit in self._in_place or self._units[unit].reading:
+            return False
+        pages = self._plan.units[unit].old_state_pages
+        return not pages or (self.reserve is not None and self.reserve.largest_free >= pages)
+
     def keep(self, unit: int) -> Run | None:
         """Where an update is to keep the old states; None if it has to wait for the SAVE."""
         of_unit, pages = self._units[unit], self._plan.units[unit].old_state_pages
-        heappush(self._next, (-inf, unit))  # the sooner it is read, the sooner the update may begin
-        if unit in self._in_place or of_unit.reading:
+        if not self.can_keep(unit):
             return None
         if not pages:
             of_unit.kept = Run(0, 0)

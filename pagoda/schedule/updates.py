@@ -327,6 +327,7 @@ class Updates:
     def save_ended(self, unit: int) -> None:
         """A SAVE has ended, well or not."""
         self.checkpoint.ended(unit)
+        self.retry(unit)
         self.gradient_there(unit)
 
     def retry(self, unit: int) -> None:
@@ -402,6 +403,8 @@ class Updates:
         if not all(record.arrived for record in update.records):
             return
         if self.checkpoint.holds_back(unit):
+            return
+        if self.checkpoint.would_destroy(unit, weights.newest) and not self.checkpoint.can_keep(unit):
             return
         update.state = State.LOADING
         self._admitted[self._plan.units[unit].updater] += 1

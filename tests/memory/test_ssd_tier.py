@@ -224,7 +224,7 @@ def test_without_a_free_slot_a_store_is_refused_saying_what_to_change(tmp_path: 
             tier.store(run, 0, pattern(4, seed))
             with closing(tier.freeze_all()) as frozen:
                 frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{seed}"))
-        with pytest.raises(BudgetError, match=r"2 checkpoints keep .*4 spare .*keep_checkpoints.*memory\.ssd"):
+        with pytest.raises(BudgetError, match=r"2 checkpoints keep .*4 spare .*memory\.ssd_checkpoints.*memory\.ssd"):
             tier.store(run, 0, pattern(1, 5))
         assert loaded(tier, run) == pattern(4, 1)
 

@@ -413,14 +413,14 @@ MUTANTS = (
     Mutant(
         "states that are being saved are overwritten",
         checkpoints,
-        "if unit in self._in_place or of_unit.reading:",
+        "if unit in self._in_place or self._units[unit].reading:",
         "if unit in self._in_place:",
     ),
     Mutant(
         "states that cannot be kept are",
         checkpoints,
-        "if unit in self._in_place or of_unit.reading:",
-        "if of_unit.reading:",
+        "if unit in self._in_place or self._units[unit].reading:",
+        "if self._units[unit].reading:",
     ),
     Mutant(
         "a checkpoint reads states of another step",
@@ -452,7 +452,7 @@ MUTANTS = (
     Mutant(
         "what waits for the checkpoint is forgotten",
         updates,
-        "        self.checkpoint.ended(unit)\n        self.gradient_there(unit)",
+        "        self.checkpoint.ended(unit)\n        self.retry(unit)\n        self.gradient_there(unit)",
         "        self.checkpoint.ended(unit)",
     ),
     Mutant(
