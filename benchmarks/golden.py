@@ -5,9 +5,9 @@
     python benchmarks/golden.py record one.json --only "llama*"
 
 A rebuilding of the core must give the same hashes, bit for bit. The script uses the public API and the checkpoint's
-safetensors files alone, so that it runs on both commits unchanged. Every case runs in a process of its own, on one
-thread, with the poison debug mode on. Cases of one `group` differ in where state lives, or in how many ranks hold it,
-and must agree with each other too.
+safetensors files alone. Where arguments of `wrap` have other names, each commit runs its own copy. Every case runs in a
+process of its own, on one thread, with the poison debug mode on. Cases of one `group` differ in where state lives, or
+in how many ranks hold it, and must agree with each other too.
 """
 
 import argparse

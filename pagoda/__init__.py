@@ -6,7 +6,6 @@ Names are imported when first used, so that `pagoda --help` need not wait for to
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ __all__ = sorted(_HOME_OF)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return version("pagoda-train")
+        return import_module("importlib.metadata").version("pagoda-train")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)
