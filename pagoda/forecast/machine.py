@@ -14,7 +14,6 @@ from pagoda.plan.ranks import Ranks
 from pagoda.settings import MemoryConfig
 from pagoda.simulate.hardware import Hardware, hardware_file, read_hardware
 from pagoda.simulate.machines import MACHINES, find_machine
-from pagoda.simulate.rates import with_faster_gather
 from pagoda.tiers import HOST_SHARE, Memory
 
 AUTO = "auto"
@@ -31,8 +30,6 @@ class Machine:
     """Whether it is the machine that this runs on."""
     ranks: Ranks | None = None
     """Who shares out the state; None for a single rank."""
-    gather_speedup: float = 1.0
-    """How often as fast the gathers that were chosen for them are as the others."""
 
     @property
     def rank_count(self) -> int:
@@ -62,8 +59,8 @@ def find_machine_for(config: PlanConfig) -> Machine:
         )
     if count == 1:
         return Machine(hardware, config.hardware == AUTO)
-    ranks, times = with_faster_gather(Ranks(count, per_node, config.zero_stage, experts, config.replicas), hardware)
-    return Machine(hardware, config.hardware == AUTO, ranks, times)
+    ranks = Ranks(count, per_node, config.zero_stage, experts, config.replicas)
+    return Machine(hardware, config.hardware == AUTO, ranks)
 
 
 def _hardware(name: str) -> Hardware:
@@ -108,14 +105,9 @@ def _ranks_note(machine: Machine) -> tuple[str, ...]:
     ranks = machine.ranks
     if ranks is None:
         return ()
-    gathers: tuple[str, ...] = ()
-    if ranks.per_node > 1 and ranks.count > ranks.per_node:
-        way = "once between nodes, then inside each" if ranks.two_step else "straight from every rank to every other"
-        gathers = (f"gathers: {way}, {machine.gather_speedup:.1f} times as fast as the other way.",)
     return (
         f"ranks: {ranks.data_parallel} share out the state as in ZeRO stage {ranks.stage}; bytes and budgets are one "
         "rank's.",
-        *gathers,
     )
 
 

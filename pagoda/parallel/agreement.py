@@ -9,9 +9,6 @@ from enum import IntEnum
 from pagoda.errors import RankError, UsageError
 from pagoda.parallel.wire import Wire
 
-_BITS = 62
-"""Flags in one number of a call."""
-
 
 class Asks(IntEnum):
     """What a rank asks the others for."""
@@ -43,10 +40,6 @@ class Call:
     """The unit; of what is done jointly, a number that stands for it."""
     version: int = 0
     """How often the unit has been updated."""
-    flags: tuple[int, ...] = ()
-    """Slots of the unit that this rank has a gradient for."""
-    dropped: tuple[int, ...] = ()
-    """Those of them whose earlier gradients the user has dropped since."""
 
     def is_with(self, other: "Call") -> bool:
         """Whether both are answered at once."""
@@ -65,10 +58,9 @@ class Agreement:
     left or failed.
     """
 
-    def __init__(self, wire: Wire, slots: int, serve: Callable[[Call, Sequence[Call]], None]) -> None:
-        """`slots` is the most that flags can be about; `serve` takes part in a call of others, given every rank's."""
+    def __init__(self, wire: Wire, serve: Callable[[Call, Sequence[Call]], None]) -> None:
+        """`serve` takes part in a call of others, given every rank's."""
         self._wire = wire
-        self._words = -(-slots // _BITS)
         self._serve = serve
         self._names: dict[int, str] = {}
         """What has been done jointly, by its number."""
@@ -89,7 +81,8 @@ class Agreement:
             raise self._broken
         try:
             while True:
-                calls = [self._decode(numbers) for numbers in self._wire.announce(self._encode(call))]
+                said = self._wire.announce([call.asks, call.about, call.version])
+                calls = [Call(Asks(asks), about, version) for asks, about, version in said]
                 chosen = self._choose(call, calls)
                 if chosen.is_with(call):
                     return calls
@@ -128,20 +121,3 @@ class Agreement:
         if call.asks is Asks.JOINTLY:
             return self._names.get(call.about, "something else")
         return {Asks.GATHER: "a forward or backward", Asks.REDUCE: "a backward"}.get(call.asks, "optimizer.step()")
-
-    def _encode(self, call: Call) -> list[int]:
-        return [call.asks, call.about, call.version, *self._pack(call.flags), *self._pack(call.dropped)]
-
-    def _decode(self, numbers: Sequence[int]) -> Call:
-        asks, about, version, *words = numbers
-        halves = words[: self._words], words[self._words :]
-        return Call(Asks(asks), about, version, *map(self._unpack, halves))
-
-    def _pack(self, flags: Sequence[int]) -> list[int]:
-        words = [0] * self._words
-        for flag in flags:
-            words[flag // _BITS] |= 1 << flag % _BITS
-        return words
-
-    def _unpack(self, words: Sequence[int]) -> tuple[int, ...]:
-        return tuple(_BITS * i + bit for i, word in enumerate(words) if word for bit in range(_BITS) if word >> bit & 1)

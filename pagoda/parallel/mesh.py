@@ -1,17 +1,14 @@
 """The mesh: every rank as a place in a grid, and the ranks that hold the parts of one thing."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pagoda.errors import ConfigError
-from pagoda.parallel.world import World, computes_on, from_rank_0, join, launched
+from pagoda.parallel.world import World, computes_on, join, launched
 from pagoda.plan.ranks import Ranks, Stage
-from pagoda.simulate.hardware import hardware_file, read_hardware
-from pagoda.simulate.rates import with_faster_gather
 
 REPLICATE, SHARD = "replicate", "shard"
 """Dimensions of the mesh of dense weights: whole copies of the state, and the slices of one copy."""
@@ -104,23 +101,25 @@ class Mesh:
         """Which part of the experts this rank has, from 0."""
         return self.rank % self.ranks.expert_parallel
 
-    def sharers(self, expert: bool = False) -> tuple[int, ...]:
-        """Ranks that hold the slices of one copy of a unit's state, in the order of the slices; `expert` for a unit of
-        experts."""
+    def sharers(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
+        """Ranks that hold the slices of one copy of a unit's state, a rank's (this one's by default) among them, in the
+        order of the slices; `expert` for a unit of experts."""
+        rank = self.rank if rank is None else rank
         if expert:
-            return tuple(range(self.expert_index, self.size, self.ranks.expert_parallel))
+            return tuple(range(rank % self.ranks.expert_parallel, self.size, self.ranks.expert_parallel))
         each = self.ranks.tensor_parallel
         replica = self.ranks.sharers(expert=False) * each
-        first = self.rank // replica * replica + self.tensor_index
+        first = rank // replica * replica + rank % each
         return tuple(range(first, first + replica, each))
 
-    def copies(self, expert: bool = False) -> tuple[int, ...]:
-        """Ranks that hold the same slice of a dense unit's state as this one, one a replica; `expert` for a unit of
-        experts, whose state has no replicas."""
+    def copies(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
+        """Ranks that hold the same slice of a dense unit's state as a rank, this one by default, one a replica;
+        `expert` for a unit of experts, whose state has no replicas."""
+        rank = self.rank if rank is None else rank
         if expert:
-            return (self.rank,)
+            return (rank,)
         replica = self.ranks.sharers(expert=False) * self.ranks.tensor_parallel
-        return tuple(range(self.rank % replica, self.size, replica))
+        return tuple(range(rank % replica, self.size, replica))
 
     def family(self) -> tuple[int, ...]:
         """Ranks that hold slices of the parts of parameters that this one has, of any replica."""
@@ -132,16 +131,14 @@ def open_mesh(
     replicas: int = 1,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,
-    two_step: bool | None = None,
 ) -> Mesh:
     """The mesh of the processes that torchrun started, for `wrap(mesh=...)`; of one process without torchrun.
 
     `stage` is ZeRO's: what is divided over the ranks. `replicas` is the number of whole copies of the state (hybrid
     sharding), `expert_parallel` the number of ranks over which experts are divided. `tensor_parallel` consecutive ranks
     divide each parameter, as torch's `parallelize_module(model, mesh.tensor, ...)` says, and get the same batches; the
-    state of their parts is shared out over the ranks that have the same part. With `two_step`, gathers go once between
-    nodes, then on inside each; left out, they do where that is faster by what `pagoda calibrate` has measured on rank
-    0's machine, and wherever it has not measured. Every rank calls it, equally.
+    state of their parts is shared out over the ranks that have the same part. Every rank
+    calls it, equally.
 
     Raises ConfigError where the ranks cannot be divided like that.
     """
@@ -150,9 +147,7 @@ def open_mesh(
         raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide {world.size} ranks")
     ranks = Ranks(world.size // tensor_parallel, world.local_size, stage, expert_parallel, replicas, tensor_parallel)
     join(world)
-    if two_step is None:
-        two_step = from_rank_0(world, lambda: _two_step_is_faster(ranks))
-    return Mesh(world, replace(ranks, two_step=two_step))
+    return Mesh(world, ranks)
 
 
 def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
@@ -171,14 +166,3 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
         )
     sizes = dict(zip(ordered, mesh.shape, strict=True))
     return open_mesh(replicas=sizes.get(REPLICATE, 1), tensor_parallel=sizes.get(TENSOR, 1))
-
-
-def _two_step_is_faster(ranks: Ranks) -> bool:
-    """Whether gathers in two steps are faster than straight ones. On a machine that has not been measured like this
-    they are taken to be, since they send a node's slices once to each other node, not once to each rank there."""
-    if ranks.per_node == 1 or ranks.count <= ranks.per_node:
-        return False
-    try:
-        return with_faster_gather(ranks, read_hardware(hardware_file()))[0].two_step
-    except ConfigError:
-        return True

@@ -22,19 +22,15 @@ class Shards:
         """Ranks that have the slices of a unit, by their place there."""
         return self._sharers[unit.index]
 
-    def by_node(self, unit: UnitSpec) -> tuple[tuple[int, ...], ...]:
-        """The sharers of a unit, node by node."""
-        nodes: dict[int, list[int]] = {}
-        per_node = self._mesh.ranks.per_node if self._mesh is not None else 1
-        for rank in self.sharers(unit):
-            nodes.setdefault(rank // per_node, []).append(rank)
-        return tuple(map(tuple, nodes.values()))
+    def is_expert(self, unit: UnitSpec) -> bool:
+        """Whether it is a unit of experts, whose state only some of the ranks share."""
+        return unit.index in self._layout.expert_units
 
     def copies(self, unit: UnitSpec) -> tuple[int, ...]:
         """Ranks that have the same slice of a unit as this one."""
         if self._mesh is None:
             return (0,)
-        return self._mesh.copies(expert=unit.index in self._layout.expert_units)
+        return self._mesh.copies(self.is_expert(unit))
 
     def family(self, unit: UnitSpec) -> frozenset[int]:
         """Ranks that have a slice of a unit, of any copy of it."""
@@ -68,6 +64,19 @@ class Shards:
         if not self.is_cut(unit, state):
             return (Span(0, unit.numel if frozen else unit.trainable_numel),)
         return self._slices.spans(unit, self._place(unit, rank), frozen)
+
+    @property
+    def differ(self) -> bool:
+        """Whether slices have sizes of their own, as whole parameters have."""
+        return self._slices.differ
+
+    def trained_slices(self, unit: UnitSpec) -> list[Span]:
+        """The trainable elements of a unit that each sharer updates, by place."""
+        return [self._slices.trained(unit, place) for place in range(len(self.sharers(unit)))]
+
+    def frozen_slices(self, unit: UnitSpec) -> list[Span]:
+        """The frozen elements of a unit that each sharer has, by place, where ranks have slices of the weights."""
+        return [self._slices.frozen(unit, place) for place in range(len(self.sharers(unit)))]
 
     def held(self, unit: UnitSpec, state: str, rank: int | None = None) -> tuple[Span, ...]:
         """As `spans`, in elements of the state, which are fewer or others where it has shapes of its own."""
@@ -103,4 +112,4 @@ class Shards:
     def _find_sharers(self, unit: UnitSpec) -> tuple[int, ...]:
         if self._mesh is None:
             return (0,)
-        return self._mesh.sharers(expert=unit.index in self._layout.expert_units)
+        return self._mesh.sharers(self.is_expert(unit))

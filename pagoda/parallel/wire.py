@@ -91,7 +91,7 @@ class Wire:
             ops = [dist.P2POp(do, _raw(tensor), group=self._group, group_peer=to) for to, do, tensor in parcels]
             works = dist.batch_isend_irecv(ops)  # one for all, where NCCL makes them one
         except RuntimeError as error:
-            raise self._lost(parcels[0][0], error) from error
+            raise self.lost(parcels[0][0], error) from error
 
         def wait() -> None:
             waited = 0
@@ -102,12 +102,13 @@ class Wire:
                 if parcels[0][2].is_cuda:  # what has been waited for so far is the stream's queue
                     torch.cuda.current_stream(parcels[0][2].device).synchronize()
             except RuntimeError as error:
-                raise self._lost(parcels[min(waited, len(parcels) - 1)][0], error) from error
+                raise self.lost(parcels[min(waited, len(parcels) - 1)][0], error) from error
 
         return wait
 
-    def _lost(self, rank: int, error: RuntimeError) -> RankError:
-        """The error of a rank that could not be reached: one that has died, if one has on this host."""
+    def lost(self, rank: int | None, error: RuntimeError) -> RankError:
+        """The error of a rank that could not be reached, one of all if it is None: one that has died, if one has on
+        this host."""
         deadline = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < deadline:
             dead = [r for r, (host, number) in enumerate(self._processes) if host == _host() and not _lives(number)]
@@ -115,10 +116,12 @@ class Wire:
                 names = ", ".join(f"{r} (process {self._processes[r][1]})" for r in dead)
                 return RankError(f"Rank {names} has ended, so rank {self.rank} stops.")
             time.sleep(0.05)
-        where = f" on {self._processes[rank][0].partition('/')[0]}" if self._processes else ""
+        who = "A rank" if rank is None else f"Rank {rank}"
+        if rank is not None and self._processes:
+            who += f" on {self._processes[rank][0].partition('/')[0]}"
         return RankError(
-            f"Rank {rank}{where} is gone, or has not answered rank {self.rank} for {rank_timeout_s():g} s (set "
-            f"PAGODA_RANK_TIMEOUT for more): {error}"
+            f"{who} is gone, or has not answered rank {self.rank} for {rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT "
+            f"for more): {error}"
         )
 
 

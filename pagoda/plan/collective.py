@@ -4,48 +4,62 @@ from dataclasses import dataclass
 
 from pagoda.memory.page import pages_for
 from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT, Layout
-from pagoda.plan.units import align
+from pagoda.plan.slices import slice_elements
+from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align
 
-MOST_REDUCING_BYTES = 10 * BLOCK_ELEMENTS
-"""Most of what adding up ranks' gradients takes beside whole ones, for up to 4096 ranks: a block's worth of pieces as
-they arrive, the fp32 sums and the mean of one piece."""
+MOST_SUM_BYTES = 4 * BLOCK_ELEMENTS
+"""Most of what the fp32 sums take, for any number of ranks."""
 MESSAGE_BYTES = 4 << 20
-"""Slices of weights travel between ranks in messages of at most this many bytes."""
+"""A slice on SSD is handed on in messages of at most this many bytes."""
+_HEADER_BYTES = 256
+"""A header is a multiple of this, so that what follows it is aligned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceBuffers:
-    """In which gradients are added up, where compute leaves them: two for whole gradients, one that backward fills and
-    one that is reduced piece by piece, and what reducing takes."""
+    """In which gradients are added up, where compute leaves them: three for the whole gradient of a unit, and the sums.
+
+    Backward fills one of the three, one is sent, and in one the other ranks' gradients arrive.
+    """
 
     whole_pages: int
-    """Each of the two, for the widest unit."""
+    """Each of the three, for the widest unit."""
+    header_bytes: int
+    """What goes before the gradient that a rank sends another one: which parameters it is of."""
     piece: int
-    """Elements of a slice that are reduced at a time: what arrives from all ranks together is a block at most, half of
-    one with replicas, whose sums take as much again."""
-    sums: int
-    """fp32 sums of a piece that there are at once: of a replica's gradients, and of replicas."""
-    landing_bytes: int
-    """What arrives from other ranks at once, twice: gradients of a replica's, or fp32 sums of replicas."""
+    """Elements that are added up at a time."""
+    rows: int
+    """fp32 sums of a piece that there are at once: one; with replicas, one more for each of them."""
     pages: int
     """In all."""
+
+    def row_bytes(self, elements: int, itemsize: int) -> int:
+        """What a rank sends another one for a slice of so many elements."""
+        return self.header_bytes + elements * itemsize
 
 
 def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
     """The buffers of one rank; None where there is nobody to share gradients with."""
-    ranks, slices, itemsize = layout.ranks, layout.slices, layout.offloaded_itemsize
+    ranks, itemsize = layout.ranks, layout.offloaded_itemsize
     if ranks is None or ranks.data_parallel == 1:
         return None
-    sums = 1 if ranks.replicas == 1 else 2
-    widest_slice = max(
-        slices.room(unit, place) for unit in layout.units for place in range(slices.group(unit) if slices.differ else 1)
-    )
-    piece = min(widest_slice, align(max(1, BLOCK_ELEMENTS // (ranks.data_parallel * sums))))
-    sharers = ranks.data_parallel // ranks.replicas
-    landing_bytes = 2 * align(piece * max(sharers * itemsize, ranks.replicas * 4))
-    whole = pages_for(max(unit.trainable_numel for unit in layout.units) * itemsize, layout.page_bytes)
-    reducing = pages_for(landing_bytes + piece * (4 * sums + itemsize), layout.page_bytes)
-    return ReduceBuffers(whole, piece, sums, landing_bytes, 2 * whole + reducing)
+    most_slots = max(len(unit.slots) for unit in layout.units)
+    header = -(-2 * -(-most_slots // 8) // _HEADER_BYTES) * _HEADER_BYTES
+    widest = 0
+    for unit in layout.units:
+        group = layout.group(unit)
+        row = header + slice_elements(unit.trainable_numel, group) * itemsize
+        widest = max(widest, group * row)
+    rows = 1 if ranks.replicas == 1 else 1 + ranks.replicas
+    longest = max(layout.slices.room(unit, place) for unit in layout.units for place in _places(layout, unit))
+    piece = min(align(longest), max(1, BLOCK_ELEMENTS // rows // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
+    whole = pages_for(widest, layout.page_bytes)
+    return ReduceBuffers(whole, header, piece, rows, 3 * whole + pages_for(4 * rows * piece, layout.page_bytes))
+
+
+def _places(layout: Layout, unit: UnitSpec) -> range:
+    """Those among the ranks that share a unit whose slices may have sizes of their own."""
+    return range(layout.group(unit) if layout.slices.differ else 1)
 
 
 def reduce_pages(layout: Layout) -> int:

@@ -264,8 +264,13 @@ class Layout:
         return {state: pages for state, pages in copied.items() if pages and unit.trainable_numel}
 
     def lease_of(self, unit: UnitSpec) -> int:
-        """Pages of a lease: the whole unit, made of every rank's slice."""
-        return pages_for(unit.numel * self.weight.dtype.itemsize, self.page_bytes)
+        """Pages of a lease: the whole unit, made of every rank's slice, the last ones as long as the others."""
+        elements = unit.numel
+        if self.is_cut(unit, WEIGHT):
+            group, trained = self.group(unit), unit.trainable_numel
+            ends = group * slice_elements(trained, group), trained + group * slice_elements(elements - trained, group)
+            elements = max(ends)
+        return pages_for(elements * self.weight.dtype.itemsize, self.page_bytes)
 
     def gathers_after_update(self, unit: UnitSpec) -> bool:
         """Whether every rank has all of a unit's weights and updates a slice of them."""

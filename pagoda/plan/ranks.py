@@ -31,9 +31,6 @@ class Ranks:
     tensor_parallel: int = 1
     """Consecutive ranks that compute on the same sequences, each with its part of the parameters. A rank shares out
     the state of its parts with those ranks of other groups that have the same ones."""
-    two_step: bool = False
-    """Whether a gather over several nodes goes once between them, then on inside each; else every rank sends its slice
-    straight to every other."""
 
     def __post_init__(self) -> None:
         counts = (self.data_parallel, self.per_node, self.expert_parallel, self.replicas, self.tensor_parallel)

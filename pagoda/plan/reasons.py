@@ -111,7 +111,6 @@ def _when_updated(options: Options) -> str:
 def _shared(ranks: Ranks) -> str:
     what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "weights, gradients and optimizer states"}
     experts = f"; experts over {ranks.expert_parallel}" if ranks.expert_parallel > 1 else ""
-    steps = "; gathers go once between nodes, then inside each" if ranks.two_step else ""
     tensors = f"; tensors over {ranks.tensor_parallel}" if ranks.tensor_parallel > 1 else ""
     said = f"share out {what[ranks.stage]} (ZeRO stage {ranks.stage})"
-    return f"{ranks.data_parallel} ranks {said}{experts}{tensors}{steps}."
+    return f"{ranks.data_parallel} ranks {said}{experts}{tensors}."

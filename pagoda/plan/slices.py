@@ -75,6 +75,11 @@ class Slices:
             return Span(*equal_slice(0, unit.trainable_numel, self.group(unit), place))
         return Span(*self._of_wholes[0][unit.index][place])
 
+    def frozen(self, unit: UnitSpec, place: int) -> Span:
+        """The frozen elements of a unit that the rank at a place has, where each has a slice."""
+        ends = equal_slice(unit.trainable_numel, unit.numel, self.group(unit), place)
+        return Span(*ends, at=self.room(unit, place))
+
     def updated(self, unit: UnitSpec, rank: int) -> Span:
         """The trainable elements of a unit that a rank updates."""
         return self.trained(unit, self.place(unit, rank))
@@ -87,10 +92,7 @@ class Slices:
 
     def spans(self, unit: UnitSpec, place: int, frozen: bool) -> tuple[Span, ...]:
         """What the rank at a place has of a unit where each has a slice; with `frozen`, of its frozen elements too."""
-        spans = [self.trained(unit, place)]
-        if frozen:
-            others = equal_slice(unit.trainable_numel, unit.numel, self.group(unit), place)
-            spans.append(Span(*others, at=self.room(unit, place)))
+        spans = [self.trained(unit, place), *([self.frozen(unit, place)] if frozen else [])]
         return tuple(span for span in spans if len(span))
 
     def of_state(self, unit: UnitSpec, state: str, spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -5,10 +5,12 @@ from typing import Any
 
 from pagoda.errors import NonFiniteGradientError, RankError
 from pagoda.parallel.agreement import Agreement, Asks, Call
+from pagoda.parallel.groups import Group
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.shards import Shards
 from pagoda.parallel.wire import Wire
 from pagoda.plan.ops import COLLECTIVE
+from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane, wait_all
 
@@ -24,19 +26,27 @@ class Collectives:
     one: loads, copies and updates are on lanes of their own, and updates need gradients that were reduced before.
     """
 
-    def __init__(self, mesh: Mesh, wire: Wire, shards: Shards, device: Device, slots: int) -> None:
-        """`slots` is the most trainable parameters of a unit."""
+    def __init__(self, mesh: Mesh, wire: Wire, shards: Shards, device: Device) -> None:
         self.mesh = mesh
         self.wire = wire
         self.shards = shards
         self.lane = Lane(COLLECTIVE)
         self._device = device
         self._servers: dict[Asks, Callable[[Call, Sequence[Call]], None]] = {}
-        self._agreement = Agreement(wire, slots, lambda call, calls: self._servers[call.asks](call, calls))
+        self._agreement = Agreement(wire, lambda call, calls: self._servers[call.asks](call, calls))
         self._left = False
         self.awaited = False
         """Whether compute waits for a collective, so that it queues nothing more before that has ended."""
+        dense = Group(wire, lambda rank: mesh.sharers(False, rank))
+        divided = mesh.ranks.expert_parallel > 1
+        self._sharing = dense, Group(wire, lambda rank: mesh.sharers(True, rank)) if divided else dense
+        self.copying = Group(wire, lambda rank: mesh.copies(False, rank))
+        """The ranks that have the same slices as this one, one a replica."""
         mesh.lane = lambda what, work: self.jointly(what, lambda _: work())
+
+    def sharing(self, unit: UnitSpec) -> Group:
+        """The ranks that have the slices of a unit."""
+        return self._sharing[self.shards.is_expert(unit)]
 
     @property
     def served(self) -> int:

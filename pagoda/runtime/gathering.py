@@ -21,9 +21,6 @@ from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
-SpansOf = Callable[[int], Sequence[Span]]
-"""What a rank has of a unit."""
-
 
 class Gathering:
     """Gathers into leases where ranks have slices of the weights (stage 3), and into the homes where every rank has all
@@ -48,7 +45,6 @@ class Gathering:
         pages = store.plan.placement.pages(HOST, SERVING)
         self._window = store.host.take(pages).view() if pages else None
         """What a slice on SSD passes, message by message: one has been sent before the next is read."""
-        self._two_step = collectives.mesh.ranks.two_step
         self._updated: dict[int, Handle] = {}
         """unit -> this rank's latest update of a slice that is shared."""
         collectives.serve(Asks.GATHER, self._serve)
@@ -62,7 +58,8 @@ class Gathering:
         def work(calls: Sequence[Call]) -> None:
             asking = askers(call, calls, self._shards.family(spec))
             free.synchronize()
-            self._complete(spec, weights, lambda rank: self._shards.spans(spec, WEIGHT, rank), asking)
+            # What is frozen comes first: the padding of the trained slices lies there.
+            self._complete(spec, weights, [self._shards.frozen_slices(spec), self._shards.trained_slices(spec)], asking)
 
         call = Call(Asks.GATHER, unit.index, unit.version)
         sent = ring_bytes(weights.nbytes, len(self._shards.sharers(spec)))
@@ -76,48 +73,30 @@ class Gathering:
 
         def work(calls: Sequence[Call]) -> None:
             asking = askers(call, calls, self._shards.family(spec))
-            self._complete(spec, home, lambda rank: [self._shards.updated(spec, rank)], asking)
+            self._complete(spec, home, [self._shards.trained_slices(spec)], asking)
 
         self._updated[unit.index] = updated
         call = Call(Asks.SHARE, unit.index, unit.version)
         sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
         return self._collectives.submit(call, work, (updated,), sent, f"share {spec.name}")
 
-    def _complete(self, spec: UnitSpec, whole: torch.Tensor, spans_of: SpansOf, asking: Collection[int]) -> None:
-        """Fill in what the other ranks have of a unit, of which this rank's slice lies in `whole`, shape [numel].
-
-        In two steps, where that is wanted and all ask: first each rank trades slices with those that have the same
-        place on other nodes, then what it has by then with the others on its own. Both write where slices belong.
-        """
-        me, sharers, nodes = self._shards.rank, self._shards.sharers(spec), self._shards.by_node(spec)
-        if not self._two_step or not set(sharers).issubset(asking) or not _is_grid(nodes):
-            self._trade(whole, spans_of, [me], [(rank, [rank]) for rank in sharers if rank != me], asking)
-            return
-        place = next(node.index(me) for node in nodes if me in node)
-        alike = [node[place] for node in nodes]
-        """The ranks at one place of each node, in the order of nodes."""
-        self._trade(whole, spans_of, [me], [(rank, [rank]) for rank in alike if rank != me], asking)
-        near = next(node for node in nodes if me in node)
-        brought = [(rank, [node[other] for node in nodes]) for other, rank in enumerate(near) if rank != me]
-        self._trade(whole, spans_of, alike, brought, asking)
-
-    def _trade(
-        self,
-        whole: torch.Tensor,
-        spans_of: SpansOf,
-        given: Sequence[int],
-        brought: Sequence[tuple[int, Sequence[int]]],
-        asking: Collection[int],
+    def _complete(
+        self, spec: UnitSpec, whole: torch.Tensor, kinds: Sequence[Sequence[Span]], asking: Collection[int]
     ) -> None:
-        """Send the slices that the ranks `given` have to others that ask, and receive theirs: `brought` are ranks to
-        trade with, and whose slices each of them sends."""
+        """Fill in what the other ranks have of a unit, of which this rank's slices lie in `whole`, shape [numel or
+        more]; `kinds` are those of all sharers, by place.
 
-        def messages(ranks: Sequence[int]) -> list[torch.Tensor]:
-            return [message for rank in ranks for message in self._messages(whole, spans_of(rank))]
-
-        mine = messages(given)
-        sends = [(rank, message) for message in mine for rank, _ in brought if rank in asking]
-        self._collectives.wire.trade(sends, [(rank, m) for rank, theirs in brought for m in messages(theirs)])
+        If all ask, that is a collective. Else each rank that asks gets every slice by itself.
+        """
+        me, sharers, group = self._shards.rank, self._shards.sharers(spec), self._collectives.sharing(spec)
+        if set(sharers).issubset(asking):
+            for spans in kinds:
+                group.gather(whole, [(span.start, span.stop) for span in spans])
+            return
+        by_rank = {rank: self._messages(whole, spans) for rank, *spans in zip(sharers, *reversed(kinds), strict=True)}
+        mine = by_rank.pop(me)
+        sends = [(rank, message) for message in mine for rank in by_rank if rank in asking]
+        self._collectives.wire.trade(sends, [(rank, message) for rank, of in by_rank.items() for message in of])
 
     def _serve(self, call: Call, calls: Sequence[Call]) -> None:
         """Send this rank's slice of a unit's weights to those who ask for it."""
@@ -169,8 +148,3 @@ class Gathering:
                 data = self._store.read_into(self._window, unit.index, WEIGHT, start, count)
                 message = torch.frombuffer(data, dtype=self._dtype)
             yield message.to(self._device.torch_device)
-
-
-def _is_grid(nodes: Sequence[Sequence[int]]) -> bool:
-    """Whether there are several nodes, each with as many of the ranks, and more than one."""
-    return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(node) for node in nodes}) == 1

@@ -113,7 +113,7 @@ class Leases:
             target = frames.tensor(torch.uint8, whole_pages)
             ready = self._fill(unit, target, self._freed, (*after, *earlier))
             if self.gather is not None:
-                ready = self.gather(unit, target.view(self._dtype)[: unit.spec.numel], ready, self._freed)
+                ready = self.gather(unit, frames.tensor(self._dtype), ready, self._freed)
         lease = self._latest[unit.index] = self._by_run[run.start] = Lease(unit, base, run, ready)
         self._by_storage[lease.storage] = lease
         return ready

@@ -4,7 +4,7 @@ import ctypes
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,12 +12,12 @@ import torch
 from pagoda.errors import BudgetError, RankError
 from pagoda.optim.means import mean_into, sum_into, warm_up
 from pagoda.parallel.agreement import Asks, Call
-from pagoda.parallel.wire import Parcel
+from pagoda.parallel.groups import Group
 from pagoda.parallel.world import rank_timeout_s
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.ranks import ring_bytes
-from pagoda.plan.slices import Span
+from pagoda.plan.slices import Span, slice_elements
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives, askers
 from pagoda.runtime.device import PAST, Device, Event
@@ -27,51 +27,95 @@ from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.unit import LiveUnit
 
 
-@dataclass
-class _Filling:
-    """A buffer that one unit's gradients of one backward are going into."""
+@dataclass(frozen=True)
+class Flags:
+    """Which parameters of a unit a rank, or some ranks together, have a gradient of."""
 
-    record: UnitGradient
-    buffer: torch.Tensor
-    """Shape [trainable elements of the unit]."""
-    arrived: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    copies: list[Handle] = field(default_factory=list)
-    filled: Event = PAST
+    given: frozenset[int] = frozenset()
+    """Their slots."""
+    dropped: frozenset[int] = frozenset()
+    """Those of them whose earlier gradients the user has dropped since."""
+
+    def write(self, header: torch.Tensor) -> None:
+        """Into a header, uint8: a bit a slot, the first half for `given`."""
+        half = header.numel() // 2
+        bits = [0, 0]
+        for which, slots in enumerate((self.given, self.dropped)):
+            for slot in slots:
+                bits[which] |= 1 << slot
+        data = b"".join(number.to_bytes(half, "little") for number in bits)
+        header.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    @classmethod
+    def read(cls, header: torch.Tensor) -> "Flags":
+        """What `write` has written."""
+        data = header.cpu().numpy().tobytes()
+        half = len(data) // 2
+        numbers = (int.from_bytes(data[:half], "little"), int.from_bytes(data[half:], "little"))
+        return cls(*(frozenset(bit for bit in range(number.bit_length()) if number >> bit & 1) for number in numbers))
+
+    @classmethod
+    def of_all(cls, flags: Iterable["Flags"]) -> "Flags":
+        """What some ranks have together."""
+        several = [*flags]
+        return cls(
+            frozenset().union(*(each.given for each in several)), frozenset().union(*(each.dropped for each in several))
+        )
 
 
 @dataclass(frozen=True)
 class Buffers:
     """What gradients are added up in, where compute leaves them: constant in size, whatever the number of ranks."""
 
+    dtype: torch.dtype
+    """Of gradients."""
+    header_bytes: int
     fills: tuple[torch.Tensor, torch.Tensor]
-    """Whole gradients: one that backward fills, one that is reduced. Shape [elements of the widest unit]."""
+    """uint8, for the whole gradient of the widest unit: one that backward fills, one that is reduced."""
     landing: torch.Tensor
-    """uint8: what arrives from other ranks, a piece from each; twice, as the next pieces come while these are added."""
+    """As large: what arrives from other ranks."""
     sums: torch.Tensor
-    """fp32 [1 or, with replicas, 2, elements of a piece]: the sum over a replica's ranks, and over replicas."""
-    means: torch.Tensor
-    """Shape [elements of a piece]."""
+    """fp32 [1 or, with replicas, one more than those, elements of a piece]: the sum over a replica's ranks, and those
+    of all replicas."""
 
-    @property
-    def piece(self) -> int:
-        """Elements of a slice that are reduced at a time."""
-        return self.means.numel()
+    def rows(self, buffer: torch.Tensor, spec: UnitSpec, group: int) -> torch.Tensor:
+        """A buffer as what a rank sends each of `group` ones of an equal slice of a unit: header, gradient. uint8,
+        shape [group, bytes]."""
+        row = self.header_bytes + slice_elements(spec.trainable_numel, group) * self.dtype.itemsize
+        return buffer[: group * row].view(group, row)
 
-    def landings(self, half: int, ranks: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Room for `count` elements, a piece at most, from each of some ranks, in half 0 or 1."""
-        each, first = self.piece * dtype.itemsize, half * self.landing.numel() // 2
-        starts = (first + i * each for i in range(ranks))
-        return [self.landing[start : start + count * dtype.itemsize].view(dtype) for start in starts]
+    def values(self, row: torch.Tensor) -> torch.Tensor:
+        """The gradient in a row, shape [elements of a slice]."""
+        return row[self.header_bytes :].view(self.dtype)
+
+
+@dataclass
+class _Filling:
+    """A buffer that one unit's gradients of one backward are going into."""
+
+    record: UnitGradient
+    parts: Sequence[tuple[Span, torch.Tensor]]
+    """Elements of the unit, and where they go."""
+    buffer: torch.Tensor
+    """All of it, uint8."""
+    arrived: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    copies: list[Handle] = field(default_factory=list)
+    filled: Event = PAST
+
+
+_Mean = tuple[Span, torch.Tensor, bool]
+"""Elements of a unit, the mean of ranks' gradients of them, and whether they are this rank's slice."""
 
 
 class Reducer:
     """Takes gradients from autograd, and gives each rank the mean of its slice (its extents in stage 1: of all).
 
     A gradient leaves autograd for the buffer; once each of the unit's parameters has one, or another unit's come, the
-    buffer is reduced: each rank sends every sharer its slice, piece by piece, adds up what it gets in the order of
-    ranks (`optim.means` states the rounding), and adds the mean to its extent. Ranks whose backward has not reached a
-    parameter count as zero; they take part all the same, in what others ask for too.
+    buffer is reduced: each rank sends every sharer its slice, behind a header that says which parameters it has a
+    gradient of, adds up what it gets in the order of ranks (`optim.means` states the rounding), and adds the mean to
+    its extent. Ranks whose backward has not reached a parameter count as zero; they take part all the same, in what
+    others ask for too. Slices of whole parameters, which have sizes of their own, go one after another.
 
     With replicas, a replica's ranks are added up first, then the replicas' sums, in fp32 throughout.
     """
@@ -106,7 +150,8 @@ class Reducer:
         self._uses: list[Handle | None] = [None, None]
         """What last reduced each of the two buffers."""
         self._next = 0
-        self._dtype = buffers.means.dtype
+        self._dtype = buffers.dtype
+        self._equal = not self._shards.differ
         warm_up(self._dtype)
         collectives.serve(Asks.REDUCE, self._serve)
 
@@ -117,18 +162,25 @@ class Reducer:
         filling = self._filling = self._filling or self._open(unit, step)
         record = filling.record
         if record.arrivals[slot] and not accumulate:
-            filling.dropped.append(slot)
+            filling.dropped.add(slot)
         self._gradients.count(record, slot, accumulate)
-        filling.arrived.append(slot)
+        filling.arrived.add(slot)
         placed = unit.spec.slots[slot]
-        into = filling.buffer[placed.offset : placed.offset + placed.param.numel]
-        grad = grad.to(into.dtype).contiguous().view(-1)
-        if into.is_cuda:
-            into.copy_(grad)
+        grad = grad.to(self._dtype).contiguous().view(-1)
+        copies = []
+        """(target, source)"""
+        for span, values in filling.parts:
+            part = span.within(placed.offset, placed.offset + placed.param.numel)
+            if part is not None:
+                into = values[part.start - span.start : part.stop - span.start]
+                copies.append((into, grad[part.start - placed.offset : part.stop - placed.offset]))
+        if grad.is_cuda:
+            for into, values in copies:
+                into.copy_(values)
             filling.filled = self._device.fence()
         else:
             label = f"offload {unit.spec.name}"
-            filling.copies.append(self._copies.submit(lambda: _copy(into, grad), (), grad.nbytes, label))
+            filling.copies.append(self._copies.submit(lambda: _copy(copies), (), grad.nbytes, label))
         return record
 
     def flush(self, last: bool) -> None:
@@ -137,14 +189,16 @@ class Reducer:
         if filling is None:
             return
         record = filling.record
-        call = Call(Asks.REDUCE, record.unit.index, record.unit.version, tuple(filling.arrived), tuple(filling.dropped))
+        call = Call(Asks.REDUCE, record.unit.index, record.unit.version)
+        flags = Flags(frozenset(filling.arrived), frozenset(filling.dropped))
 
         def work(calls: Sequence[Call]) -> None:
             filling.filled.synchronize()
-            self._reduce(record, filling.buffer, call, calls)
+            askers(call, calls, self._shards.family(spec))
+            self._reduce(record, filling.buffer, flags)
 
         spec = record.unit.spec
-        sent = ring_bytes(filling.buffer.nbytes, len(self._shards.sharers(spec)))
+        sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
 
         def offload(record: UnitGradient) -> Handle:
             after = [*filling.copies, *record.pending[-1:]]
@@ -175,9 +229,15 @@ class Reducer:
             start = time.perf_counter()
             use.wait()
             self._stalled(COLLECTIVE, time.perf_counter() - start)
-        buffer = self._buffers.fills[self._next][: unit.spec.trainable_numel]
+        buffer = self._buffers.fills[self._next]
         self._next ^= 1
-        return _Filling(record, buffer)
+        spec = unit.spec
+        if self._equal:
+            rows = self._buffers.rows(buffer, spec, len(self._shards.sharers(spec)))
+            parts = [*zip(self._shards.trained_slices(spec), map(self._buffers.values, rows), strict=True)]
+        else:
+            parts = [(Span(0, spec.trainable_numel), buffer.view(self._dtype))]
+        return _Filling(record, parts, buffer)
 
     def _serve(self, call: Call, calls: Sequence[Call]) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""
@@ -206,33 +266,29 @@ class Reducer:
         if not opened.wait(rank_timeout_s()):
             raise BudgetError(self._gradients.exhausted(unit))
         try:
-            self._reduce(record, None, call, calls)
+            self._reduce(record, torch.empty_like(self._buffers.landing), Flags())  # of which nobody reads anything
         finally:
             ended.finish()
 
-    def _reduce(self, record: UnitGradient, whole: torch.Tensor | None, call: Call, calls: Sequence[Call]) -> None:
-        """On the collective lane: the mean of every asking rank's gradient, to the record. `whole` is this rank's."""
+    def _reduce(self, record: UnitGradient, whole: torch.Tensor, flags: Flags) -> None:
+        """On the collective lane: the mean of every rank's gradient, to the record. `whole` is this rank's buffer, and
+        `flags` say what it has of a gradient."""
         spec = record.unit.spec
-        asking = askers(call, calls, self._shards.family(spec))
-        flags = {rank: frozenset(calls[rank].flags) for rank in asking}
-        dropped = {slot for rank in flags for slot in calls[rank].dropped}
+        way = self._equal_slices if self._equal else self._whole_parameters
+        everyone, means = way(spec, whole, flags)
         sums: dict[int, list[float]] = {}
-        for given in _ranges(spec, flags):
-            mine = whole if self._shards.rank in given.givers else None
-            for window, trade in self._trades(spec, given, mine):
-                mean = self._mean_of(spec, window, trade)
-                for span, values in self._whose(spec, window, mean, trade.half):
-                    for slot in given.slots:
-                        placed = spec.slots[slot]
-                        part = span.within(placed.offset, placed.offset + placed.param.numel)
-                        if part is None:
-                            continue
-                        accumulate = slot in record.present and slot not in dropped
-                        elements = values[part.start - span.start : part.stop - span.start]
-                        square_sum = self._gradients.deliver(record, part.start, elements, accumulate)
-                        if span is window.get(self._shards.rank):
-                            sums.setdefault(slot, []).append(square_sum)
-        for slot in set().union(*flags.values()):
+        for span, values, mine in means:
+            for slot in everyone.given:
+                placed = spec.slots[slot]
+                part = span.within(placed.offset, placed.offset + placed.param.numel)
+                if part is None:
+                    continue
+                accumulate = slot in record.present and slot not in everyone.dropped
+                elements = values[part.start - span.start : part.stop - span.start]
+                square_sum = self._gradients.deliver(record, part.start, elements, accumulate)
+                if mine:
+                    sums.setdefault(slot, []).append(square_sum)
+        for slot in everyone.given:
             record.square_sums[slot] = math.fsum(sums.get(slot, ()))
             record.present.add(slot)
         record.bad_elsewhere = self._compare(record)
@@ -245,131 +301,100 @@ class Reducer:
         found = self._collectives.wire.announce([-1 if mine is None else mine[1]])
         return min((slot for (slot,) in found if slot >= 0), default=None)
 
-    def _windows(self, spec: UnitSpec, start: int, stop: int) -> Iterator[Mapping[int, Span]]:
-        """By rank, the piece of its slice that is reduced at once; all pieces of all slices in [start, stop)."""
-        slices = {rank: self._shards.updated(spec, rank) for rank in self._shards.sharers(spec)}
-        longest = max(len(piece) for piece in slices.values())
-        for at in range(0, longest, self._buffers.piece):
-            window = {}
-            for rank, piece in slices.items():
-                first = piece.start + at
-                part = piece.within(max(start, first), min(stop, first + self._buffers.piece))
-                if part is not None:
-                    window[rank] = part
-            if window:
-                yield window
+    def _equal_slices(self, spec: UnitSpec, whole: torch.Tensor, flags: Flags) -> tuple[Flags, Iterator[_Mean]]:
+        """Every rank's flags, and the means that belong in this rank's extent: all slices go at once."""
+        group, slices = self._collectives.sharing(spec), self._shards.trained_slices(spec)
+        given, arriving = (self._buffers.rows(each, spec, len(slices)) for each in (whole, self._buffers.landing))
+        header = self._buffers.header_bytes
+        flags.write(given[0, :header])
+        given[1:, :header] = given[0, :header]
+        group.exchange(arriving, given)
+        by_place = [Flags.read(row[:header]) for row in arriving]
+        everyone = self._of_replicas(spec, Flags.of_all(by_place))
+        rows = [self._buffers.values(row) for row in arriving]
+        self._add_up(spec, slices[group.place], rows, by_place)
+        if not self._shards.is_cut(spec, GRAD):
+            group.gather_rows(arriving)
+            return everyone, ((span, rows[p], p == group.place) for p, span in enumerate(slices))
+        return everyone, iter([(slices[group.place], rows[group.place], True)])
 
-    def _trades(
-        self, spec: UnitSpec, given: "_Range", whole: torch.Tensor | None
-    ) -> Iterator[tuple[Mapping[int, Span], "_Trade"]]:
-        """The windows of a range, each with what brings the gradients of this rank's piece of it. That of the next one
-        has begun by then, so that ranks do not wait for each other's sums."""
-        windows = list(self._windows(spec, given.start, given.stop))
-        coming = [self._begin(spec, given, window, whole, half=0) for window in windows[:1]]
-        for number, window in enumerate(windows):
-            following = windows[number + 1 : number + 2]
-            coming += [self._begin(spec, given, later, whole, half=(number + 1) % 2) for later in following]
-            yield window, coming.pop(0)
+    def _whole_parameters(self, spec: UnitSpec, whole: torch.Tensor, flags: Flags) -> tuple[Flags, Iterator[_Mean]]:
+        """The same of slices of sizes of their own: piece by piece, each goes to whom it belongs."""
+        group, slices = self._collectives.sharing(spec), self._shards.trained_slices(spec)
+        headers = self._buffers.landing[: len(slices) * self._buffers.header_bytes].view(len(slices), -1)
+        flags.write(headers[group.place])
+        group.gather_rows(headers)
+        by_place = [Flags.read(row) for row in headers]
+        return self._of_replicas(spec, Flags.of_all(by_place)), self._pieces(spec, group, slices, whole, by_place)
 
-    def _begin(
-        self, spec: UnitSpec, given: "_Range", window: Mapping[int, Span], whole: torch.Tensor | None, half: int
-    ) -> "_Trade":
-        """Send every sharer its piece of a window, and have their gradients of this rank's come to a half."""
-        me = self._shards.rank
-        mine = window.get(me)
-        count = len(mine) if mine is not None else 0
-        near = [rank for rank in given.givers if rank in self._shards.sharers(spec)]
-        sends: list[Parcel] = []
-        if whole is not None:
-            sends = [(rank, whole[span.start : span.stop]) for rank, span in window.items() if rank != me]
-        parts = dict(zip(near, self._buffers.landings(half, len(near), count, self._dtype), strict=True))
-        arrived = self._collectives.wire.start(sends, [(rank, part) for rank, part in parts.items() if rank != me])
-        if whole is not None and mine is not None:
-            parts[me] = whole[mine.start : mine.stop]
-        return _Trade(arrived, list(parts.values()), half)
+    def _pieces(
+        self, spec: UnitSpec, group: Group, slices: Sequence[Span], whole: torch.Tensor, by_place: Sequence[Flags]
+    ) -> Iterator[_Mean]:
+        size = self._dtype.itemsize
+        most = self._buffers.landing.numel() // len(slices) // size
+        for place, span in enumerate(slices):
+            for start in range(span.start, span.stop, most):
+                piece = Span(start, min(start + most, span.stop))
+                landing = self._buffers.landing[: len(slices) * len(piece) * size].view(len(slices), -1)
+                group.collect(place, whole[piece.start * size : piece.stop * size], landing)
+                rows = [row.view(self._dtype) for row in landing]
+                if place == group.place:
+                    self._add_up(spec, piece, rows, by_place)
+                if not self._shards.is_cut(spec, GRAD):
+                    group.hand_out(place, landing[place])
+                if place == group.place or not self._shards.is_cut(spec, GRAD):
+                    yield piece, rows[place], place == group.place
 
-    def _mean_of(self, spec: UnitSpec, window: Mapping[int, Span], trade: "_Trade") -> torch.Tensor:
-        """The mean of this rank's piece, shape [its length], empty where it has none."""
-        me, wire = self._shards.rank, self._collectives.wire
-        trade.arrived()
-        if me not in window:
-            return self._buffers.means[:0]
-        count = len(window[me])
-        total = self._buffers.sums[0, :count]
-        sum_into(total, trade.parts)
+    def _of_replicas(self, spec: UnitSpec, mine: Flags) -> Flags:
+        """The flags of all replicas' ranks together."""
         copies = self._shards.copies(spec)
-        if len(copies) > 1:
-            landings = self._buffers.landings(trade.half, len(copies), count, torch.float32)
-            others = dict(zip(copies, landings, strict=True))
-            wire.trade(((r, total) for r in copies if r != me), ((r, t) for r, t in others.items() if r != me))
-            others[me] = total
-            total = self._buffers.sums[1, :count]
-            sum_into(total, list(others.values()))
-        mean = self._buffers.means[:count]
-        mean_into(mean, total, self._ranks.data_parallel)
-        self._finish(mean)
-        return mean
+        if len(copies) == 1:
+            return mine
+        header, group = self._buffers.header_bytes, self._collectives.copying
+        headers = self._buffers.sums.view(-1).view(torch.uint8)[: len(copies) * header].view(len(copies), header)
+        mine.write(headers[group.place])
+        group.gather_rows(headers)
+        return Flags.of_all(map(Flags.read, headers))
 
-    def _whose(
-        self, spec: UnitSpec, window: Mapping[int, Span], mean: torch.Tensor, half: int
-    ) -> Iterator[tuple[Span, torch.Tensor]]:
-        """What of a window goes into this rank's extent: its piece, and in stage 1 those of all sharers, which come to
-        a half."""
-        me = self._shards.rank
-        if me in window:
-            yield window[me], mean
-        if self._shards.is_cut(spec, GRAD):
-            return
-        others = [rank for rank in window if rank != me]
-        landings = self._buffers.landings(half, len(others), self._buffers.piece, self._dtype)
-        arrived = {r: land[: len(window[r])] for r, land in zip(others, landings, strict=True)}
-        sends = ((rank, mean) for rank in self._shards.sharers(spec) if rank != me)
-        self._collectives.wire.trade(sends, arrived.items())
-        for rank in others:
-            yield window[rank], arrived[rank]
-
-    def _finish(self, mean: torch.Tensor) -> None:
-        """Other lanes and streams may read a mean from now on."""
-        if mean.is_cuda:
-            torch.cuda.current_stream(mean.device).synchronize()
+    def _add_up(self, spec: UnitSpec, span: Span, rows: Sequence[torch.Tensor], by_place: Sequence[Flags]) -> None:
+        """Put the mean of a span of a unit where this rank's own gradient of it is; `rows` are those of the ranks at
+        each place."""
+        sums, copies, group = self._buffers.sums, self._shards.copies(spec), self._collectives.copying
+        for start in range(0, len(span), sums.shape[1]):
+            stop = min(start + sums.shape[1], len(span))
+            total = sums[0, : stop - start]
+            for first, last, places in _ranges(spec, by_place, span.start + start, span.start + stop):
+                at = slice(first - span.start, last - span.start)
+                sum_into(total[first - span.start - start : last - span.start - start], [rows[p][at] for p in places])
+            if len(copies) > 1:
+                others = sums[1:].view(-1)[: len(copies) * (stop - start)].view(len(copies), -1)
+                others[group.place].copy_(total)
+                group.gather_rows(others)
+                sum_into(total, list(others))
+            mean_into(rows[self._collectives.sharing(spec).place][start:stop], total, self._ranks.data_parallel)
+        if rows[0].is_cuda:  # other lanes and streams may read a mean from now on
+            torch.cuda.current_stream(rows[0].device).synchronize()
 
 
-@dataclass(frozen=True)
-class _Trade:
-    """Gradients of one piece on their way from other ranks."""
-
-    arrived: Callable[[], None]
-    """Waits for them, once."""
-    parts: list[torch.Tensor]
-    """Where they will be, and this rank's own, in the order of ranks."""
-    half: int
-    """Of the landing, which is this trade's until the next but one begins."""
-
-
-@dataclass(frozen=True)
-class _Range:
-    """Adjoining parameters that the same ranks have a gradient of."""
-
-    start: int
-    stop: int
-    slots: tuple[int, ...]
-    givers: tuple[int, ...]
-    """In the order of ranks."""
-
-
-def _ranges(spec: UnitSpec, flags: Mapping[int, frozenset[int]]) -> list[_Range]:
-    """The parameters that some rank has a gradient of; `flags` are their slots, by rank."""
-    found: list[_Range] = []
+def _ranges(
+    spec: UnitSpec, by_place: Sequence[Flags], start: int, stop: int
+) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """[start, stop) of a unit in ranges of adjoining parameters that the ranks at the same places have a gradient of:
+    (first element, last one's end, places)."""
+    first, before = start, None
     for slot, placed in enumerate(spec.slots):
-        givers = tuple(rank for rank in sorted(flags) if slot in flags[rank])
-        start, stop = placed.offset, placed.offset + placed.param.numel
-        if found and found[-1].givers == givers and found[-1].slots[-1] == slot - 1:
-            found[-1] = _Range(found[-1].start, stop, (*found[-1].slots, slot), givers)
-        elif givers:
-            found.append(_Range(start, stop, (slot,), givers))
-    return found
+        if placed.offset >= stop or not placed.param.trainable:
+            break
+        places = [place for place, flags in enumerate(by_place) if slot in flags.given]
+        if placed.offset > first and places != before and before is not None:
+            yield first, placed.offset, before
+            first = placed.offset
+        before = places
+    if before is not None and first < stop:
+        yield first, stop, before
 
 
-def _copy(into: torch.Tensor, grad: torch.Tensor) -> None:
-    """One memcpy, without the GIL and without torch's threads."""
-    ctypes.memmove(into.data_ptr(), grad.data_ptr(), into.nbytes)
+def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A memcpy each, without the GIL and without torch's threads."""
+    for into, values in copies:
+        ctypes.memmove(into.data_ptr(), values.data_ptr(), into.nbytes)

@@ -36,14 +36,11 @@ def open_buffers(store: Store, dtype: torch.dtype) -> Buffers:
     """What the gradients of several ranks, which have `dtype`, are added up in, where compute leaves them."""
     tier, planned = store.device or store.host, reduce_buffers(store.plan.layout)
     assert planned is not None
-    widest = max(unit.trainable_numel for unit in store.plan.units)
-    first, second = (tier.take(planned.whole_pages).tensor(dtype, widest) for _ in range(2))
-    rest = tier.take(planned.pages - 2 * planned.whole_pages)
-    landing = rest.tensor(torch.uint8, planned.landing_bytes)
-    rows, piece = planned.sums, planned.piece
-    sums = rest.tensor(torch.float32, rows * piece, planned.landing_bytes).view(rows, piece)
-    means = rest.tensor(dtype, piece, planned.landing_bytes + sums.nbytes)
-    return Buffers((first, second), landing, sums, means)
+    nbytes = planned.whole_pages * store.plan.page_bytes
+    first, second, landing = (tier.take(planned.whole_pages).tensor(torch.uint8, nbytes) for _ in range(3))
+    rest, shape = tier.take(planned.pages - 3 * planned.whole_pages), (planned.rows, planned.piece)
+    sums = rest.tensor(torch.float32, planned.rows * planned.piece).view(shape)
+    return Buffers(dtype, planned.header_bytes, (first, second), landing, sums)
 
 
 def open_staging(store: Store) -> Region | None:

@@ -62,9 +62,8 @@ class Together:
         self._store = store
         self._units = units
         self._gradients = gradients
-        slots = max(unit.trainable for unit in units)
         wire.connect(device.torch_device)
-        self.collectives = Collectives(mesh, wire, store.shards, device, slots)
+        self.collectives = Collectives(mesh, wire, store.shards, device)
         self._gathering = Gathering(self.collectives, store, units, device, latest)
         early = store.plan.options.update_under_backward
         self._reducer = (

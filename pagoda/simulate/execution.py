@@ -159,7 +159,7 @@ class Execution:
             [self._move(lane, f"fetch {unit.name}", end - begin) for lane in lanes] for begin, end in pairwise(cuts)
         ]
         if sent := traffic.gathered:
-            seconds = self._rates.gather_seconds(sent, self._plan.layout.group(unit))
+            seconds = self._rates.ring_seconds(sent, self._plan.layout.group(unit))
             chains = chains or [[]]
             chains[-1].append(Work(COLLECTIVE, f"gather {unit.name}", sent, seconds))
         assert chains, "a lease moves something"

@@ -98,24 +98,6 @@ class Rates:
             seconds.append(whole * (nodes - 1) / nodes * self._groups_beside(inside) / self._across())
         return max(seconds)
 
-    def gather_seconds(self, sent: int, group: int) -> float:
-        """How long a gather takes as the runtime does it, after which each of `group` ranks has sent `sent` bytes in a
-        ring's terms: each sends its slice to every other one that needs it.
-
-        Straight, a slice goes to each rank of another node by itself, while slices go round inside nodes. In two steps
-        (`Ranks.two_step`), a slice goes to one rank of each other node, and when that is done, on to the others there.
-        """
-        inside = self._members(group) if group > 1 else group
-        nodes = group // inside
-        if inside == 1 or nodes == 1:
-            return self.ring_seconds(sent, group)
-        each = sent / (group - 1)
-        sharing_network = inside * self._groups_beside(inside)
-        across = each * (nodes - 1) * sharing_network / self._across()
-        if self._ranks().two_step:
-            return across + each * nodes * (inside - 1) / self._inside()
-        return max(across * inside, each * (inside - 1) / self._inside())
-
     def exchange_seconds(self, sent: int, group: int) -> float:
         """How long an all-to-all takes in which each of `group` ranks sends `sent` bytes, as much to each other rank.
 
@@ -191,15 +173,6 @@ class Rates:
             return demand
         ram = cpu.memory_bytes_per_s.value / hardware.gpus_per_node
         return {UPDATE: 1.0, **{lane: rate / ram for lane, rate in self._bytes_per_s.items()}}
-
-
-def with_faster_gather(ranks: Ranks, hardware: Hardware) -> tuple[Ranks, float]:
-    """The ranks with gathers in two steps or straight, whichever is faster on this hardware; how often as fast that is
-    as the other one. Raises ConfigError as `Rates`."""
-    ways = [replace(ranks, two_step=two_step) for two_step in (False, True)]
-    seconds = [Rates(hardware, way).gather_seconds(1 << 30, ranks.sharers(expert=False)) for way in ways]
-    faster = int(seconds[1] < seconds[0])
-    return ways[faster], seconds[1 - faster] / seconds[faster] if seconds[faster] else 1.0
 
 
 def _known(figure: Figure | None, hardware: Hardware, what: str) -> float:

@@ -138,7 +138,7 @@ class SimulatedUpdates:
         computed.then.append(partial(self._gradient_used, operation))
         published = last if self._weights_stream(operation.unit) else computed
         if sent := self._traffic[operation.unit].published:
-            seconds = self._rates.gather_seconds(sent, self._plan.layout.group(spec))
+            seconds = self._rates.ring_seconds(sent, self._plan.layout.group(spec))
             published = self._lanes.submit(Work(COLLECTIVE, f"gather {spec.name}", sent, seconds), [published])
         published.then.append(partial(self._weights_written, operation))
         self._lanes.when_ended(last, partial(self._lanes.when_ended, published, partial(self._ended, operation)))

@@ -29,6 +29,7 @@ class _Work:
 def install_collectives(native: ModuleType) -> None:
     """Let `torch.distributed` take tensors of the stand-in, as with NCCL."""
     names = ("init_process_group", "all_reduce", "batch_isend_irecv", "all_to_all_single")
+    names += ("broadcast", "gather", "all_gather_into_tensor")
     gloo = {name: getattr(dist, name) for name in names}
     stream = native.new_stream()
     connected: set[Any] = set()
@@ -81,6 +82,32 @@ def install_collectives(native: ModuleType) -> None:
                 in_ram(out).copy_(landing)
         _Work(native, None, event).wait()
 
+    def broadcast(tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
+        if not tensor.is_cuda:
+            return gloo["broadcast"](tensor, src=src, group=group, async_op=async_op)
+        work = _Work(native, None, issue([tensor], [tensor]))
+        gloo["broadcast"](in_ram(tensor), src=src, group=group)
+        return work if async_op else work.wait()
+
+    def gather(tensor: torch.Tensor, into: Any = None, dst: int = 0, group: Any = None) -> None:
+        if not tensor.is_cuda:
+            gloo["gather"](tensor, into, dst=dst, group=group)
+            return
+        event = issue([tensor], into or [])
+        gloo["gather"](in_ram(tensor), into and [in_ram(each) for each in into], dst=dst, group=group)
+        _Work(native, None, event).wait()
+
+    def all_gather_into_tensor(whole: torch.Tensor, part: torch.Tensor, group: Any = None) -> None:
+        if not whole.is_cuda:
+            gloo["all_gather_into_tensor"](whole, part, group=group)
+            return
+        event = issue([part], [whole])
+        gloo["all_gather_into_tensor"](in_ram(whole), in_ram(part), group=group)
+        _Work(native, None, event).wait()
+
+    dist.broadcast = broadcast
+    dist.gather = gather
+    dist.all_gather_into_tensor = all_gather_into_tensor
     dist.init_process_group = init_process_group
     dist.all_reduce = all_reduce
     dist.batch_isend_irecv = batch_isend_irecv

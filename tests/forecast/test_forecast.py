@@ -240,19 +240,6 @@ def test_several_nodes_share_out_the_state_and_gather_it() -> None:
     assert as_json(two, ())["lanes"]["collective"]["busy_s"] > as_json(one, ())["lanes"]["collective"]["busy_s"]
 
 
-def test_a_forecast_of_several_nodes_says_how_gathers_cross_them() -> None:
-    config = PlanConfig(model="gpt-13b", hardware="h100", batch_size=4, nodes=2)
-    two = forecast(config, find_machine_for(config))
-    assert two.machine.ranks is not None
-    assert two.machine.ranks.two_step
-    (said,) = (note for note in two.notes if note.startswith("gathers:"))
-    assert "once between nodes, then inside each" in said
-    ranks = replace(two.machine.ranks, two_step=False)
-    straight = forecast(config, replace(two.machine, ranks=ranks))
-    busy = [as_json(one, ())["lanes"]["collective"]["busy_s"] for one in (two, straight)]
-    assert busy[0] < busy[1]
-
-
 def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40g", "seq_len": 512, "batch_size": 4}
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)

@@ -25,7 +25,6 @@ from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.formats import warm_up as warm_up_kernels
 from pagoda.parallel.experts import ExpertExchange
-from pagoda.parallel.wire import Wire
 from pagoda.parallel.world import launched
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.layout import GRAD, WEIGHT
@@ -438,20 +437,3 @@ def clip_by_torch(out: Path) -> dict[str, Any]:
     optimizer.step()
     optimizer.close()
     return {"error": error, "norm": norm, "clipped": clipped}
-
-
-def train_on_nodes(out: Path, recipe: dict[str, Any], per_node: int, two_step: bool, **settings: Any) -> dict[str, Any]:
-    """As `train`, on nodes of so many ranks, with the bytes that this rank has sent to other nodes."""
-    rank, _ = place()
-    os.environ.update(LOCAL_WORLD_SIZE=str(per_node), LOCAL_RANK=str(rank % per_node))
-    sent = [0]
-    trade, open_mesh = Wire.trade, pagoda.open_mesh
-
-    def counted(wire: Wire, sends: Any, receives: Any) -> None:
-        parcels = list(sends)
-        sent[0] += sum(tensor.nbytes for to, tensor in parcels if to // per_node != rank // per_node)
-        trade(wire, parcels, receives)
-
-    Wire.trade = counted  # type: ignore[method-assign]
-    pagoda.open_mesh = lambda **chosen: open_mesh(two_step=two_step, **chosen)
-    return {**train(out, recipe, **settings), "sent_to_other_nodes": sent[0]}

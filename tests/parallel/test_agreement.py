@@ -46,7 +46,7 @@ def play(wishes: Sequence[Sequence[Call | str]]) -> tuple[list[list[tuple[str, i
 
     def rank(me: int) -> None:
         wire: Any = FakeWire(table, me)
-        agreement = Agreement(wire, 70, lambda call, _: logs[me].append(("served", call.about)))
+        agreement = Agreement(wire, lambda call, _: logs[me].append(("served", call.about)))
         try:
             for wish in wishes[me]:
                 call = agreement.joint(wish) if isinstance(wish, str) else wish
@@ -105,14 +105,6 @@ def test_a_rank_that_ends_stops_the_others(asks: Asks, said: str) -> None:
     for error in (errors[0], errors[2]):
         assert isinstance(error, RankError)
         assert said in str(error)
-
-
-@given(st.sets(st.integers(0, 69)), st.sets(st.integers(0, 69)))
-def test_flags_travel(flags: set[int], dropped: set[int]) -> None:
-    call = Call(Asks.REDUCE, 2, 7, tuple(sorted(flags)), tuple(sorted(dropped)))
-    wire: Any = FakeWire(Table(1), 0)
-    agreement = Agreement(wire, 70, lambda *_: None)
-    assert list(agreement.settle(call)) == [call]
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, max_value=1e200, min_value=-1e200)))

@@ -11,6 +11,9 @@ from runtime.parts import RESIDENT, Parts, parts
 
 from pagoda.errors import RankError
 from pagoda.parallel.agreement import Asks, Call
+from pagoda.parallel.mesh import Mesh
+from pagoda.parallel.world import World
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Span
 from pagoda.runtime import gathering
 from pagoda.runtime.collective import Collectives
@@ -29,7 +32,6 @@ class FakeCollectives:
         self.awaited = False
         self.sent: list[torch.Tensor] = []
         self.servers: dict[Asks, Callable[[Call, Sequence[Call]], None]] = {}
-        self.mesh = SimpleNamespace(ranks=SimpleNamespace(two_step=False))
         self.wire = SimpleNamespace(trade=lambda sends, _: self.sent.extend(tensor.clone() for _, tensor in sends))
         self.shards = SimpleNamespace(
             rank=1,
@@ -90,10 +92,10 @@ def test_a_rank_that_waits_for_what_comes_later_has_not_made_the_update(
 
 
 def test_collectives_know_that_compute_waits_for_them() -> None:
-    mesh: Any = SimpleNamespace(lane=None)
+    mesh = Mesh(World(), Ranks(1, 1))
     wire: Any = FakeWire(Table(1), 0)
     shards: Any = None
-    collectives = Collectives(mesh, wire, shards, Device(), slots=1)
+    collectives = Collectives(mesh, wire, shards, Device())
     seen: list[bool] = []
     collectives.jointly("optimizer.step()", lambda _: seen.append(collectives.awaited))
     assert seen == [True]
