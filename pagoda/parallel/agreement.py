@@ -2,32 +2,25 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pagoda.errors import RankError, UsageError
+from pagoda.errors import UsageError
 from pagoda.parallel.wire import Wire
 
 
 class Asks(IntEnum):
     """What a rank asks the others for."""
 
-    GATHER = 0
-    """A unit's weights, of every rank's slice."""
-    REDUCE = 1
+    REDUCE = 0
     """The mean of every rank's gradient of a unit, in slices."""
-    SHARE = 2
+    SHARE = 1
     """A unit's updated weights, where every rank has all of them and updated a slice (stages 1 and 2)."""
-    JOINTLY = 3
+    JOINTLY = 2
     """A collective that all ranks must ask for: others cannot take part in it unasked."""
-    LEAVE = 4
-    """Nothing any more."""
-    FAIL = 5
-    """Nothing any more, as something failed here."""
 
 
-SERVED = (Asks.GATHER, Asks.REDUCE, Asks.SHARE)
+SERVED = (Asks.REDUCE, Asks.SHARE)
 """What a rank can take part in without asking for it, as soon as it asks for anything."""
 
 
@@ -39,7 +32,7 @@ class Call:
     about: int = 0
     """The unit; of what is done jointly, a number that stands for it."""
     version: int = 0
-    """How often the unit has been updated."""
+    """How often the unit has been updated; of what is done jointly, anything that ranks tell each other."""
 
     def is_with(self, other: "Call") -> bool:
         """Whether both are answered at once."""
@@ -54,8 +47,7 @@ class Agreement:
     in without asking is served by them, and they ask again. So ranks may ask in any order, and none waits for ever:
     a rank that asks for nothing is computing, or waits for what it has asked.
 
-    Raises UsageError, on every rank, where ranks want different things that need all of them, RankError where one has
-    left or failed.
+    Raises UsageError, on every rank, where ranks want different things that need all of them.
     """
 
     def __init__(self, wire: Wire, serve: Callable[[Call, Sequence[Call]], None]) -> None:
@@ -69,11 +61,11 @@ class Agreement:
         self.served = 0
         """Calls of others that this rank took part in unasked."""
 
-    def joint(self, what: str) -> Call:
-        """The call for something that all ranks must ask for, named `what` in errors."""
+    def joint(self, what: str, told: int = 0) -> Call:
+        """The call for something that all ranks must ask for, named `what` in errors; `told` is for the others."""
         number = zlib.crc32(what.encode())
         self._names[number] = what
-        return Call(Asks.JOINTLY, number)
+        return Call(Asks.JOINTLY, number, told)
 
     def settle(self, call: Call) -> Sequence[Call]:
         """Take part in what others ask for until `call` is what all do now; returns every rank's call."""
@@ -92,24 +84,7 @@ class Agreement:
             self._broken = error
             raise
 
-    def fail(self) -> None:
-        """Tell the others that something has failed here, unless nobody can be told any more."""
-        with suppress(BaseException):
-            self.settle(Call(Asks.FAIL))
-        self._broken = self._broken or RankError(f"Rank {self._wire.rank} has failed: see its first error.")
-
     def _choose(self, mine: Call, calls: Sequence[Call]) -> Call:
-        if mine.asks in (Asks.LEAVE, Asks.FAIL):
-            return mine
-        for rank, call in enumerate(calls):
-            if call.asks is Asks.FAIL:
-                raise RankError(f"Rank {rank} has failed, so rank {self._wire.rank} stops: see its own error.")
-        for rank, call in enumerate(calls):
-            if call.asks is Asks.LEAVE:
-                raise RankError(
-                    f"Rank {rank} has closed its optimizer, but rank {self._wire.rank} is at {self._describe(mine)}: "
-                    "run the same number of steps on every rank."
-                )
         chosen = next((call for call in calls if call.asks in SERVED), calls[0])
         if chosen.asks not in SERVED and not all(chosen.is_with(call) for call in calls):
             said = self._wire.announce_bytes(self._describe(mine).encode())
@@ -120,4 +95,4 @@ class Agreement:
     def _describe(self, call: Call) -> str:
         if call.asks is Asks.JOINTLY:
             return self._names.get(call.about, "something else")
-        return {Asks.GATHER: "a forward or backward", Asks.REDUCE: "a backward"}.get(call.asks, "optimizer.step()")
+        return "a backward" if call.asks is Asks.REDUCE else "optimizer.step()"

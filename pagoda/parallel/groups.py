@@ -37,6 +37,7 @@ class Group:
             group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=rank_timeout_s()))
             if ranks == self.ranks:
                 self._group = group
+                wire.watcher.guard(group)
 
     def gather(self, whole: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
         """Complete `whole`, of which each rank has the elements [start, stop) that `spans` says, by place.
@@ -104,7 +105,7 @@ class Group:
         if len(self.ranks) == 1:
             return
         try:
-            collective()
+            self._wire.watcher.wait(collective, foreseen=True)
             if tensor.is_cuda:  # what has been waited for so far is the stream's queue
                 torch.cuda.current_stream(tensor.device).synchronize()
         except RuntimeError as error:

@@ -38,6 +38,10 @@ class Shards:
             return frozenset(self.sharers(unit))
         return frozenset(self._mesh.family())
 
+    def family_of(self, unit: int) -> frozenset[int]:
+        """The same, of the unit of a number."""
+        return self.family(self._layout.units[unit])
+
     def having(self, unit: UnitSpec, slot: int) -> tuple[int, ...]:
         """Ranks that have the same parameter, or the same part of it."""
         whole = unit.slots[slot].param.shard is None and unit.index not in self._layout.expert_units

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pagoda.errors import RankError
+from pagoda.parallel.watcher import Watcher
 from pagoda.parallel.world import World, rank_timeout_s
 
 _SECONDS_TO_DIE = 2.0
@@ -31,10 +32,13 @@ class Wire:
     Raises RankError, naming the rank, where another one is gone, or silent for longer than the timeout.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, watcher: Watcher | None = None) -> None:
+        """`watcher` ends what waits for a rank that has failed; by default one of its own."""
         self.rank = world.rank
         self.size = world.size
+        self.watcher = watcher or Watcher(world.rank, world.size)
         self._group = dist.new_group(timeout=timedelta(seconds=rank_timeout_s()))
+        self.watcher.guard(self._group)
         self._processes: list[tuple[str, int]] = []
         """Every rank's host and process number, once known."""
         said = self.announce_bytes(f"{_host()} {os.getpid()}".encode())
@@ -97,7 +101,7 @@ class Wire:
             waited = 0
             try:
                 for work in works:
-                    work.wait()
+                    self.watcher.wait(work.wait)
                     waited += 1
                 if parcels[0][2].is_cuda:  # what has been waited for so far is the stream's queue
                     torch.cuda.current_stream(parcels[0][2].device).synchronize()
@@ -106,15 +110,20 @@ class Wire:
 
         return wait
 
-    def lost(self, rank: int | None, error: RuntimeError) -> RankError:
-        """The error of a rank that could not be reached, one of all if it is None: one that has died, if one has on
-        this host."""
+    def lost(self, rank: int | None, error: Exception) -> RankError:
+        """The error of a rank that could not be reached, one of all if it is None: one that has said that it fails, or
+        has died, if one has on this host."""
         deadline = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < deadline:
+            if (news := self.watcher.news()) is not None:
+                return news
             dead = [r for r, (host, number) in enumerate(self._processes) if host == _host() and not _lives(number)]
+            dead = [r for r in dead if r not in self.watcher.left]
             if dead:
                 names = ", ".join(f"{r} (process {self._processes[r][1]})" for r in dead)
                 return RankError(f"Rank {names} has ended, so rank {self.rank} stops.")
+            if (left := self.watcher.has_left()) is not None:
+                return left
             time.sleep(0.05)
         who = "A rank" if rank is None else f"Rank {rank}"
         if rank is not None and self._processes:

@@ -74,3 +74,13 @@ def serving_pages(layout: Layout) -> int:
         return 0
     widest = max(layout.pages(unit, WEIGHT) for unit in layout.units)
     return min(widest, pages_for(MESSAGE_BYTES, layout.page_bytes)) + 1
+
+
+def reserve_pages(layout: Layout) -> int:
+    """Where the weights of a unit arrive that a rank has no use for, but takes part in gathering."""
+    return max((layout.lease_of(unit) for unit in layout.units if layout.is_cut(unit, WEIGHT)), default=0)
+
+
+def collective_pages(layout: Layout) -> int:
+    """Pages of all buffers of collectives, where compute reads weights."""
+    return reduce_pages(layout) + reserve_pages(layout)

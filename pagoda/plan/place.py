@@ -8,7 +8,7 @@ from typing import NoReturn
 from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_at_least, format_bytes
-from pagoda.plan.collective import reduce_pages, serving_pages
+from pagoda.plan.collective import collective_pages, serving_pages
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages, why_no_device_updates
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
@@ -208,7 +208,7 @@ class _Placer:
             widest = min(BOUNCE_ELEMENTS, max(unit.trainable_numel for unit in layout.units))
             lines[BOUNCE] = 2 * pages_for(widest * layout.offloaded_itemsize, layout.page_bytes)
         else:
-            lines[COLLECTIVE_BUFFERS] = reduce_pages(layout)
+            lines[COLLECTIVE_BUFFERS] = collective_pages(layout)
         if self.ssd is not None:
             lines[SERVING] = serving_pages(layout)
             if self.options.may_offload:
@@ -330,7 +330,7 @@ class _Placer:
             state: sum(layout.pages(unit, state) for unit in resident)
             for state in (*(s.name for s in layout.states), GRAD)
         }
-        lines |= {COLLECTIVE_BUFFERS: reduce_pages(layout), UPDATE_RING: self.update_ring}
+        lines |= {COLLECTIVE_BUFFERS: collective_pages(layout), UPDATE_RING: self.update_ring}
         beside = sum(lines.values())
         leases = min(self.device - beside, total)
         least = min(layout.lease_pages(ahead=1), total)

@@ -13,6 +13,7 @@ from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor, update_lane
+from pagoda.runtime.gathering import Gathering
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.stats import Found, Meter, Staleness
@@ -53,7 +54,9 @@ class Accesses:
         leases: Leases,
         device: Device,
         meter: Meter,
+        gathering: Gathering | None = None,
     ) -> None:
+        """`gathering` follows compute where ranks have slices of the weights."""
         self._plan = store.plan
         self._store = store
         self._units = units
@@ -63,6 +66,7 @@ class Accesses:
         self._leases = leases
         self._device = device
         self._meter = meter
+        self._gathering = gathering
         self._uses = {phase: [0] * len(units) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         """Uses of each unit now, the unfinished read included."""
         self._reading: LiveUnit | None = None
@@ -107,7 +111,7 @@ class Accesses:
         """One use of a unit has ended."""
         self._uses[phase][unit.index] -= 1
         if not self._uses[phase][unit.index]:
-            self._driver.tell(self._scheduler.release, unit.index)
+            self._release(unit)
 
     def read(self, unit: LiveUnit) -> torch.Tensor:
         """A unit's weights for an operation of backward: whoever keeps the tensor keeps them in place."""
@@ -137,7 +141,12 @@ class Accesses:
         self._executor.failures.pop(unit.index, None)
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
+        self._end_read()
+        if self._gathering is not None:
+            self._gathering.begin(recorded)
         self.tell(self._scheduler.access, access, recorded)
+        if self._gathering is not None:
+            self._gathering.end()
         if access != self._last:
             self._last = access
             self._meter.accesses[self._found(unit)] += 1
@@ -148,13 +157,20 @@ class Accesses:
             if lease.ready is not None and not lease.ready.succeeded:
                 self._device.wait_for(lease.ready.wait_until_issued())
         except BaseException:
-            self.tell(self._scheduler.release, unit.index)
+            self._release(unit)
             raise
         if self._plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
         if self._meter.tape is not None:
             self._note(self._meter.tape, unit, phase)
         return lease
+
+    def _release(self, unit: LiveUnit) -> None:
+        if self._gathering is not None:
+            self._gathering.begin()
+        self._driver.tell(self._scheduler.release, unit.index)
+        if self._gathering is not None:
+            self._gathering.end()
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
         """Units of experts that a router has just chosen, in the order in which they will run."""

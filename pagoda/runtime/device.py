@@ -179,10 +179,12 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
-        self._in, self._out, self._squares, self._ranks, *self._pipes = (
+        self._in, self._out, self._squares, *self._pipes = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for _ in range(4 + PIPES)
+            for _ in range(3 + PIPES)
         )
+        self._ranks: dict[int, torch.cuda.Stream] = {}
+        """thread -> the stream on which it talks to other ranks. What one waits for must not hold up the others."""
         self._compute = torch.cuda.current_stream(device)
         """The stream that compute was last known to use."""
         self._arriving = [Arrival((), tuple)] * _ARRIVING
@@ -218,7 +220,10 @@ class CudaDevice(Device):
         return torch.cuda.stream(torch.cuda.current_stream(self.torch_device))
 
     def beside_compute(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._ranks)
+        thread = threading.get_ident()
+        if thread not in self._ranks:
+            self._ranks[thread] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._ranks[thread])
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         return self._copy(self._in, target, source, after)

@@ -86,6 +86,8 @@ class Engine:
         """The last step that was recorded."""
         self._meter = Meter(LANES if ranks is None else (*LANES, COLLECTIVE))
         self._step = 0
+        self._unforeseen = 0, 0
+        """Gathers asked for, and collectives passed over, until the last step."""
         self._speculations = 0, 0
         """Updates before `step()` that stood and that were undone, until the last step."""
         self.device = device
@@ -111,7 +113,8 @@ class Engine:
             partial(update_lane, self.store),
             self._meter.stalled,
         )
-        self.leases = open_leases(self.store, device, units, Fetcher(self.store, self._lanes, device))
+        fetcher = Fetcher(self.store, self._lanes, device)
+        self.leases = open_leases(self.store, device, units, fetcher)
         feeders = open_feeders(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, None if ranks is None else ranks[0].rank)
         self.plan = plan
@@ -135,11 +138,14 @@ class Engine:
                 self._lanes["d2h"],
                 self._executor.driver,
                 self._executor.updated,
+                self._executor.is_to_come,
+                fetcher.fill,
                 self._meter.stalled,
             )
-            self._lanes[COLLECTIVE] = self.together.collectives.lane
+            self._lanes |= self.together.lanes
             self.leases.gather = self.together.gather
-        self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
+        gathering = self.together.gathering if self.together is not None else None
+        self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter, gathering)
         self.accesses.owner = self
         self.graphs = GraphMemory(
             self.leases,
@@ -343,10 +349,14 @@ class Engine:
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
         """`norms` are None where the step was skipped."""
-        counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
+        counters: dict[str, tuple[float, int]] = {}
+        for lane in self._lanes.values():
+            (busy_s, nbytes), (others_s, others) = lane.take_counters(), counters.get(lane.name, (0.0, 0))
+            counters[lane.name] = busy_s + others_s, nbytes + others
         meter = self._meter
         kept, undone = self.scheduler.speculations
         activations = self.graphs.end_of_step()
+        asked, passed = self.together.unforeseen if self.together is not None else (0, 0)
         self.stats = StepStats(
             step=self._step,
             grad_norm=norms.total if norms is not None else None,
@@ -363,9 +373,11 @@ class Engine:
             staleness=self.accesses.staleness(),
             updates_kept=kept - self._speculations[0],
             updates_undone=undone - self._speculations[1],
+            gathers_asked=asked - self._unforeseen[0],
+            collectives_passed=passed - self._unforeseen[1],
             activation_bytes=activations,
         )
-        self._speculations = kept, undone
+        self._speculations, self._unforeseen = (kept, undone), (asked, passed)
         if meter.tape is not None:
             self._end_recording(meter.tape)
         meter.reset()

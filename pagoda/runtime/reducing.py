@@ -131,8 +131,11 @@ class Reducer:
         driver: Driver,
         stalled: Callable[[str, float], None],
         early: bool,
+        gathered: Callable[[int], Handle] | None,
     ) -> None:
-        """`early` says that units are updated under backward."""
+        """`early` says that units are updated under backward; `gathered` gives what ends when this rank gathers a
+        unit's weights no more, where it does."""
+        self._gathered = gathered
         self._driver = driver
         self.bring: Callable[[UnitGradient, bool], None]
         """Has a gradient brought to its record's buffer; set by whoever asks for updates."""
@@ -154,6 +157,7 @@ class Reducer:
         self._equal = not self._shards.differ
         warm_up(self._dtype)
         collectives.serve(Asks.REDUCE, self._serve)
+        collectives.take_part = self._take_part
 
     def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
@@ -192,9 +196,8 @@ class Reducer:
         call = Call(Asks.REDUCE, record.unit.index, record.unit.version)
         flags = Flags(frozenset(filling.arrived), frozenset(filling.dropped))
 
-        def work(calls: Sequence[Call]) -> None:
+        def work() -> None:
             filling.filled.synchronize()
-            askers(call, calls, self._shards.family(spec))
             self._reduce(record, filling.buffer, flags)
 
         spec = record.unit.spec
@@ -202,7 +205,9 @@ class Reducer:
 
         def offload(record: UnitGradient) -> Handle:
             after = [*filling.copies, *record.pending[-1:]]
-            handle = self._collectives.submit(call, work, after, sent, f"reduce {spec.name}")
+            if self._early and self._gathered is not None:  # once it is reduced, others may update it
+                after.append(self._gathered(record.unit.index))
+            handle = self._collectives.reduce(call, work, after, sent, f"reduce {spec.name}")
             self._uses[buffer] = handle
             return handle
 
@@ -252,6 +257,11 @@ class Reducer:
                 "updated it for already. Run the same number of backward passes on every rank, or leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
+        self._take_part(unit.index)
+
+    def _take_part(self, index: int) -> None:
+        """On the collective lane: reduce a unit's gradient, of which this rank has none."""
+        unit = self._units[index]
         record = self._gradients.open(unit, self._driver.scheduler.steps)
         ended = Handle(COLLECTIVE)
         opened = threading.Event()

@@ -70,6 +70,10 @@ class StepStats:
     """Units updated under backward before the norm was known, whose update stood: nothing was clipped."""
     updates_undone: int = 0
     """Units whose update under backward was undone: the gradients were clipped, or the states were asked for."""
+    gathers_asked: int = 0
+    """Units whose weights this rank has asked the others for one by one, as no list of collectives had them."""
+    collectives_passed: int = 0
+    """Collectives of the list that this rank took part in only because others did."""
     activation_bytes: ActivationBytes = field(default_factory=ActivationBytes)
     """What graphs kept between forward and backward: in compute's memory at the worst moment of the step, and offloaded
     since `wrap()`."""

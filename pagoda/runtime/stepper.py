@@ -309,7 +309,9 @@ class Stepper:
         check_gradients(self._units)
         try:
             norms = self.norms("optimizer.step()")
+            self._end_step()
         except NonFiniteGradientError:
+            self._end_step()
             self._abandon()
             if not self.scaler.skips:
                 raise
@@ -329,6 +331,10 @@ class Stepper:
             self.scaler.end_of_step(skipped=False)
         self._clear_step()
         return norms
+
+    def _end_step(self) -> None:
+        if self._together is not None:
+            self._together.end_step()
 
     def _queue_updates(self, clipped: bool) -> None:
         """Ask for the update of every unit with a gradient, with the hyperparameters as they are now."""

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 import torch
 
 from pagoda.optim.rule import StateSpec
+from pagoda.parallel.agreement import Call
 from pagoda.parallel.exact import exact_parts
+from pagoda.parallel.foreseen import SIGNATURE_BITS
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.wire import Wire
 from pagoda.plan.layout import WEIGHT
+from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device, Event
 from pagoda.runtime.driver import Driver
-from pagoda.runtime.gathering import Gathering
+from pagoda.runtime.gathering import Fill, Gathering
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.reducing import Buffers, Reducer
+from pagoda.runtime.sharing import Sharing
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
@@ -55,6 +59,8 @@ class Together:
         copies: Lane,
         driver: Driver,
         latest: Callable[[LiveUnit], Handle | None],
+        is_to_come: Callable[[LiveUnit], bool],
+        fill: Fill,
         stalled: Callable[[str, float], None],
     ) -> None:
         """`buffers` are for gradients of several ranks; None where no two have any of the same elements. `latest` gives
@@ -63,18 +69,48 @@ class Together:
         self._units = units
         self._gradients = gradients
         wire.connect(device.torch_device)
-        self.collectives = Collectives(mesh, wire, store.shards, device)
-        self._gathering = Gathering(self.collectives, store, units, device, latest)
         early = store.plan.options.update_under_backward
+        listed = not (early or store.plan.layout.expert_units)
+        self.collectives = Collectives(mesh, wire, store.shards, device, listed)
+        self.gathering: Gathering | None = None
+        """Where ranks have slices of the weights."""
+        if mesh.ranks.shards_weights:
+            self.gathering = Gathering(self.collectives, store, units, device, latest, is_to_come, fill)
+        self._sharing = Sharing(self.collectives, store, units, early)
+        self._signatures: set[int] = set()
+        """What ranks said last of what they came to in this step."""
         self._reducer = (
             None
             if buffers is None
-            else Reducer(self.collectives, gradients, units, buffers, device, copies, driver, stalled, early)
+            else Reducer(
+                self.collectives,
+                gradients,
+                units,
+                buffers,
+                device,
+                copies,
+                driver,
+                stalled,
+                early,
+                self.gathering.gathered if self.gathering is not None else None,
+            )
         )
         self._driver = driver
-        self.saver_wire = Wire(mesh.world)
+        wire.watcher.start()
+        self.saver_wire = Wire(mesh.world, wire.watcher)
         """For the thread that writes checkpoints."""
         store.assemble = self._assemble
+
+    @property
+    def unforeseen(self) -> tuple[int, int]:
+        """Gathers that this rank has asked others for one by one, and collectives that it has passed over, so far."""
+        passed, gathering = self.collectives.foreseen.passed, self.gathering
+        return (0, passed) if gathering is None else (gathering.asked, passed + gathering.foreseen.passed)
+
+    @property
+    def lanes(self) -> dict[str, Lane]:
+        """All of which work for the lane `collective`."""
+        return {COLLECTIVE: self.collectives.lane, **(self.gathering.lanes if self.gathering is not None else {})}
 
     @property
     def rank(self) -> int:
@@ -132,14 +168,14 @@ class Together:
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
         """Complete a lease of this rank's slice, if ranks have slices; see `Gathering.gather`."""
-        if not self._store.shards.is_cut(unit.spec, WEIGHT):
+        if self.gathering is None or not self._store.shards.is_cut(unit.spec, WEIGHT):
             return own
-        return self._gathering.gather(unit, weights, own, free)
+        return self.gathering.gather(unit, weights, own, free)
 
     def share(self, record: UnitGradient) -> None:
         """Have all of a unit's new weights here, once this rank has updated what it updates of them."""
         if record.shown is not record.updated:
-            self._gathering.share(record.unit, record.updated).then(record.shown.finish)
+            self._sharing.share(record.unit, record.updated).then(record.shown.finish)
 
     def norm_terms(self, what: str, terms: Mapping[int, UnitGradient], square_sums: SquareSums) -> NormTerms:
         """What the gradient's norm is the root of the sum of, of all ranks, and the first parameter that is not finite.
@@ -148,9 +184,12 @@ class Together:
         `terms` are gradients whose update has been queued; the others of this step are found when all ranks are there.
         """
         self.flush()
+        if self.gathering is not None:
+            self.gathering.finish()
         found: list[NormTerms] = []
 
-        def work(_: object) -> None:
+        def work(calls: Sequence[Call]) -> None:
+            self._signatures = {call.version for call in calls}
             records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
             for record in records.values():
                 self._mark(record)
@@ -160,19 +199,37 @@ class Together:
             sums = [wire.announce_floats(exact_parts(of_group)) for of_group in finite]
             found.append(NormTerms(sums, self._first_non_finite(records.values())))
 
-        self.collectives.jointly(what, work)
+        self.collectives.jointly(what, work, self._signature)
+        if self.gathering is not None:
+            self.gathering.settle()
         return found[0]
+
+    def _signature(self) -> int:
+        """Stands for what this rank came to in this step."""
+        gathers = self.gathering.foreseen.signature() if self.gathering is not None else 0
+        return gathers << SIGNATURE_BITS | self.collectives.foreseen.signature()
+
+    def end_step(self) -> None:
+        """A step has ended, whose norm all ranks have."""
+        mask = (1 << SIGNATURE_BITS) - 1
+        self.collectives.foreseen.end_step(len({told & mask for told in self._signatures}) == 1)
+        if self.gathering is not None:
+            self.gathering.end_step(len({told >> SIGNATURE_BITS for told in self._signatures}) == 1)
 
     def drop_gradients(self) -> None:
         """Forget gradients that no step has used, on every rank at once."""
         if self._reducer is None or (self._reducer.is_empty and not self._gradients.records()):
             return
         self._reducer.drop()
-        self.collectives.jointly("optimizer.zero_grad() with gradients to drop", lambda _: None)
+        self.collectives.jointly("optimizer.zero_grad() with gradients to drop", lambda _: None, lambda: 0)
+        self.collectives.foreseen.restart()
 
     def close(self) -> None:
         """Leave the others."""
         self.collectives.close()
+        if self.gathering is not None:
+            self.gathering.close()
+        self.collectives.wire.watcher.close()
 
     def _first_non_finite(self, records: Iterable[UnitGradient]) -> str | None:
         """Name of the parameter whose gradient was the first on any rank that is NaN or infinite."""

@@ -26,7 +26,7 @@ from pagoda.optim import means
 from pagoda.optim.formats import warm_up as warm_up_kernels
 from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.world import launched
-from pagoda.plan.collective import reduce_pages
+from pagoda.plan.collective import collective_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -76,7 +76,7 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> 
     layout = make_plan(root, states, Budgets(1 << 40), options, ranks).layout
     device = None
     if kind.startswith("arena"):
-        device = (layout.lease_pages(ahead=1) + reduce_pages(layout)) * PAGE
+        device = (layout.lease_pages(ahead=1) + collective_pages(layout)) * PAGE
         sizes["device"] = f"cpu:{device}"
     if kind == "arena":
         return pagoda.Memory(host="64MiB", **sizes)
@@ -437,3 +437,21 @@ def clip_by_torch(out: Path) -> dict[str, Any]:
     optimizer.step()
     optimizer.close()
     return {"error": error, "norm": norm, "clipped": clipped}
+
+
+def evaluate_alone(out: Path, kind: str = "ssd") -> dict[str, Any]:
+    """Rank 0 evaluates between steps, while the others wait for it where Pagoda knows nothing of it."""
+    made = Recipe("llama", steps=6)
+    model, optimizer = wrapped(made, kind, out, 3)
+    outcome, asked = Outcome(), []
+    for step in range(made.steps):
+        take_steps(made, model, optimizer, outcome, place()[1], range(step, step + 1))
+        before = optimizer._engine.together.unforeseen[0]
+        if place()[0] == 0 and step >= 4:
+            with torch.no_grad():
+                model(**batch("llama", torch.Generator().manual_seed(7)))
+        torch.distributed.barrier()
+        asked.append((optimizer.stats.gathers_asked, optimizer._engine.together.unforeseen[0] - before))
+    result = {"losses": outcome.losses, "weights": model.state_dict(), "asked": asked}
+    optimizer.close()
+    return result

@@ -152,3 +152,17 @@ def test_a_rank_holds_what_its_stage_says(stage: int, count: int, ranks: RankSer
         rest = held["weight_low"] + held["exp_avg"] + held["exp_avg_sq"]
         assert rest == pytest.approx(10 / count, rel=0.15)
         assert result["peak"]["host"] <= result["plan_peak"]["host"]
+
+
+@pytest.mark.parametrize("kind", ["ssd", pytest.param("arena-ssd", marks=SLOW)])
+def test_a_rank_that_evaluates_alone_is_served_while_the_others_wait_elsewhere(
+    kind: str, ranks: RankServer, tmp_path: Path
+) -> None:
+    expected = ranks.run("train", 2, tmp_path / "usual", recipe={"model": "llama", "steps": 6}, kind=kind)
+    for rank, result in enumerate(ranks.run("evaluate_alone", 2, tmp_path / "alone", kind=kind)):
+        assert result["losses"] == expected[rank]["losses"]
+        assert all(torch.equal(result["weights"][name], weight) for name, weight in expected[rank]["weights"].items())
+        in_step, after = zip(*result["asked"], strict=True)
+        assert in_step[0] > 0, "in the first step, nothing is foreseen"
+        assert in_step[3] == in_step[4] == 0, "then all of it is"
+        assert (after[4] > 0) == (rank == 0)

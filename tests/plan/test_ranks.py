@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.describe import module_spec
 from pagoda.models.papers import PAPER_SHAPES
-from pagoda.plan.collective import MESSAGE_BYTES, MOST_SUM_BYTES, reduce_buffers, reduce_pages
+from pagoda.plan.collective import MESSAGE_BYTES, MOST_SUM_BYTES, collective_pages, reduce_buffers, reserve_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, SSD
 from pagoda.plan.options import Options
@@ -118,7 +118,7 @@ def test_leases_are_whole_units_and_fit_the_device(plan: Plan) -> None:
         assert plan.leased_pages()[unit.index] * plan.page_bytes >= 2 * unit.numel
     assert plan.peak_bytes[DEVICE] <= (plan.budgets.device or 0)
     assert plan.placement.pages(DEVICE, LEASES) >= plan.layout.lease_pages(ahead=1)
-    assert (plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) > 0) == (reduce_pages(plan.layout) > 0)
+    assert (plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) > 0) == (collective_pages(plan.layout) > 0)
 
 
 @settings(deadline=None)
@@ -204,7 +204,7 @@ def test_a_plan_is_simulated_on_nodes_of_its_own_size_only() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"replicas": 2}, {"tensor_parallel": 2}])
 def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(settings: dict[str, int]) -> None:
-    """Beside three whole gradients of the widest unit, and leases."""
+    """Beside three whole gradients of the widest unit, weights of one, and leases."""
     for count in (2, 4, 8, 64, 512, 4096):
         for stage in (1, 2, 3):
             plan = make_plan(
@@ -217,6 +217,7 @@ def test_communication_buffers_are_of_the_same_size_for_any_number_of_ranks(sett
             buffers = reduce_buffers(plan.layout)
             assert buffers is not None
             reducing = plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) - 3 * buffers.whole_pages
+            reducing -= reserve_pages(plan.layout)
             assert 0 < reducing * plan.page_bytes < MOST_SUM_BYTES + plan.page_bytes
             serving = plan.placement.pages(HOST, SERVING) * plan.page_bytes
             assert (serving > 0) == (stage == 3)

@@ -15,10 +15,10 @@ from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.world import World
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Span
-from pagoda.runtime import gathering
+from pagoda.runtime import collective, sharing
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device
-from pagoda.runtime.gathering import Gathering
+from pagoda.runtime.sharing import Sharing
 
 from .test_agreement import FakeWire, Table
 
@@ -54,7 +54,7 @@ def part(tmp_path: Path) -> Iterator[Parts]:
 
 def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
     """Rank 0 asks rank 1 for its weights after one update; each of the waits of rank 1 takes a second of the clock."""
-    Gathering(collectives, part.store, part.units, Device(), lambda _: None)
+    Sharing(collectives, part.store, part.units, early=True)
     waits = 0
 
     def sleep(_: float) -> None:
@@ -62,7 +62,7 @@ def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait:
         waits += 1
         on_wait(waits)
 
-    monkeypatch.setattr(gathering, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(waits)))
+    monkeypatch.setattr(sharing, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(waits)))
     asked = Call(Asks.SHARE, 0, version=1)
     collectives.servers[Asks.SHARE](asked, [asked, Call(Asks.JOINTLY)])
 
@@ -91,7 +91,8 @@ def test_a_rank_that_waits_for_what_comes_later_has_not_made_the_update(
         ask(part, collectives, monkeypatch, reach_the_end_of_the_step)
 
 
-def test_collectives_know_that_compute_waits_for_them() -> None:
+def test_collectives_know_that_compute_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "Group", lambda *_: None)
     mesh = Mesh(World(), Ranks(1, 1))
     wire: Any = FakeWire(Table(1), 0)
     shards: Any = None
