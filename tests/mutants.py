@@ -191,13 +191,13 @@ MUTANTS = (
         "runtime/leases.py",
         "(*after, *earlier)",
         "after",
-        "runtime parallel/test_gathering.py",
+        "runtime parallel/test_same_bits_on_ranks.py",
     ),
     Mutant(
         "nested uses end with the first",
         "runtime/accesses.py",
-        "        if not self._uses[phase][unit.index]:\n            self._driver.tell",
-        "        if True:\n            self._driver.tell",
+        "        if not self._uses[phase][unit.index]:\n            self._release",
+        "        if True:\n            self._release",
         "runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
     ),
     Mutant(

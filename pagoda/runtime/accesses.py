@@ -141,7 +141,7 @@ class Accesses:
         self._executor.failures.pop(unit.index, None)
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
-        self._end_read()
+        self.end_read()
         if self._gathering is not None:
             self._gathering.begin(recorded)
         self.tell(self._scheduler.access, access, recorded)
