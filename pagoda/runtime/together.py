@@ -21,7 +21,8 @@ from pagoda.runtime.driver import Driver
 from pagoda.runtime.gathering import Fill, Gathering
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
-from pagoda.runtime.reducing import Buffers, Reducer
+from pagoda.runtime.reducing import Reducer
+from pagoda.runtime.rows import Buffers
 from pagoda.runtime.sharing import Sharing
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
