@@ -424,8 +424,8 @@ class Stepper:
             unit.steps[slot] = hyper.step
             self._used_groups[id(unit.params[slot])] = hyper
         self.queued += bool(record.segments)
+        self._executor.latest[unit.index] = record  # before the version: a rank that asks for that waits for this
         if self._options.max_staleness is None and record.segments:
             unit.version += 1
-        self._executor.latest[unit.index] = record
         if self._together is not None:
             self._together.share(record)
