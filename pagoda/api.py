@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +33,14 @@ from pagoda.memory.sizes import parse_bytes
 from pagoda.models.build import build_from_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, Optim
-from pagoda.optim.rule import Gradients, Precision, Rule, check_precision, kept_dtype
+from pagoda.optim.rule import Gradients, Precision, Rule, TensorRule, check_precision, kept_dtype
 from pagoda.optimizer import PagedOptimizer
+from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.mesh import Mesh, as_mesh, open_mesh
 from pagoda.parallel.start import (
     FromFirst,
     agreed_plan,
     check_equal,
-    check_experts,
     check_for_ranks,
     least_budgets,
     on_any_rank,
@@ -171,9 +170,13 @@ def wrap(
     are of the batch as a whole. "auto" runs a layer whose batch norms or arguments do not allow it whole, with a
     warning, and `plan_of` says so. Layers of transformers are given no key-value cache while they are tiled.
 
-    `tile_limit=SIZE` cuts linear layers, embeddings and transformers' stacks of experts whose weights take more into
-    tiles, which are fetched, used and dropped one after another. State dicts and checkpoints have the names and shapes
-    of the whole layers. Rounds otherwise in backward: what such a layer gives to its input is a sum over tiles.
+    `tile_limit=SIZE` cuts linear layers and embeddings whose weights take more into tiles, which are fetched, used and
+    dropped one after another. State dicts and checkpoints have the names and shapes of the whole layers. In backward
+    the result is rounded differently: what such a layer gives to its input is a sum over tiles.
+
+    Experts of transformers' mixtures are units of their own, fetched when a router has chosen them. With `tile_limit`,
+    as many experts of a layer as it allows are one unit; where it allows all, transformers' module stays as it is. A
+    mesh with `expert_parallel` divides the experts of every layer over ranks: build the whole model on each.
 
     Under torchrun, the ranks train one model, each with batches of its own and budgets of its own; gradients are the
     mean over ranks, and weights at the start are those of rank 0. `mesh` says what the ranks share out
@@ -190,7 +193,6 @@ def wrap(
     check_model(model)
     memory = _checked(memory)
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
-    check_experts(model, mesh)
     wire = Wire(mesh.world) if mesh.size > 1 else None
     if wire is not None:
         check_for_ranks(update == "async", speculate)
@@ -229,10 +231,14 @@ def wrap(
         gradients=kept_dtype(gradients),
         may_skip=scaler.dynamic,
     )
-    tiling = None if tiled_bytes is None else Tiling(model, tiled_bytes // states[0].dtype.itemsize)
-    if tiling is not None:
-        trained = {*tiling.renamed(trained)}
-        groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
+    tiling = Tiling(
+        model,
+        None if tiled_bytes is None else tiled_bytes // states[0].dtype.itemsize,
+        cuts_stacks=not isinstance(optimizer, TensorRule),
+        exchange=ExpertExchange.over(mesh) if mesh.ranks.expert_parallel > 1 else None,
+    )
+    trained = {*tiling.renamed(trained)}
+    groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
     poison = os.environ.get("PAGODA_POISON", "") not in ("", "0")
     try:
         plan = _plan(
@@ -244,8 +250,7 @@ def wrap(
             plan, units, precision, optimizer, memory.ssd_directories, clip_grad_norm, poison, device, scaler, ranks
         )
     except BaseException:
-        if tiling is not None:
-            tiling.undo()
+        tiling.undo()
         raise
     try:
         _move_in(model, engine, tiling, wire)
@@ -318,9 +323,9 @@ def _plan(
     return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
 
 
-def _move_in(model: nn.Module, engine: Engine, tiling: Tiling | None, wire: Wire | None) -> None:
+def _move_in(model: nn.Module, engine: Engine, tiling: Tiling, wire: Wire | None) -> None:
     """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
-    with nullcontext() if tiling is None else tiling.undone():
+    with tiling.undone():
         from_first = FromFirst(wire) if wire is not None else None
         Builder(model, engine.store, tiling, from_first).build(engine.units)
     if from_first is not None:

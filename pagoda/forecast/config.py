@@ -13,7 +13,7 @@ from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
 from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, check_tile_limit, require
 
 if TYPE_CHECKING:
-    from pagoda.optim.rule import StateSpec
+    from pagoda.optim.rule import Rule, StateSpec
 
 
 _MOST_TOKENS = 1 << 40
@@ -45,7 +45,7 @@ class PlanConfig:
     replicas: int = 1
     """Whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
     expert_parallel: int = 1
-    """Of a mixture of experts (t5-moe-1.2t): ranks that divide the experts of every block. Tokens travel to them."""
+    """Of a mixture of experts (t5-moe-1.2t): ranks that divide the experts of every layer. Tokens travel to them."""
     batch_size: int = 1
     """Sequences per forward pass on each GPU."""
     seq_len: int = 1024
@@ -125,6 +125,11 @@ class PlanConfig:
         Raises ConfigError where there is no optimizer of that name, it has not one of the settings, or it takes
         parameters whole and they are to be in tiles.
         """
+        return self.rule.states(self.precision)
+
+    @property
+    def rule(self) -> "Rule":
+        """The update rule. Raises ConfigError for settings that it does not have."""
         from pagoda.construction.rule_checks import check_rule
         from pagoda.optim.named import parsed_options, rule_named
 
@@ -132,7 +137,7 @@ class PlanConfig:
         require(bool(moments) or self.optim.moments == "fp32", "optim.moments", self.optim.moments, "is for adamw")
         rule = rule_named(self.optimizer, moments | parsed_options(self.optim.options))
         check_rule(rule, tiled=self.tile_limit is not None)
-        return rule.states(self.precision)
+        return rule
 
     @property
     def tile_elements(self) -> int | None:

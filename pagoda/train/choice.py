@@ -14,7 +14,6 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.subject import widths
-from pagoda.models.build import is_mixture
 from pagoda.parallel.mesh import Mesh
 from pagoda.plan.activations import ActivationMode, recomputes
 from pagoda.plan.batch_tiles import BatchTiles, tile_tokens
@@ -25,27 +24,10 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.ranks import from_first
 
 
-def activations_of(config: TrainConfig) -> ActivationMode:
-    """What `wrap` does with activations. A mixture of experts recomputes by itself: attention, and each expert apart.
-
-    Raises ConfigError for what mixtures cannot do.
-    """
-    if not is_mixture(config.model):
-        return config.activations
-    if config.activations not in ("keep", "recompute"):
-        raise ConfigError(
-            f"--activations is {config.activations}, but those of a mixture of experts ({config.model}) are kept or "
-            "recomputed: use keep or recompute"
-        )
-    return "keep"
-
-
 def chunks_loss(config: TrainConfig, model: Any) -> bool:
     """Whether the loss of a run is computed in chunks: as asked, or where that lowers the peak of activations."""
     if config.chunked_loss is not None:
         return config.chunked_loss
-    if is_mixture(config.model):
-        return False  # its head is no layer of its own that could be run in chunks
     hidden, ffn, vocab = widths(model.config.get_text_config())
     tokens = config.batch_size * config.seq_len
     at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
@@ -95,7 +77,7 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mes
         BudgetError: the search finds that nothing fits.
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
-    asked = Chosen(memory, activations_of(config), config.batch_tiles)
+    asked = Chosen(memory, config.activations, config.batch_tiles)
     searchable = mesh.size == 1 and config.lora.rank is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
@@ -111,8 +93,7 @@ def choose_plan(config: TrainConfig, memory: Memory, console: Console, mesh: Mes
     took = time.perf_counter() - started
     lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *found.reasons)
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
-    activations = found.activations if config.activations == "auto" else asked.activations
-    return Chosen(replace(memory, **found.memory), activations, found.batch_tiles)
+    return Chosen(replace(memory, **found.memory), found.activations, found.batch_tiles)
 
 
 def _check_measured_for(mesh: Mesh) -> None:

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagoda.errors import ConfigError
-from pagoda.models.build import is_mixture
 from pagoda.models.lora import LoraConfig
-from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.plan.activations import ActivationMode
 from pagoda.plan.batch_tiles import BatchTiles
 from pagoda.settings import MemoryConfig, PlanMode, StatesConfig, check_batch_tiles, check_tile_limit, flag, require
@@ -109,9 +107,10 @@ class TrainConfig:
 
     model: str
     """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN, and mixtures of experts: gpt-moe-15m, gpt-moe-120m, gpt-moe-1b,
-    t5-moe-15m, t5-moe-120m, t5-moe-1b), which starts from random weights, or a directory with a Hugging Face
-    config.json, which starts from the safetensors files beside it, or without any from random weights."""
+    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN, and mixtures of experts: mixtral-15m, mixtral-120m, mixtral-1b,
+    mixtral-8x7b, qwen3-moe-15m, qwen3-moe-30b, t5-moe-15m, t5-moe-120m, t5-moe-1b), which starts from random weights,
+    or a directory with a Hugging Face config.json, which starts from the safetensors files beside it, or without any
+    from random weights."""
     data: str = "stdlib"
     """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
     steps: int
@@ -119,7 +118,7 @@ class TrainConfig:
     batch_size: int
     """Sequences per forward pass, on each rank."""
     seq_len: int
-    """Tokens per sequence. A T5's encoder reads as many, and its decoder says the as many that follow."""
+    """Tokens per sequence. A T5's encoder reads as many, and its decoder predicts as many that follow."""
     accumulation_steps: int = 1
     """Forward and backward passes per optimizer step."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -132,8 +131,6 @@ class TrainConfig:
     """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    routing: RoutingConfig = field(default_factory=RoutingConfig)
-    """Of a built-in mixture of experts."""
     clip_grad_norm: float | None = 1.0
     """Largest global norm of the gradient, or None for no clipping."""
     speculate: bool | None = None
@@ -151,7 +148,7 @@ class TrainConfig:
     replicas: int = 1
     """Under torchrun, whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
     expert_parallel: int = 1
-    """Under torchrun, of a built-in mixture of experts: ranks over which the experts of each block are divided."""
+    """Under torchrun, of a mixture of experts: ranks over which the experts of each layer are divided."""
     activations: ActivationMode = "recompute"
     """What becomes of each layer's activations between forward and backward. keep: they stay. recompute: only the
     layer's inputs stay. offload: they go to RAM, from a GPU, or to SSD, and come back. recompute+offload: the inputs
@@ -164,8 +161,9 @@ class TrainConfig:
     """Run each layer in so many micro-batches, or as many as "auto" finds useful, so that weights move once for the
     whole batch: give --batch-size what --accumulation-steps would have added up."""
     tile_limit: str | None = None
-    """Linear layers, embeddings and stacks of experts whose weights take more bytes than this (such as 256MiB) become
-    tiles that are fetched one after another. Rounds otherwise than whole layers."""
+    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) become tiles that are
+    fetched one after another, which rounds differently from whole layers. Experts are fetched one by one without it;
+    with it, as many at a time as it allows."""
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     out: Path
@@ -219,8 +217,6 @@ class TrainConfig:
             raise ConfigError("--plan search plans the training of all weights: leave it out with --lora.rank")
         if self.tile_limit is not None:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
-        if is_mixture(self.model):
-            raise ConfigError(f"--lora.rank is for models of transformers, and {self.model} is none: leave it out")
 
     @property
     def kept_on_ssd(self) -> int:
