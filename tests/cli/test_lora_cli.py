@@ -138,7 +138,6 @@ def test_a_run_of_a_whole_model_has_nothing_to_merge(
         (("--lora.rank", "None"), "--lora.rank is missing"),
         (("--plan", "search"), "leave it out with --lora.rank"),
         (("--tile-limit", "64KiB"), "leave out --tile-limit"),
-        (("--model", "gpt-moe-15m"), "is for models of transformers"),
         (("--lora.targets", "no_such_layer"), "--lora.targets is no_such_layer"),
     ],
 )
