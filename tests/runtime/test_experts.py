@@ -34,8 +34,8 @@ from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.experts import Steadiness
 
 STEPS = 6
-WHOLE = 1 << 40
-"""A tile limit that leaves stacks of experts whole."""
+WHOLE = pagoda.Tiles(tile_limit=1 << 40)
+"""Leaves stacks of experts whole."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -197,10 +197,10 @@ def test_other_kernels_of_transformers_give_the_same_within_rounding(
 ) -> None:
     """They add up the results for a token in other orders."""
     outcomes = []
-    for tile_limit in (WHOLE, None):
+    for tiles in (WHOLE, None):
         model = built(name)
         model.set_experts_implementation(implementation)  # type: ignore[operator]
-        outcomes.append(run(model, RESIDENT, few_tokens, lr=1e-4, precision=precision, tile_limit=tile_limit))
+        outcomes.append(run(model, RESIDENT, few_tokens, lr=1e-4, precision=precision, tiles=tiles))
     whole, cut = outcomes
     rounding = 2e-5 if precision == "fp32" else 4e-2
     assert cut.losses == pytest.approx(whole.losses, rel=rounding)
@@ -229,7 +229,7 @@ def test_every_expert_is_a_unit_however_small(name: str) -> None:
 
 def test_a_tile_limit_makes_tiles_of_as_many_experts_as_fit() -> None:
     def tiles(limit: int) -> list[int]:
-        model, optimizer = wrapped(built("qwen3-moe"), tile_limit=limit)
+        model, optimizer = wrapped(built("qwen3-moe"), tiles=pagoda.Tiles(tile_limit=limit))
         rows = [module for module in model.modules() if isinstance(module, ExpertStack)]
         optimizer.close()
         return [count for row in rows[:1] for _, count in row.pieces()]
@@ -264,7 +264,7 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path: Path) -> None:
         for key, value in first.items():
             assert torch.equal(second[key], value), key
 
-    kept, cut = wrapped(built("mixtral"), tile_limit=WHOLE), wrapped(built("mixtral"))
+    kept, cut = wrapped(built("mixtral"), tiles=WHOLE), wrapped(built("mixtral"))
     assert {*built("mixtral").state_dict()} == {*cut[0].state_dict()}
     same(kept[0], cut[0])
     few_tokens(*cut, Outcome())
@@ -350,7 +350,7 @@ def test_a_stack_larger_than_the_device_trains() -> None:
     stack = 8 * ONE_EXPERT["qwen3-moe"] * 2
     memory = pagoda.Memory(device=f"cpu:{stack // 2}", host="64MiB", page_size=PAGE, unit_limit="16KiB")
     with pytest.raises(pagoda.BudgetError, match=r"experts' alone takes"):
-        wrapped(built("qwen3-moe"), memory=memory, tile_limit=WHOLE)
+        wrapped(built("qwen3-moe"), memory=memory, tiles=WHOLE)
     model, optimizer = wrapped(built("qwen3-moe"), memory=memory, activations="recompute")
     plan = pagoda.plan_of(model)
     tiles = [unit for unit in plan.units if ".tiles." in unit.module]
