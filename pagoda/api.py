@@ -320,8 +320,13 @@ def _check_moved(arguments: Mapping[str, object]) -> None:
 
 
 def _check_activations(training: Training, memory: Memory, model: nn.Module, mesh: Mesh) -> None:
-    """Raises ConfigError for a policy that has nowhere to offload to, or divides where nothing is divided; UsageError
-    for a model that checkpoints by itself."""
+    """Raises ConfigError for a policy that has nowhere to offload to, divides where nothing is divided, or would differ
+    between ranks that must recompute alike; UsageError for a model that checkpoints by itself."""
+    if training.activations == "auto" and mesh.ranks.expert_parallel > 1:
+        raise ConfigError(
+            "activations is 'auto', which chooses by the sizes that a rank sees. Ranks that divide experts see other "
+            "sizes, and must recompute the same layers, as that sends tokens again: use 'recompute' or another policy."
+        )
     if training.partition_activations and mesh.ranks.tensor_parallel == 1:
         raise ConfigError(
             "partition_activations divides them over tensor-parallel ranks, and there are none: leave it out, or use "

@@ -20,15 +20,16 @@ from pagoda.plan.batch_tiles import tile_count
 def resolve_auto(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[PlanConfig, tuple[str, ...]]:
     """`config` with nothing left open, and why.
 
-    Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still, "auto",
-    which means one of its own for each layer. Micro-batches: as few as keep products of matrices at full speed and
-    small, or as many more as it takes for a plan to fit.
+    Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still and `wrap`
+    takes it, "auto", which means one of its own for each layer. Micro-batches: as few as keep products of matrices at
+    full speed and small, or as many more as it takes for a plan to fit.
     """
     closed = {each.activations: each for each in alternatives(config, machine, subject)}
     if len(closed) == 1:
         (only,) = closed.values()
         return only, _said_of_tiles(config, only)
-    closed["auto"] = replace(closed["recompute"], activations="auto")
+    if config.expert_parallel == 1:  # ranks that divide experts recompute alike, as `wrap` says
+        closed["auto"] = replace(closed["recompute"], activations="auto")
     seconds = {mode: _step_s(each, machine, subject) for mode, each in closed.items()}
     best = min(closed, key=lambda mode: seconds[mode])
     if seconds[best] == inf:

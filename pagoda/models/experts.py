@@ -200,7 +200,7 @@ class SwitchRouter(nn.Linear):
 def is_expert_stack(module: nn.Module) -> bool:
     """Whether a module is as transformers' stacks are: it is called with tokens [N, H], their experts [N, K] and the
     weights of these [N, K], and all its parameters have experts as their first dimension."""
-    if not hasattr(module, "_is_expert_parallel"):  # set by their decorator, `use_experts_implementation`
+    if not hasattr(module, "is_transposed"):  # set by their decorator, `use_experts_implementation`
         return False
     own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
     return (

@@ -21,6 +21,7 @@ from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
 from pagoda.checkpoint.snapshot import Snapshot
+from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.memory.identity import partial
 from pagoda.models import build_model
@@ -364,11 +365,11 @@ def load_full_states(out: Path, name: str, source: str) -> dict[str, Any]:
     return result
 
 
-def wrap_indivisible_experts(out: Path, name: str) -> str:
-    """Give wrap a mesh that divides experts, and a model that has none that can be divided."""
+def wrap_indivisible_experts(out: Path, name: str, activations: ActivationMode) -> str:
+    """Give wrap a mesh that divides experts, and a model or a mode that does not allow that."""
     model = build_model(name, seq_len=16)
     try:
-        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=3))
+        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=3), activations=activations)
     except pagoda.ConfigError as error:
         return str(error)
     return "wrapped"

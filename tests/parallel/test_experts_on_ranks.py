@@ -115,7 +115,9 @@ def test_ranks_that_divide_experts_train_as_one_does(
     """One that adds up as many micro-batches: the balance loss is that of a micro-batch."""
     alone = replace(config_of(model, tmp_path / "alone"), batch_size=4 // count, accumulation_steps=count)
     divided = config_of(model, tmp_path / "divided", on_ssd=on_ssd)
-    divided = replace(divided, batch_size=4 // count, expert_parallel=expert_parallel)
+    device = f"cpu:{48 // count}MiB"  # less than a rank's weights
+    memory = replace(divided.memory, device=device)
+    divided = replace(divided, batch_size=4 // count, expert_parallel=expert_parallel, memory=memory)
     expected, figures = trained(ranks, 1, alone), trained(ranks, count, divided)
     for name, values in figures.items():
         assert values == pytest.approx(expected[name], rel=RELATIVE if name != "grad_norm" else 5 * RELATIVE), name
@@ -192,8 +194,15 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "complaint"), [("mixtral-15m", "does not divide the 8 experts"), ("gpt-1x64", "no experts to divide")]
+    ("model", "activations", "complaint"),
+    [
+        ("mixtral-15m", "keep", "does not divide the 8 experts"),
+        ("gpt-1x64", "keep", "no experts to divide"),
+        ("mixtral-15m", "auto", "must recompute the same layers"),
+    ],
 )
-def test_what_cannot_be_divided_is_refused(model: str, complaint: str, ranks: RankServer, tmp_path: Path) -> None:
-    for said in ranks.run("wrap_indivisible_experts", 3, tmp_path, name=model):
+def test_what_cannot_be_divided_is_refused(
+    model: str, activations: str, complaint: str, ranks: RankServer, tmp_path: Path
+) -> None:
+    for said in ranks.run("wrap_indivisible_experts", 3, tmp_path, name=model, activations=activations):
         assert complaint in said
