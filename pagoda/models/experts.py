@@ -253,8 +253,9 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
+        # One element each: they become tensors of their own one by one, when each is accumulated.
         zeros = [
-            torch.zeros(shape, dtype=dtype, device=device) if wanted else None
+            torch.zeros((), dtype=dtype, device=device).expand(shape) if wanted else None
             for wanted, (shape, dtype, device) in zip(needed, ctx.like, strict=True)
         ]
         return grad, *zeros

@@ -139,6 +139,11 @@ def test_a_run_of_a_whole_model_has_nothing_to_merge(
         (("--plan", "search"), "leave it out with --lora.rank"),
         (("--tile-limit", "64KiB"), "leave out --tile-limit"),
         (("--lora.targets", "no_such_layer"), "--lora.targets is no_such_layer"),
+        (
+            ("--model", "mixtral-15m", "--lora.targets", "all-linear"),
+            "down_proj, gate.weight, gate_up_proj of all experts",
+        ),
+        (("--model", "t5-moe-15m", "--lora.targets", "all-linear"), "casts the linear layer of a router"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(
