@@ -149,3 +149,15 @@ def test_what_keeps_the_weights_is_told_what_runs_and_what_gets_zeros() -> None:
     chosen = torch.tensor([[5, 2], [2, 7]])
     experts(torch.randn(2, HIDDEN), chosen, torch.ones(2, 2))
     assert told == [([2, 5, 7], [0, 1, 3, 4, 6])]
+
+
+def test_the_zeros_of_experts_without_tokens_take_no_memory_before_they_are_accumulated() -> None:
+    model = stack("mixtral", "grouped_mm", torch.float32)
+    Tiling(model)
+    experts: Any = model["experts"]  # type: ignore[index]
+    out = experts(torch.randn(2, HIDDEN), torch.tensor([[0], [1]]), torch.ones(2, 1))
+    idle = experts.tiles["5"].down_proj
+    (grad,) = torch.autograd.grad(out.sum(), [idle])
+    assert grad.shape == idle.shape
+    assert not grad.any()
+    assert grad.untyped_storage().nbytes() == grad.element_size()
