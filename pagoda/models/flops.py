@@ -59,21 +59,23 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
 def _even_experts(model: "nn.Module") -> Iterator[dict[str, float]]:
     """Inside, experts give zeros in place of their results, and what they would compute is in the dictionary, by
     module. Of those that ranks divide, one rank computes for the tokens of all of them."""
-    from pagoda.models.experts import RoutedExperts
+    from pagoda.models.experts import RoutedExperts, is_expert_stack
 
     flops: dict[str, float] = {}
 
-    def stand_in(name: str, experts: RoutedExperts, hidden: Any, chosen: Any, _weights: Any) -> Any:
-        row = name if experts.row is experts else f"{name}.tiles"
-        ranks = 1 if experts.exchange is None else experts.exchange.ranks
+    def stand_in(name: str, experts: Any, hidden: Any, chosen: Any, _weights: Any) -> Any:
+        ranks = 1 if getattr(experts, "exchange", None) is None else experts.exchange.ranks
         met = chosen.shape[0] * chosen.shape[1] * ranks / experts.num_experts
-        for inside, module in experts.row.named_modules(prefix=row):
+        for inside, module in experts.named_modules(prefix=name):
             elements = sum(param.numel() for param in module.parameters(recurse=False))
             if elements:
                 flops[inside] = 2.0 * met * elements
         return hidden.new_zeros(hidden.shape)
 
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+    rows = [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+    inside = {module for _, row in rows for module in row.modules()}
+    whole = [(name, m) for name, m in model.named_modules() if is_expert_stack(m) and m not in inside]
+    found = rows + whole
     for name, module in found:
         module.__dict__["forward"] = partial(stand_in, name, module)
     try:
