@@ -295,6 +295,11 @@ class Scheduler:
         """What steps are expected to be."""
         return self._order.trace
 
+    @property
+    def position(self) -> int:
+        """Accesses of the trace that the step has come past."""
+        return self._order.position
+
     def holders(self) -> list[int]:
         """Units whose lease cannot make room now."""
         return self._leases.holders()
