@@ -19,9 +19,9 @@ from pagoda.runtime.lanes import Handle, Lane, wait_all
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
 
-TakePart = Callable[[LiveUnit, int], None]
-"""Takes part in a collective about a unit after so many updates, which this rank has no use for itself. Where it has
-`failed`, it says so in place of what it does not have."""
+TakePart = Callable[[LiveUnit, int | None], None]
+"""Takes part in a collective about a unit after so many updates, which this rank has no use for itself; None where only
+ranks that have other parts of the unit take part. Once something has failed here, what this rank gives is of no use."""
 
 _BETWEEN, _STEP = range(2)
 
@@ -245,7 +245,7 @@ class Collectives:
             self._passed += 1
             self._join(entry.asks, entry.about, part.versions[entry.about] + entry.changes)
 
-    def _join(self, asks: Asks, about: int, version: int) -> None:
+    def _join(self, asks: Asks, about: int, version: int | None) -> None:
         unit = self._units[about]
         try:
             self._take_part[asks](unit, version)
@@ -260,7 +260,7 @@ class Collectives:
         """Take part in what others want, unless that is weights: for these they ask the services."""
         asking = self._askers(call, calls)
         if call.asks is not Asks.GATHER:
-            self._join(call.asks, call.about, calls[asking[0]].version if asking else -1)
+            self._join(call.asks, call.about, calls[asking[0]].version if asking else None)
 
     def _askers(self, call: Call, calls: Sequence[Call]) -> tuple[int, ...]:
         """Of the ranks that have a unit, those that ask for what `call` does.

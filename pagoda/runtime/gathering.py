@@ -99,10 +99,11 @@ class Gathering:
         for spans in (self._shards.frozen_slices(spec), self._shards.trained_slices(spec)):
             group.gather(whole, [(span.start, span.stop) for span in spans])
 
-    def _take_part(self, unit: LiveUnit, version: int) -> None:
+    def _take_part(self, unit: LiveUnit, version: int | None) -> None:
         """Give the others this rank's slice of a unit, in weights that it has no use for."""
         spec, plan = unit.spec, self._store.plan
         assert self._landing is not None
+        assert version is not None
         pages = math.ceil(spec.numel * self._dtype.itemsize / plan.page_bytes)
         whole = self._landing[: pages * plan.page_bytes].view(self._dtype)  # as long as a lease
         if self._collectives.failed:
@@ -120,8 +121,8 @@ class Gathering:
         spans = [(span.start, span.stop) for span in self._shards.trained_slices(unit.spec)]
         self._collectives.sharing(unit.spec).gather(home, spans)
 
-    def _take_part_in_sharing(self, unit: LiveUnit, version: int) -> None:
-        if self._shards.rank not in self._shards.family(unit.spec):
+    def _take_part_in_sharing(self, unit: LiveUnit, version: int | None) -> None:
+        if version is None:
             return
         if not self._collectives.failed:
             # This rank's compute is about to queue the same update, unless it waits for what comes after this.

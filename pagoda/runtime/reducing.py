@@ -251,9 +251,9 @@ class Reducer:
             parts = [(Span(0, spec.trainable_numel), buffer.view(self._dtype))]
         return _Filling(record, parts, buffer)
 
-    def _take_part(self, unit: LiveUnit, version: int) -> None:
+    def _take_part(self, unit: LiveUnit, version: int | None) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""
-        if self._shards.rank not in self._shards.family(unit.spec):
+        if version is None:
             self._bad_of_parts(None)
             return
         whole = torch.empty_like(self._buffers.landing)  # of which nobody reads anything
