@@ -29,8 +29,10 @@ class Asks(IntEnum):
     """Nothing any more, as something failed here."""
 
 
-SERVED = (Asks.GATHER, Asks.REDUCE, Asks.SHARE)
+SERVED = (Asks.REDUCE, Asks.SHARE)
 """What a rank can take part in without asking for it, as soon as it asks for anything."""
+_ORDER = ((Asks.GATHER,), (Asks.START,), SERVED)
+"""What is answered before all else: it brings ranks that have fallen behind to where the others are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,10 @@ class Agreement:
     """Finds out what every rank wants next, and has all of them do one of it.
 
     Ranks that run the same program ask for the same in the same order, and go on at once. Where they have parted (one
-    was faster to fetch, left out a batch, or used other units), the first rank that asks for what others can take part
-    in without asking is served by them, and they ask again. So ranks may ask in any order, and none waits for ever:
-    a rank that asks for nothing is computing, or waits for what it has asked. A rank that asks to START is answered
-    when all the others do, or want something joint.
+    left out a batch, or used other units), all that want weights are answered first: each gets its own. A rank that
+    asks to START is answered next, then the first rank that asks for what others can take part in without asking: they
+    serve it, and ask again. So ranks may ask in any order, and none waits for ever: a rank that asks for nothing is
+    computing, or waits for what it has asked.
 
     Raises UsageError, on every rank, where ranks want different things that need all of them, RankError where one has
     left or failed.
@@ -89,7 +91,7 @@ class Agreement:
                 said = self._wire.announce([call.asks, call.about, call.version, call.other])
                 calls = [Call(Asks(asks), *of_what) for asks, *of_what in said]
                 chosen = self._choose(call, calls)
-                if chosen.is_with(call):
+                if chosen.is_with(call) or chosen.asks is call.asks is Asks.GATHER:
                     return calls
                 if chosen.asks in SERVED:
                     self.served += 1
@@ -116,8 +118,7 @@ class Agreement:
                     f"Rank {rank} has closed its optimizer, but rank {self._wire.rank} is at {self._describe(mine)}: "
                     "run the same number of steps on every rank."
                 )
-        without_asking = (call for wanted in (SERVED, (Asks.START,)) for call in calls if call.asks in wanted)
-        chosen = next(without_asking, calls[0])
+        chosen = next((call for wanted in _ORDER for call in calls if call.asks in wanted), calls[0])
         if chosen.asks is Asks.JOINTLY and not all(chosen.is_with(call) for call in calls):
             said = self._wire.announce_bytes(self._describe(mine).encode())
             wanted = ", ".join(f"rank {rank} is at {text.decode()}" for rank, text in enumerate(said))

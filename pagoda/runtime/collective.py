@@ -103,6 +103,11 @@ class Collectives:
         return self._sharing[self.shards.is_expert(unit)]
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """All of them."""
+        return tuple(dict.fromkeys((*self._sharing, self.copying)))
+
+    @property
     def served(self) -> int:
         """Collectives of other ranks that this one took part in without asking for them."""
         return self._agreement.served + self._passed
@@ -257,10 +262,9 @@ class Collectives:
             raise
 
     def _serve(self, call: Call, calls: Sequence[Call]) -> None:
-        """Take part in what others want, unless that is weights: for these they ask the services."""
+        """Take part in what others want and this rank does not."""
         asking = self._askers(call, calls)
-        if call.asks is not Asks.GATHER:
-            self._join(call.asks, call.about, calls[asking[0]].version if asking else None)
+        self._join(call.asks, call.about, calls[asking[0]].version if asking else None)
 
     def _askers(self, call: Call, calls: Sequence[Call]) -> tuple[int, ...]:
         """Of the ranks that have a unit, those that ask for what `call` does.
