@@ -35,10 +35,10 @@ class Service:
         self._answer = answer
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=rank_timeout_s()))
         host = os.environ["MASTER_ADDR"]
-        first = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if wire.rank == 0 else None
+        first = self._store(host, 0, is_master=True) if wire.rank == 0 else None
         (port, *_) = (number for (number,) in wire.announce([first.port if first is not None else 0]))
-        self._asks: Any = first or self._client(host, port)
-        self._requests: Any = self._client(host, port)
+        self._asks = first or self._store(host, port)
+        self._requests = self._store(host, port)
         """For the thread, as whoever waits keeps a client to itself."""
         self._thread = threading.Thread(target=self._run, name="pagoda-service", daemon=True)
         self._thread.start()
@@ -62,8 +62,10 @@ class Service:
             self._asks.set(f"{self._wire.rank}/{number}", _STOP)
         self._thread.join()
 
-    def _client(self, host: str, port: int) -> Any:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_EVER)
+    def _store(self, host: str, port: int, is_master: bool = False) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=is_master, wait_for_workers=False, timeout=_EVER
+        )
 
     def _receive(self, rank: int, messages: Sequence[torch.Tensor]) -> None:
         for message in messages:

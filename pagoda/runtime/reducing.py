@@ -55,11 +55,10 @@ class Flags:
         """What `write` has written."""
         data = header.cpu().numpy().tobytes()
         half = (len(data) - NUMBER_BYTES) // 2
-        given, dropped, bad = (
-            int.from_bytes(part, "little") for part in (data[:half], data[half:-NUMBER_BYTES], data[-NUMBER_BYTES:])
-        )
-        slots = (frozenset(bit for bit in range(bits.bit_length()) if bits >> bit & 1) for bits in (given, dropped))
-        return cls(*slots, bad - 1 if bad else None)
+        parts = data[:half], data[half:-NUMBER_BYTES], data[-NUMBER_BYTES:]
+        *several, bad = (int.from_bytes(part, "little") for part in parts)
+        given, dropped = (frozenset(bit for bit in range(bits.bit_length()) if bits >> bit & 1) for bits in several)
+        return cls(given, dropped, bad - 1 if bad else None)
 
     @classmethod
     def of_all(cls, flags: Iterable["Flags"]) -> "Flags":

@@ -1,5 +1,5 @@
-"""What ranks foresee runs with nothing said before it, and ranks that are out of step neither hang nor meet each other in
-the wrong collective."""
+"""What ranks foresee runs with nothing said before it. Ranks that are out of step neither hang nor meet in the wrong
+collective."""
 
 import threading
 from collections.abc import Callable, Sequence
