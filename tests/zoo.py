@@ -25,11 +25,13 @@ from pagoda.config.training import ActivationMode, Precision
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import AdamW, Moments, Rule, StateSpec
+from pagoda.optim.rule import TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.units import ModuleSpec
+from pagoda.transforms.operator_tiles import Tiling
 
 VOCABULARY, BATCH, LENGTH = 96, 2, 16
 Batch = dict[str, torch.Tensor]
@@ -309,7 +311,9 @@ def squeeze(
     options = Options(
         PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness, activations=activations
     )
+    experts = Tiling(model, cuts_stacks=not isinstance(rule, TensorRule))
     root, states = describe(model), (rule or AdamW(moments=moments)).states(precision)
+    experts.undo()
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None
     host = 64 << 20

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -10,7 +12,6 @@ from pagoda.checkpoint.gathered import home_of
 from pagoda.checkpoint.stateful import unpaged
 from pagoda.errors import UsageError
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.units import Part
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
 
@@ -35,9 +36,9 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
     receivers = range(together.ranks if together is not None else 1)[: None if all_ranks else 1]
     keeps = together is None or together.rank in receivers
     found: dict[str, torch.Tensor] = {}
-    by_part = _names_by_part(model, engine)
+    by_rank = _places_by_rank(model, engine)
     for unit in engine.units:
-        divided = together is not None and len(by_part) > 1 and unit.index in engine.plan.layout.expert_units
+        divided = together is not None and len(by_rank) > 1 and unit.index in engine.plan.layout.expert_units
         for slot, placed in enumerate(unit.spec.slots):
             mine = engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel).view(placed.param.shape)
             form = unit.forms[slot]
@@ -49,33 +50,51 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
                 values = together.of_every_part(f"the full state of {unit.index}, {slot}", mine, receivers)
             if not keeps:
                 continue
-            if placed.param.part is not None:
-                _put(found, placed.param.part, mine)
-                continue
-            for names, value in zip(by_part, values, strict=False):
-                found.update(dict.fromkeys(names[unit.index][slot], value))
+            for places, value in zip(by_rank, values, strict=False):
+                _put(found, places[unit.index][slot], value)
     return found | {name: value.detach().clone() for name, value in unpaged(model)} if keeps else {}
 
 
-def _names_by_part(model: nn.Module, engine: Engine) -> list[list[list[list[str]]]]:
-    """Of each part of the experts, this rank's first where they are not divided: the names of every parameter, tied
-    ones have several, by unit and slot."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter of a rank goes in a full state dict."""
+
+    names: list[str]
+    """Of the whole parameter; a tied one has several."""
+    start: int
+    """Its first element there."""
+    shape: list[int]
+    """Of the whole."""
+
+
+def _places_by_rank(model: nn.Module, engine: Engine) -> list[list[list[_Place]]]:
+    """Of each rank that divides experts, or this one where none does: the places of every parameter, by unit and slot.
+
+    Every rank asks for it at the same point of its program.
+    """
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
 
-    def of(unit: LiveUnit) -> list[list[str]]:
-        return [names[id(param)] for param in unit.params]
+    def of(unit: LiveUnit, slot: int) -> _Place:
+        part = unit.spec.slots[slot].param.part
+        if part is None:
+            return _Place(names[id(unit.params[slot])], 0, list(unit.params[slot].shape))
+        return _Place([part.whole], part.start, list(part.shape))
 
-    mine = [of(unit) for unit in engine.units]
+    mine = [[of(unit, slot) for slot in range(len(unit.params))] for unit in engine.units]
     together = engine.together
     if together is None or together.parts == 1:
         return [mine]
-    said = together.announce("the full state dict", json.dumps(mine).encode())
-    return [json.loads(each) for each in said[: together.parts]]
+    data = json.dumps([[asdict(place) for place in of_unit] for of_unit in mine]).encode()
+    said = together.announce("the full state dict", data)[: together.parts]
+    return [[[_Place(**place) for place in of_unit] for of_unit in json.loads(each)] for each in said]
 
 
-def _put(found: dict[str, torch.Tensor], part: Part, value: torch.Tensor) -> None:
-    """Put a tile where it belongs in its parameter."""
-    whole = found.setdefault(part.whole, torch.empty(part.shape, dtype=value.dtype))
-    whole.view(-1)[part.start : part.start + value.numel()] = value.reshape(-1)
+def _put(found: dict[str, torch.Tensor], place: _Place, value: torch.Tensor) -> None:
+    """Put a parameter where it belongs: a part of one into the whole."""
+    if value.numel() == prod(place.shape):
+        found.update(dict.fromkeys(place.names, value))
+        return
+    whole = found.setdefault(place.names[0], torch.empty(place.shape, dtype=value.dtype))
+    whole.view(-1)[place.start : place.start + value.numel()] = value.reshape(-1)

@@ -16,8 +16,7 @@ from pagoda.checkpoint.shards import read_part
 from pagoda.checkpoint.tensors import chunks
 from pagoda.construction.loaded_values import KeepCopiedValues, keep_loaded_values, remember_versions
 from pagoda.errors import ConfigError
-from pagoda.models.expert_tiles import TiledExperts
-from pagoda.models.mixture import Experts
+from pagoda.models.experts import RoutedExperts
 from pagoda.models.tiles import Tiled
 from pagoda.parallel.tensors import as_dtensor, local, shard_of
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
@@ -94,9 +93,9 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
             for short, shape in module.shapes.items():
                 whole = _join(name, short), shape
                 parts.update({id(param): Part(*whole, start) for param, start in module.parts(short)})
-            tiles.update(module.tiles)
-        if isinstance(module, TiledExperts):
-            routed.add(module.tiles)
+            tiles.update(module.tiles.values())
+        if isinstance(module, RoutedExperts):
+            rows.add(module.row)
         children = tuple(
             visit(child, _join(name, short), read_above=not has_forward(child))
             for short, child in module.named_children()
@@ -108,13 +107,13 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
             children,
             tuple(dict.fromkeys(tied)),
             apart=module in tiles,
-            routed=isinstance(module, Experts) or module in routed,
+            routed=module in rows,
         )
 
     placed: set[str] = set()
     parts: dict[int, Part] = {}
     tiles: set[nn.Module] = set()
-    routed: set[nn.Module] = set()
+    rows: set[nn.Module] = set()
     visited: set[nn.Module] = set()
     return visit(model, "")
 

@@ -1,5 +1,5 @@
-"""The shapes of the papers that Pagoda follows, as data to plan with. Only those with experts are built (by `moe`): see
-`shapes` and `mixture_shapes` for what else is.
+"""The shapes of the papers that Pagoda follows, as data to plan with. Only those with experts are built, as
+Switch Transformers: see `shapes` for what else is.
 
 Two families. `gpt` is GPT-2's block: learned positions, biases everywhere, the head tied to the embedding. `t5` is
 T5 1.0: an encoder and a decoder, no biases, norms with a scale only, ReLU, relative positions, one embedding for

@@ -10,9 +10,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
-from pagoda.models.expert_tiles import TiledExperts
+from pagoda.models.experts import RoutedExperts
 from pagoda.models.hidden import as_plain
-from pagoda.models.mixture import Experts
 from pagoda.runtime.blocks import Block, find_blocks, is_compiled, refuse_compiling
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.markers import GradientMarker
@@ -60,7 +59,7 @@ class ModelHooks:
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
         for module in model.modules():
-            if isinstance(module, Experts | TiledExperts):
+            if isinstance(module, RoutedExperts):
                 self._announce_chosen(module, needed)
 
     def close(self) -> None:
@@ -117,13 +116,13 @@ class ModelHooks:
 
         block.wrap(run)
 
-    def _announce_chosen(self, experts: Experts | TiledExperts, needed: dict[nn.Module, list[LiveUnit]]) -> None:
+    def _announce_chosen(self, experts: RoutedExperts, needed: dict[nn.Module, list[LiveUnit]]) -> None:
         units_of = {
             expert: list(dict.fromkeys(unit for module in expert.modules() for unit in needed.get(module, [])))
-            for expert in (experts.values() if isinstance(experts, Experts) else experts.tiles)
+            for expert, _ in experts.pieces()
         }
 
-        def coming(chosen: Sequence[nn.Module], idle: Sequence[nn.Module] = ()) -> None:
+        def coming(chosen: Sequence[nn.Module], idle: Sequence[nn.Module]) -> None:
             self._engine.accesses.expect([unit for expert in chosen for unit in units_of[expert]])
             for expert in idle:
                 for unit in units_of[expert]:

@@ -138,8 +138,12 @@ def test_a_run_of_a_whole_model_has_nothing_to_merge(
         (("--lora.rank", "None"), "--lora.rank is missing"),
         (("--plan", "search"), "leave it out with --lora.rank"),
         (("--tile-limit", "64KiB"), "leave out --tile-limit"),
-        (("--model", "gpt-moe-15m"), "is for models of transformers"),
         (("--lora.targets", "no_such_layer"), "--lora.targets is no_such_layer"),
+        (
+            ("--model", "mixtral-15m", "--lora.targets", "all-linear", "--lora.dropout", "0"),
+            "all experts or of routers",
+        ),
+        (("--model", "t5-moe-15m", "--lora.targets", "all-linear"), "casts the linear layer of a router"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(

@@ -20,7 +20,7 @@ from pagoda.train.metrics import read_metrics
 from tests.tiny import LLAMA, write_model
 
 KEYS = [
-    "step", "loss", "grad_norm", "lr", "aux_loss", "dropped", "step_s", "tokens_per_s", "stall_s",
+    "step", "loss", "grad_norm", "lr", "aux_loss", "step_s", "tokens_per_s", "stall_s",
     "bytes_moved", "peak_bytes", "accesses", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale",
     "skipped", "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip

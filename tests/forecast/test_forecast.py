@@ -250,14 +250,19 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     experts = 16 * (2304 // 256) * 2 * shape.hidden * shape.ffn
     assert one.bytes["host"]["exp_avg"] == pytest.approx(4 * experts, rel=0.05)
     tokens = [op for ops in one.plan.exchanges_at.values() for op in ops]
-    assert len(tokens) == 4 * 16  # there and back, in forward and backward
+    assert len(tokens) == 6 * 16  # there and back, in forward, in its repetition and in backward
     assert {op.nbytes for op in tokens} == {2 * 4 * 512 * shape.hidden * 255 // 256}
     assert as_json(one, ()).keys() == as_json(made(), ()).keys()
 
 
 @pytest.mark.parametrize(
     ("model", "parallel", "complaint"),
-    [("gpt-13b", 2, "no experts"), ("gpt-2x192", 2, "no experts"), ("t5-moe-1.2t", 5, "does not divide 2,304")],
+    [
+        ("gpt-13b", 2, "no experts"),
+        ("gpt-2x192", 2, "no experts"),
+        ("t5-moe-1.2t", 5, "does not divide 2,304"),
+        ("mixtral-15m", 3, "not divide the 8"),
+    ],
 )
 def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
