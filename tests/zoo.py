@@ -66,13 +66,13 @@ class ConvNet(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden.flatten(1)).float(), labels)
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 6) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=6,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=True,
@@ -81,13 +81,13 @@ def llama() -> nn.Module:
     )
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int = 6) -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
             n_positions=32,
             n_embd=64,
-            n_layer=6,
+            n_layer=layers,
             n_head=4,
             use_cache=False,
             resid_pdrop=0.1,
@@ -99,13 +99,13 @@ def gpt2() -> nn.Module:
     )
 
 
-def qwen3() -> nn.Module:
+def qwen3(layers: int = 6) -> nn.Module:
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=6,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,

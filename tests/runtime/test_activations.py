@@ -65,14 +65,14 @@ def plain(recipe: Recipe) -> Outcome:
     return train(recipe, RESIDENT)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload", "auto"])
+@pytest.mark.parametrize("activations", ["recompute", "offload", pytest.param("auto", marks=pytest.mark.slow)])
 def test_updates_under_backward_wait_for_recomputation(activations: ActivationMode, tmp_path: Path) -> None:
     recipe = Recipe("llama", clip=None, announced=True, accumulation=2, steps=3)
     outcome = train(recipe, memory_for(recipe, ARENA_ALL_ON_SSD, tmp_path, activations), activations)
     outcome.assert_same_bits(plain(recipe))
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload", "auto"])
+@pytest.mark.parametrize("activations", [pytest.param("recompute", marks=pytest.mark.slow), "offload", "auto"])
 def test_tiles_of_a_batch_have_policies_too(activations: ActivationMode, tmp_path: Path) -> None:
     recipe = Recipe("llama", steps=2)
 
@@ -97,29 +97,10 @@ def memory_for(recipe: Recipe, placement: str, directory: Path, activations: Act
     return replace(memory, activations="300KiB")  # little enough that "auto" has to choose
 
 
-def cases() -> list[object]:
-    """Each policy on one model, and each model and placement with some; all of them are slow."""
-    default = {
-        ("gpt2", ALL_ON_SSD): POLICIES,
-        ("gpt2", ARENA): ("offload", "auto"),
-        ("t5-dropout", ALL_ON_SSD): POLICIES,  # blocks with several inputs and outputs, and cross-attention
-        ("conv", ARENA_ALL_ON_SSD): ("recompute", "offload"),
-        ("llama", ARENA_ALL_ON_SSD): ("auto",),
-    }
-    return [
-        pytest.param(
-            *case,
-            activations,
-            marks=() if activations in policies else pytest.mark.slow,
-            id="-".join((*case, activations)),
-        )
-        for case, policies in default.items()
-        for activations in POLICIES
-    ]
-
-
-@pytest.mark.parametrize(("model", "placement", "activations"), cases())
-def test_no_policy_changes_a_bit(model: str, placement: str, activations: ActivationMode, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["gpt2", "t5-dropout"])  # blocks with several inputs and outputs, cross-attention
+@pytest.mark.parametrize("activations", [*OFFLOADS, pytest.param("recompute", marks=pytest.mark.slow), "auto"])
+def test_no_policy_changes_a_bit(model: str, activations: ActivationMode, tmp_path: Path) -> None:
+    placement = ARENA if activations == "offload" else ALL_ON_SSD
     recipe = Recipe(model, accumulation=2, steps=2)
     outcome = train(recipe, memory_for(recipe, placement, tmp_path, activations), activations)
     outcome.assert_same_bits(plain(recipe))
@@ -165,7 +146,9 @@ def two_steps(model: str, shape: tuple[int, int], memory: pagoda.Memory, activat
     return measured, planned
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (2, 96), (3, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 64), *(pytest.param(s, marks=pytest.mark.slow) for s in ((2, 96), (3, 64)))], ids=str
+)
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_what_graphs_keep_is_what_the_plan_says(
     model: str, shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,11 +74,14 @@ def resident(precision: str, gradients: str | None, clip: float | None) -> Outco
     return train(RESIDENT, precision, gradients, clip)
 
 
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD])
 @pytest.mark.parametrize(
-    ("precision", "gradients", "clip"),
-    [("fp16", None, 0.5), ("fp16", "fp32", None), ("bf16", "fp32", 0.5), ("fp32", "bf16", None)],
-    ids=lambda value: str(value),
+    ("precision", "gradients", "clip", "placement"),
+    [
+        ("fp16", None, 0.5, ALL_ON_SSD),
+        ("fp16", "fp32", None, ARENA_ALL_ON_SSD),
+        ("bf16", "fp32", 0.5, HOST_WEIGHTS),
+        ("fp32", "bf16", None, ALL_ON_SSD),
+    ],
 )
 def test_placement_does_not_change_a_bit_in_any_format(
     precision: str, gradients: str | None, clip: float | None, placement: str, tmp_path: Path

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from zoo import (
     ALL_ON_SSD,
@@ -121,9 +122,7 @@ def check(training: Training, memory: pagoda.Memory) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
+@each_once(pattern=[*PATTERNS.values()], placement=PLACEMENTS, accumulation=[1, 2])
 def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int, tmp_path: Path) -> None:
     training = Training(pattern, accumulation)
     outcome = train(training, memory_of(placement, tmp_path, accumulation))
@@ -162,7 +161,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-@pytest.mark.parametrize("placement", [ALL_IN_RAM, ALL_ON_SSD])
+@pytest.mark.parametrize("placement", [pytest.param(ALL_IN_RAM, marks=pytest.mark.slow), ALL_ON_SSD])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_every_state_of_a_rule_is_undone(rule: Rule, placement: str, tmp_path: Path) -> None:
     """Scales, factors and counts that live in RAM beside states on SSD, too."""
@@ -283,8 +282,7 @@ BETWEEN = (
 )
 
 
-@pytest.mark.parametrize("placement", [ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD])
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+@each_once(between=BETWEEN, placement=[ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD])
 def test_whatever_is_done_before_the_step_finds_the_old_state(between: Between, placement: str, tmp_path: Path) -> None:
     training = Training(".....", between=between)
     check(training, memory_of(placement, tmp_path))
@@ -307,8 +305,10 @@ def test_closing_before_the_step_leaves_the_old_state_and_frees_every_thread(tmp
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(
+    ("placement", "wait"),
+    [(ALL_IN_RAM, False), (HOST_WEIGHTS, True), (ALL_ON_SSD, False), (ARENA_ALL_ON_SSD, True)],
+)
 def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, wait: bool, tmp_path: Path) -> None:
     """Saved between backward and step, and after a step with the next ones running on: each resumes with the bits."""
     pages, checkpoints = tmp_path / "pages", tmp_path / "checkpoints"
