@@ -81,4 +81,4 @@ def each_once(**axes: Sequence[Any]) -> Any:
     for numbers in product(*(range(len(values)) for values in axes.values())):
         values = [values[number] for values, number in zip(axes.values(), numbers, strict=True)]
         cases.append(pytest.param(*values, marks=() if numbers in chosen else pytest.mark.slow))
-    return pytest.mark.parametrize((*axes,), cases, ids=lambda value: getattr(value, "__name__", None))
+    return pytest.mark.parametrize(",".join(axes), cases, ids=lambda value: getattr(value, "__name__", None))
