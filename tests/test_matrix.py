@@ -17,12 +17,14 @@ import zoo
 from pairwise import Case, covering
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PLACEMENTS, Outcome, least_host, loss_of
+from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PLACEMENTS, Outcome, least_host, loss_of
 
 import pagoda
 from pagoda.config.training import training_of
 from pagoda.construction.construct import describe
 from pagoda.optim import Rule
+from pagoda.plan.device_updates import DEVICE_SLOTS, slot_pages
+from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
@@ -90,7 +92,9 @@ RULES: dict[str, Rule] = {
 WHOLE = ("adafactor", "muon", "adagrad")
 """Rules that take parameters whole."""
 RAM = "ram"
-PLACES = (RAM, *PLACEMENTS)
+UPDATED, HOME = "updated-on-device", "home-on-device"
+"""In an arena that also updates about half of the units, or is home to them."""
+PLACES = (RAM, *PLACEMENTS, UPDATED, HOME)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
@@ -119,7 +123,7 @@ def possible(case: Case) -> bool:
     several = activations == "reentrant" and (case.get("model") == "plain" or tiles == "batch")
     return not (
         (case.get("place") == RAM and activations in OFFLOADS)  # nowhere to go
-        or (rule in WHOLE and (tiles == "layers" or update == "async"))
+        or (rule in WHOLE and (tiles == "layers" or update == "async" or case.get("place") in (UPDATED, HOME)))
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -157,7 +161,9 @@ def settings(case: Case) -> dict[str, Any]:
 def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     """The least that a case can be trained in, for its placement."""
     place, page = case["place"], case["page"]
+    split = {UPDATED: pagoda.Split(device_update_share=0.6), HOME: pagoda.Split(device_home_share=1.0)}.get(place)
     shape: dict[str, Any] = {"page_size": page, "unit_limit": case["unit"], "activations": "400KiB"}
+    shape["split"] = split
     if place == RAM:
         return pagoda.Memory(host="64MiB", **shape)
     training, states = training_of(**settings(case)), RULES[case["rule"]].states(case["numbers"].partition("+")[0])
@@ -170,10 +176,15 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
         return make_plan(root, states, Budgets(host, device, 1 << 40), options)
 
     device, host = None, 64 << 20
-    if "arena" in place:
+    if place not in (HOST_WEIGHTS, ALL_ON_SSD):
+        layout = planned(host).layout
         whole_block = 512 << 10 if case["activations"] in OWN else 0
-        device = planned(host).layout.lease_pages(ahead=1) * page + whole_block
-    if place != ARENA:
+        device = layout.lease_pages(ahead=2 if split else 1) * page + whole_block
+        if place == UPDATED:
+            device += DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page) * page
+        elif place == HOME:
+            device += sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), GRAD)) * page // 2
+    if place in (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD):
         host = least_host(root, states, Budgets(page, device, 1 << 40), options)
     if place == HOST_WEIGHTS:
         pages = range(host // page, 64 << 20)
@@ -184,7 +195,7 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     return pagoda.Memory(
         device=None if device is None else f"cpu:{device}",
         host=host,
-        ssd=None if place == ARENA and case["activations"] not in OFFLOADS else f"{directory}:1GiB",
+        ssd=None if host == 64 << 20 and case["activations"] not in OFFLOADS else f"{directory}:1GiB",
         **shape,
     )
 
@@ -220,8 +231,11 @@ def check(case: Case, directory: Path) -> None:
     on_ssd = plan.bytes.get("ssd", {})
     # A small model's weights, or its moments, may fit the buffers that the others need.
     assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
-    assert any(name != "activations" for name in on_ssd) == (place not in (RAM, ARENA))
-    assert ("device" in plan.bytes) == (place in (ARENA, ARENA_ALL_ON_SSD))
+    streamed = place in (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
+    assert any(name != "activations" for name in on_ssd) == streamed
+    assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
+    assert (place == UPDATED) == bool(plan.placement.updated_on_device)
+    assert (place == HOME) == bool(plan.placement.resident)
     bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}
     # What a model does itself may add gradients up in another order.
     bits["activations"] = case["activations"] if case["activations"] in OWN else "keep"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from pairwise import each_once
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -267,8 +268,7 @@ def test_refuses_a_model_without_a_linear_output_layer() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("late_first", [True, False])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@each_once(name=["llama", "qwen3"], late_first=[True, False])
 def test_placement_does_not_change_a_bit(name: str, late_first: bool, tmp_path: Path) -> None:
     """Tied and untied output layers whose weights are in memory during their forward only."""
 
