@@ -32,6 +32,7 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.units import ModuleSpec
 
 VOCABULARY, BATCH, LENGTH = 96, 2, 16
+LAYERS = 4
 Batch = dict[str, torch.Tensor]
 
 
@@ -39,7 +40,7 @@ class ConvNet(nn.Module):
     """Residual convolutions, a parameter held directly by the model, a linear layer used twice, and optionally
     checkpoints, which a plain module has to make itself."""
 
-    def __init__(self, channels: int = 64, blocks: int = 6) -> None:
+    def __init__(self, channels: int = 64, blocks: int = LAYERS) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(channels, 1, 1))
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
@@ -66,7 +67,7 @@ class ConvNet(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden.flatten(1)).float(), labels)
 
 
-def llama(layers: int = 6) -> nn.Module:
+def llama(layers: int = LAYERS) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -81,7 +82,7 @@ def llama(layers: int = 6) -> nn.Module:
     )
 
 
-def gpt2(layers: int = 6) -> nn.Module:
+def gpt2(layers: int = LAYERS) -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
@@ -99,7 +100,7 @@ def gpt2(layers: int = 6) -> nn.Module:
     )
 
 
-def qwen3(layers: int = 6) -> nn.Module:
+def qwen3(layers: int = LAYERS) -> nn.Module:
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,

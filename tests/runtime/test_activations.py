@@ -19,6 +19,7 @@ from zoo import (
     ALL_ON_SSD,
     ARENA,
     ARENA_ALL_ON_SSD,
+    LAYERS,
     MODELS,
     PAGE,
     RESIDENT,
@@ -82,7 +83,7 @@ def test_tiles_of_a_batch_have_policies_too(activations: ActivationMode, tmp_pat
 
     outcome = tiled(memory_for(recipe, ARENA_ALL_ON_SSD, tmp_path, activations), activations)
     outcome.assert_same_bits(tiled(RESIDENT, "keep"))
-    assert len(outcome.plan.activations.policies) == 2 * 6  # type: ignore[union-attr]
+    assert len(outcome.plan.activations.policies) == 2 * LAYERS  # type: ignore[union-attr]
 
 
 def memory_for(recipe: Recipe, placement: str, directory: Path, activations: ActivationMode) -> pagoda.Memory:

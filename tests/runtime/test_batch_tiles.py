@@ -297,7 +297,7 @@ def test_a_hugging_face_model_that_caches_by_default_is_tiled() -> None:
 
 def test_a_cache_that_attention_would_read_is_refused() -> None:
     cache = DynamicCache()
-    for layer in range(6):
+    for layer in range(zoo.LAYERS):
         cache.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16), layer)
     model, optimizer = wrapped(zoo.Recipe("llama").build(), 2)
     with pytest.raises(pagoda.ConfigError, match="an argument is a DynamicCache"):
