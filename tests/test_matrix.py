@@ -7,6 +7,7 @@ each three settings meet.
 """
 
 from bisect import bisect
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PLACEMENTS, Outcome,
 import pagoda
 from pagoda.config.training import training_of
 from pagoda.construction.construct import describe
-from pagoda.optim import Rule
+from pagoda.optim import Rule, StateSpec
 from pagoda.plan.device_updates import DEVICE_SLOTS, slot_pages
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
-from pagoda.plan.planner import Plan, make_plan
+from pagoda.plan.planner import make_plan
+from pagoda.plan.units import ModuleSpec
 from pagoda.schedule import updates
 from pagoda.transforms.operator_tiles import Tiling
 
@@ -95,6 +97,7 @@ RAM = "ram"
 UPDATED, HOME = "updated-on-device", "home-on-device"
 """In an arena that also updates about half of the units, or is home to them."""
 PLACES = (RAM, *PLACEMENTS, UPDATED, HOME)
+ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
@@ -161,43 +164,43 @@ def settings(case: Case) -> dict[str, Any]:
 def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     """The least that a case can be trained in, for its placement."""
     place, page = case["place"], case["page"]
-    split = {UPDATED: pagoda.Split(device_update_share=0.6), HOME: pagoda.Split(device_home_share=1.0)}.get(place)
-    shape: dict[str, Any] = {"page_size": page, "unit_limit": case["unit"], "activations": "400KiB"}
-    shape["split"] = split
+    memory = pagoda.Memory(host="64MiB", page_size=page, unit_limit=case["unit"], activations="400KiB")
     if place == RAM:
-        return pagoda.Memory(host="64MiB", **shape)
+        return memory
     training, states = training_of(**settings(case)), RULES[case["rule"]].states(case["numbers"].partition("+")[0])
-    options, model = Options.of(training, pagoda.Memory(host="64MiB", **shape)), build(case)
+    options, model = Options.of(training, memory), build(case)
     if training.tile_bytes is not None:
         Tiling(model, training.tile_bytes // states[0].dtype.itemsize)
     root = describe(model)
-
-    def planned(host: int) -> Plan:
-        return make_plan(root, states, Budgets(host, device, 1 << 40), options)
-
-    device, host = None, 64 << 20
+    layout = make_plan(root, states, Budgets(1 << 40), options).layout
+    # What the model recomputes itself has a whole block in use at once.
+    whole_block = 512 << 10 if case["activations"] in OWN else 0
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):
-        layout = planned(host).layout
-        whole_block = 512 << 10 if case["activations"] in OWN else 0
-        device = layout.lease_pages(ahead=2 if split else 1) * page + whole_block
+        split, beside = None, 0
         if place == UPDATED:
-            device += DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page) * page
+            split = pagoda.Split(device_update_share=0.6)
+            beside = DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page)
         elif place == HOME:
-            device += sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), GRAD)) * page // 2
-    if place in (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD):
-        host = least_host(root, states, Budgets(page, device, 1 << 40), options)
-    if place == HOST_WEIGHTS:
-        pages = range(host // page, 64 << 20)
-        host = (
-            page
-            * pages[bisect(pages, False, key=lambda count: "weight" not in planned(count * page).bytes.get("ssd", {}))]
-        )
-    return pagoda.Memory(
-        device=None if device is None else f"cpu:{device}",
-        host=host,
-        ssd=None if host == 64 << 20 and case["activations"] not in OFFLOADS else f"{directory}:1GiB",
-        **shape,
-    )
+            split = pagoda.Split(device_home_share=1.0)
+            beside = sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), GRAD)) // 2
+        device = (layout.lease_pages(ahead=1) + beside) * page + whole_block
+        memory = replace(memory, device=f"cpu:{device}", split=split)
+    if place in ON_SSD:
+        host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options) + whole_block
+        if place == HOST_WEIGHTS:
+            pages = range(host // page, (64 << 20) // page)
+            host = (
+                page * pages[bisect(pages, False, key=lambda count: holds_weights(count * page, root, states, options))]
+            )
+        memory = replace(memory, host=host)
+    if place in ON_SSD or case["activations"] in OFFLOADS:
+        memory = replace(memory, ssd=f"{directory}:1GiB")
+    return memory
+
+
+def holds_weights(host: int, root: ModuleSpec, states: tuple[StateSpec, ...], options: Options) -> bool:
+    """Whether so many bytes of RAM are home to every weight."""
+    return "weight" not in make_plan(root, states, Budgets(host, None, 1 << 40), options).bytes.get("ssd", {})
 
 
 def loop_of(case: Case) -> zoo.Loop:
@@ -228,11 +231,10 @@ def check(case: Case, directory: Path) -> None:
     outcome = train(case, memory_of(case, directory))
     plan, place = outcome.plan, case["place"]
     assert plan is not None
-    on_ssd = plan.bytes.get("ssd", {})
+    on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
     # A small model's weights, or its moments, may fit the buffers that the others need.
     assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
-    streamed = place in (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
-    assert any(name != "activations" for name in on_ssd) == streamed
+    assert on_ssd if place in (ALL_ON_SSD, ARENA_ALL_ON_SSD) else place in ON_SSD or not on_ssd
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
     assert (place == UPDATED) == bool(plan.placement.updated_on_device)
     assert (place == HOME) == bool(plan.placement.resident)
