@@ -5,6 +5,7 @@ time, so that a failure is the change's own; `make test-all` (HYPOTHESIS_PROFILE
 GPU kernels run in Triton's interpreter where there is no GPU.
 """
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,12 @@ if not torch.cuda.is_available():
 settings.register_profile("fixed", derandomize=True, max_examples=25)
 settings.register_profile("random")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collection looks at what tests make alone, not at all that was imported; some tests call for it often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

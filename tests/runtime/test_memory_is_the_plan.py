@@ -138,7 +138,8 @@ def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations(size: 
     assert run.grown >= run.state, "a measurement below what is certainly touched measures something else"
 
 
-@sizes
+@pytest.mark.slow  # by default, the case with everything on SSD below does
+@pytest.mark.parametrize("size", SIZES)
 def test_peak_memory_with_state_on_ssd_is_the_ledger_and_activations(size: str, tmp_path: Path) -> None:
     shape = SIZES[size]
     weights = 2 * shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
