@@ -122,11 +122,13 @@ def possible(case: Case) -> bool:
     """Whether `wrap` takes these settings together; those left out do not matter."""
     update, tiles, rule = case.get("update"), case.get("tiles"), case.get("rule")
     activations = case.get("activations")
+    on_device = case.get("place") in (UPDATED, HOME)
     # Reentrant checkpoints deliver a gradient for each use of a block.
     several = activations == "reentrant" and (case.get("model") == "plain" or tiles == "batch")
     return not (
         (case.get("place") == RAM and activations in OFFLOADS)  # nowhere to go
-        or (rule in WHOLE and (tiles == "layers" or update == "async" or case.get("place") in (UPDATED, HOME)))
+        or (rule in WHOLE and (tiles == "layers" or update == "async" or on_device))
+        or (on_device and (update == "async" or "+" in case.get("numbers", "")))
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -234,7 +236,8 @@ def check(case: Case, directory: Path) -> None:
     on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
     # A small model's weights, or its moments, may fit the buffers that the others need.
     assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
-    assert on_ssd if place in (ALL_ON_SSD, ARENA_ALL_ON_SSD) else place in ON_SSD or not on_ssd
+    assert not on_ssd or place in ON_SSD
+    assert on_ssd or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD) or case["activations"] in OWN
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
     assert (place == UPDATED) == bool(plan.placement.updated_on_device)
     assert (place == HOME) == bool(plan.placement.resident)
