@@ -15,7 +15,6 @@ from torch import nn
 from zoo import (
     ALL_ON_SSD,
     ARENA,
-    ARENA_ALL_ON_SSD,
     HOST_WEIGHTS,
     PAGE,
     PLACEMENTS,
@@ -26,8 +25,6 @@ from zoo import (
     loss_of,
     run,
     squeeze,
-    train,
-    usual_loop,
 )
 
 import pagoda
@@ -52,16 +49,6 @@ STEPS = 6
 
 def memory_of(recipe: Recipe, placement: str, directory: Path, max_staleness: int) -> pagoda.Memory:
     return squeeze(recipe.build(), placement, directory, max_staleness=max_staleness)
-
-
-def train_async(recipe: Recipe, memory: pagoda.Memory, max_staleness: int, loop: Any = None) -> Outcome:
-    return run(
-        recipe.build(),
-        memory,
-        loop or usual_loop(recipe),
-        clip_grad_norm=recipe.clip,
-        update=pagoda.Updates("async", max_staleness=max_staleness),
-    )
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -112,16 +99,6 @@ def front(engine: Engine, unit: LiveUnit) -> torch.Tensor:
 
 
 # --- what is computed --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_bound_of_zero_needs_room_for_weights_twice_where_they_are_on_ssd(placement: str, tmp_path: Path) -> None:
-    recipe = Recipe("llama", checkpointing=True, accumulation=2, steps=2)
-    outcome = train_async(recipe, memory_of(recipe, placement, tmp_path, 0), 0)
-    outcome.assert_same_bits(train(recipe, RESIDENT))
-    ssd = outcome.plan.bytes.get("ssd", {})  # type: ignore[union-attr]
-    assert (WEIGHT_BACK in ssd) == (placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD))
-    assert ("exp_avg" in ssd) == (placement != ARENA)
 
 
 @each_once(placement=[HOST_WEIGHTS, ALL_ON_SSD, ARENA], checkpointing=[False, True])

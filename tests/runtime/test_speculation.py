@@ -32,7 +32,6 @@ from pagoda.checkpoint.rank_files import Files
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.optim import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import UNDO
@@ -151,33 +150,6 @@ def test_states_in_ram_are_speculated_on_only_where_asked_for(tmp_path: Path) ->
     outcome = train(training, memory_of(ARENA_ALL_IN_RAM, tmp_path))
     outcome.assert_same_bits(reference(training.pattern, 1))
     assert all(kept for kept, _ in training.counts[3:])
-
-
-RULES: dict[str, Rule] = {
-    "adamw 8bit": pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments="8bit"),
-    "adafactor": pagoda.Adafactor(lr=1e-2, beta1=0.9),
-    "muon": pagoda.Muon(lr=1e-2),
-    "torch's adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
-}
-
-
-@pytest.mark.parametrize("placement", [pytest.param(ALL_IN_RAM, marks=pytest.mark.slow), ALL_ON_SSD])
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_every_state_of_a_rule_is_undone(rule: Rule, placement: str, tmp_path: Path) -> None:
-    """Scales, factors and counts that live in RAM beside states on SSD, too."""
-    training = Training(".x.")
-    settings: dict[str, Any] = {"rule": rule, "clip_grad_norm": LIMIT, "accumulation_steps": 1}
-    memory = RESIDENT
-    if placement == ALL_ON_SSD:
-        memory = squeeze(built(), ALL_ON_SSD, tmp_path, announced=1, rule=rule)
-        assert isinstance(memory.host, int)
-        memory = replace(memory, host=memory.host + 64 * PAGE)
-    outcome = run(built(), memory, training, update=pagoda.Updates(speculate=True), **settings)
-    outcome.assert_same_bits(
-        run(built(), RESIDENT, Training(".x."), update=pagoda.Updates(speculate=False), **settings)
-    )
-    assert training.counts[0][0] > 0
-    assert training.counts[1][1] > 0
 
 
 def test_without_it_no_update_is_begun_and_the_bits_are_the_same(tmp_path: Path) -> None:
