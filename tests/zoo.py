@@ -132,7 +132,7 @@ def t5(layers: int = 4, dropout: float = 0.0) -> nn.Module:
     )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,
     "gpt2": gpt2,
     "qwen3": qwen3,
@@ -171,10 +171,12 @@ class Recipe:
     rule: Rule | None = None
     """None: AdamW."""
     steps: int = 5
+    layers: int | None = None
+    """Of llama, gpt2 and qwen3, where the usual ones are too few to be streamed."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        model = MODELS[self.model]()
+        model = MODELS[self.model]() if self.layers is None else MODELS[self.model](self.layers)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.reentrant})
         if self.frozen:

@@ -273,7 +273,7 @@ def test_placement_does_not_change_a_bit(name: str, late_first: bool, tmp_path: 
     """Tied and untied output layers whose weights are in memory during their forward only."""
 
     def train(memory: pagoda.Memory) -> zoo.Outcome:
-        recipe = zoo.Recipe(name, checkpointing=True, steps=3)
+        recipe = zoo.Recipe(name, checkpointing=True, steps=3, layers=6)
         model = recipe.build()
         if late_first:
             pagoda.chunked_loss(model)

@@ -61,7 +61,7 @@ def assert_at_home(outcome: Outcome, some: bool = True) -> None:
 
 
 def test_device_ram_and_ssd_are_home_to_one_model_whose_updates_run_everywhere(tmp_path: Path) -> None:
-    recipe = Recipe("llama", accumulation=2)
+    recipe = Recipe("llama", accumulation=2, layers=6)
     layout = layout_of(recipe)
     states = sum(layout.total_pages(state.name) for state in layout.states) * PAGE
     outcome = train(recipe, memory(recipe, 0.3, str(int(states * 0.8)), tmp_path, update_share=1.0))

@@ -136,9 +136,9 @@ def test_several_threads_do_not_change_a_bit(placement: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("recipe", "placement"),
     [
-        (Recipe("llama", steps=3), ARENA_ALL_ON_SSD),
+        (Recipe("llama", steps=3, layers=6), ARENA_ALL_ON_SSD),
         (Recipe("gpt2", steps=3, checkpointing=True), ALL_ON_SSD),
-        (Recipe("qwen3", steps=3, checkpointing=True), ARENA_ALL_ON_SSD),
+        (Recipe("qwen3", steps=3, checkpointing=True, layers=6), ARENA_ALL_ON_SSD),
         (Recipe("conv", steps=3), ALL_ON_SSD),  # a module that holds a parameter
     ],
     ids=lambda value: value.model if isinstance(value, Recipe) else value,
