@@ -95,13 +95,15 @@ WHOLE = ("adafactor", "muon", "adagrad")
 """Rules that take parameters whole."""
 RAM = "ram"
 UPDATED, HOME = "updated-on-device", "home-on-device"
-"""In an arena that also updates about half of the units, or is home to them."""
+"""In an arena that also updates about half of the units, or is home to them; all, where they are few."""
 PLACES = (RAM, *PLACEMENTS, UPDATED, HOME)
 ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
 OFFLOADS = ("offload", "recompute+offload")
 OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 """Checkpoints that the model itself makes."""
 
+LARGEST_UNIT = "128KiB"
+"""Holds a block of most models."""
 AXES = {
     "rule": (*RULES,),
     "activations": ("keep", "recompute", *OFFLOADS, "auto", *OWN),
@@ -110,7 +112,7 @@ AXES = {
     "numbers": ("bf16", "fp16", "fp32", "bf16+fp32", "fp32+bf16"),
     "update": ("at step", "announced", "speculate", "async"),
     "tiles": (None, "batch", "layers"),
-    "unit": ("4KiB", "32KiB", "64KiB"),
+    "unit": ("4KiB", "32KiB", LARGEST_UNIT),
     "clip": (None, 0.5),
     "passes": (1, 2),
     "frozen": (False, True),
@@ -129,6 +131,7 @@ def possible(case: Case) -> bool:
         (case.get("place") == RAM and activations in OFFLOADS)  # nowhere to go
         or (rule in WHOLE and (tiles == "layers" or update == "async" or on_device))
         or (on_device and (update == "async" or "+" in case.get("numbers", "")))
+        or (activations in OWN and case.get("place") == ALL_ON_SSD and case.get("unit", LARGEST_UNIT) != LARGEST_UNIT)
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -178,13 +181,14 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
     # What the model recomputes itself has a whole block in use at once.
     whole_block = 512 << 10 if case["activations"] in OWN else 0
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):
-        split, beside = None, 0
+        split, beside, few = None, 0, case["unit"] == LARGEST_UNIT
         if place == UPDATED:
-            split = pagoda.Split(device_update_share=0.6)
+            split = pagoda.Split(device_update_share=1.0 if few else 0.6)
             beside = DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page)
         elif place == HOME:
             split = pagoda.Split(device_home_share=1.0)
-            beside = sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), GRAD)) // 2
+            beside = sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), GRAD))
+            beside = beside if few else beside // 2
         device = (layout.lease_pages(ahead=1) + beside) * page + whole_block
         memory = replace(memory, device=f"cpu:{device}", split=split)
     if place in ON_SSD:

@@ -285,7 +285,7 @@ def test_placement_does_not_change_a_bit(name: str, late_first: bool, tmp_path: 
         return zoo.run(model, memory, loop, clip_grad_norm=recipe.clip)
 
     placement = zoo.ARENA_ALL_ON_SSD
-    outcome = train(zoo.squeeze(zoo.Recipe(name).build(), placement, tmp_path))
+    outcome = train(zoo.squeeze(zoo.Recipe(name, layers=6).build(), placement, tmp_path))
     zoo.assert_placed(outcome, placement)
     outcome.assert_same_bits(train(zoo.RESIDENT))
 
