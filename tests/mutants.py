@@ -184,7 +184,7 @@ MUTANTS = (
         "runtime/leases.py",
         "        if lease.held:\n            return False\n",
         "",
-        "runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+        "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
     ),
     Mutant(
         "frames are filled while an earlier fill is under way",
@@ -198,14 +198,14 @@ MUTANTS = (
         "runtime/accesses.py",
         "        if not self._uses[phase][unit.index]:\n            self._driver.tell",
         "        if True:\n            self._driver.tell",
-        "runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+        "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
     ),
     Mutant(
         "compute reads before its wait has ended",
         "runtime/accesses.py",
         "            if not self._scheduler.ready(unit.index):\n                self._wait(unit)\n",
         "",
-        "runtime/test_same_bits.py",
+        "test_matrix.py runtime/test_same_bits.py",
     ),
     Mutant(
         "a graph may read weights of another step",
@@ -226,7 +226,7 @@ MUTANTS = (
         "runtime/gradients.py",
         "        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient",
         "        kernel = self._kernels.store_gradient",
-        "runtime/test_same_bits.py",
+        "runtime/test_reference.py runtime/test_gradients.py",
     ),
     Mutant(
         "bytes on their way to buffers are not bounded",
@@ -240,7 +240,7 @@ MUTANTS = (
         "runtime/stepper.py",
         "clipped = min(largest, limit / (norm + 1e-6))",
         "clipped = min(largest, limit / (norm + 1e-6) * 1.001)",
-        "runtime/test_clipping.py runtime/test_same_bits.py",
+        "runtime/test_clipping.py test_matrix.py runtime/test_same_bits.py",
     ),
     Mutant(
         "gradients that are not finite are applied",
@@ -261,21 +261,21 @@ MUTANTS = (
         "runtime/host_updates.py",
         "parts, update.weights.write, (handle,)):",
         "parts, update.weights.write, ()):",
-        "runtime/test_updates.py runtime/test_same_bits.py",
+        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
     ),
     Mutant(
         "a block is read while its page is being written",
         "runtime/host_updates.py",
         "behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()",
         "behind = ()",
-        "runtime/test_updates.py runtime/test_same_bits.py",
+        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
     ),
     Mutant(
         "a piece of a block runs over the block's end",
         "runtime/segments.py",
         "max(start, self.start), stop=min(stop, self.stop)",
         "max(start, self.start), stop=stop",
-        "runtime/test_updates.py runtime/test_same_bits.py runtime/test_groups.py",
+        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py runtime/test_groups.py",
     ),
     Mutant(
         "undoing forgets what lies in RAM",
@@ -296,7 +296,7 @@ MUTANTS = (
         "runtime/lanes.py",
         "pending = [other for other in after if not other.succeeded]",
         "pending = []",
-        "runtime/test_lanes.py runtime/test_same_bits.py",
+        "runtime/test_lanes.py test_matrix.py runtime/test_same_bits.py",
     ),
     # checkpoint, train, simulate
     Mutant(

@@ -35,5 +35,6 @@ def test_without_overlap_the_simulator_agrees_with_zero_infinitys_formula_and_ov
     assert simulated > 1.1 * efficiency(intensity, bandwidth)
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_script_writes() -> None:
     assert papers.PAGE.read_text() == papers.page(), "run `python benchmarks/papers.py` and look at what changed"

@@ -1,6 +1,7 @@
 """Trains on as many stand-ins for a GPU as there are processes, and prints what came of it, a line of JSON from each.
 
-Arguments: a model of the zoo, or "moe" for experts of which each of two ranks has half; and the stage.
+Arguments, for each model that is trained: one of the zoo, or "moe" for experts of which each of two ranks has half; and
+the stage.
 """
 
 import hashlib
@@ -49,8 +50,6 @@ def divided(name: str, stage: int) -> tuple[nn.Module, Any]:
 
 def main(name: str, stage: int) -> None:
     """Each rank takes its share of the micro-batches of a step."""
-    torch.set_num_threads(1)
-    install_collectives(native)
     model, optimizer = mixture() if name == "moe" else divided(name, stage)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -63,7 +62,10 @@ def main(name: str, stage: int) -> None:
         optimizer.zero_grad()
     weights = hashlib.sha256(b"".join(value.cpu().view(torch.uint8).numpy() for value in model.state_dict().values()))
     optimizer.close()
-    print(json.dumps({"weights": weights.hexdigest(), "races": native.take_races()}), flush=True)
+    print(json.dumps({"model": name, "weights": weights.hexdigest(), "races": native.take_races()}), flush=True)
 
 
-main(sys.argv[1], int(sys.argv[2]))
+torch.set_num_threads(1)
+install_collectives(native)
+for name, stage in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    main(name, int(stage))

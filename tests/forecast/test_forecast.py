@@ -333,6 +333,7 @@ def test_no_model_fits_a_machine_without_room() -> None:
         largest_model(config, HERE_NOT)
 
 
+@pytest.mark.slow
 def test_a_papers_shape_is_planned_from_its_data() -> None:
     machine = Machine(find_machine("a100-40g").with_gpus(1), here=False)
     one = made(machine, model="t5-27b", batch_size=4, seq_len=512)

@@ -188,6 +188,7 @@ def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.Monkey
     assert len(simulated) - searched <= 2 * 9
 
 
+@pytest.mark.slow
 def test_plans_of_many_units_are_compared_on_a_part_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "MOST_UNITS", 40)
     simulated = counted(monkeypatch, problems, "simulate")
@@ -212,6 +213,7 @@ def test_the_search_for_the_largest_builds_two_layers_at_most_and_simulates_noth
     assert all(kwargs["layers"] in (None, 2) for _, kwargs in built)
 
 
+@pytest.mark.slow
 def test_the_largest_with_activations_left_open_is_at_least_that_of_each_policy() -> None:
     machine = gpu(1.5 * GIB, 1e10, 1e12)
     config = PlanConfig(max_model=True, seq_len=512, batch_size=2, plan="usual")
