@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pagoda.checkpoint.gathered import mark_homes
 from pagoda.checkpoint.groups import (
     ParamGroups,
     Reserve,
@@ -22,6 +21,7 @@ from pagoda.checkpoint.groups import (
     reserved_names,
 )
 from pagoda.checkpoint.pretrained import attach_weights
+from pagoda.checkpoint.state import mark_homes
 from pagoda.config.memory import Memory
 from pagoda.config.training import (
     ActivationMode,
@@ -278,7 +278,7 @@ def _move_in(model: nn.Module, engine: Engine, tiling: Tiling | None, wire: Wire
     """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
     with nullcontext() if tiling is None else tiling.undone():
         from_first = FromFirst(wire) if wire is not None else None
-        Builder(model, engine.store, tiling, from_first).build(engine.units)
+        Builder(model, engine, tiling, from_first).build(engine.units)
     if from_first is not None:
         from_first.copy(model.buffers())
     move_buffers(model, engine.device.torch_device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedParameter, PagedUnit
+from pagoda.checkpoint.state import ParameterState
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE, UNDO
 from pagoda.runtime.engine import Engine
@@ -65,13 +66,13 @@ class KeptPages:
 def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
     """A unit's layout, and the states of it whose home is SSD."""
     store, states = engine.store, engine.plan.layout.states
-    slots = list(enumerate(unit.spec.slots))
-    parameters = (PagedParameter(unit.stored_name(i), s.offset, s.param.shape, s.param.trainable) for i, s in slots)
+    held = [(ParameterState(engine, unit, slot), placed.offset) for slot, placed in enumerate(unit.spec.slots)]
+    parameters = (PagedParameter(p.stored_name, offset, p.spec.shape, p.spec.trainable) for p, offset in held)
     packed = {
         state.name: tuple(
-            PagedParameter(unit.stored_name(slot), span.first, span.shape, True)
-            for slot, _ in slots
-            if (span := engine.plan.layout.span(unit.spec, slot, state)) is not None
+            PagedParameter(parameter.stored_name, span.first, span.shape, True)
+            for parameter, _ in held
+            if (span := parameter.span(state)) is not None
         )
         for state in states
         if state.shape_of is not None
