@@ -83,9 +83,9 @@ def test_the_master_is_exported_exactly(saved: Path, tmp_path: Path) -> None:
     assert "lm_head.weight" not in tensors, "tied"
     with Checkpoint(saved) as checkpoint:
         for name, spec in checkpoint.specs("weight").items():
-            high = checkpoint.read("weight", name, 0, tensors[name].numel()).view(torch.int16).int()
-            low = checkpoint.read("weight_low", name, 0, tensors[name].numel()).int()
-            assert torch.equal(tensors[name].reshape(-1).view(torch.int32), (high << 16) + low)
+            high = checkpoint.tensor("weight", name).whole().view(torch.int16).int()
+            low = checkpoint.tensor("weight_low", name).whole().int()
+            assert torch.equal(tensors[name].view(torch.int32), (high << 16) + low)
             assert tensors[name].shape == spec.shape
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype is torch.float32
