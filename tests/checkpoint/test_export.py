@@ -17,6 +17,7 @@ import pagoda
 from pagoda.checkpoint import export as module
 from pagoda.checkpoint.export import INDEX, export
 from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.tensors import TensorFile
 from pagoda.cli.main import main
 
 from .hf_models import MODELS, build, logits, train, wrapped
@@ -119,16 +120,16 @@ def test_shards_stay_below_the_limit_and_the_index_lists_them(saved: Path, tmp_p
 def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts cut apart too: RAM does not follow the size of tensors."""
     checkpoint, _ = saved_run("mixtral", "ram", tmp_path)
-    read, most, whole = Checkpoint.read, 0, 0
+    read, most, whole = TensorFile.read, 0, 0
     piece = 512
 
-    def measured(self: Checkpoint, state: str, name: str, start: int, count: int) -> torch.Tensor:
+    def measured(self: TensorFile, name: str, start: int, count: int) -> torch.Tensor:
         nonlocal most, whole
         most, whole = max(most, count), whole + count
-        return read(self, state, name, start, count)
+        return read(self, name, start, count)
 
     monkeypatch.setattr(module, "chunks", lambda n: [(at, min(piece, n - at)) for at in range(0, n, piece)])
-    monkeypatch.setattr(Checkpoint, "read", measured)
+    monkeypatch.setattr(TensorFile, "read", measured)
     export(checkpoint, tmp_path / "out")
     assert most <= piece
     assert whole == sum(t.numel() for t in stored(tmp_path / "out").values()), "and each element is read once"
