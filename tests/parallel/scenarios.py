@@ -215,7 +215,7 @@ def resume(
 
 def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None) -> dict[str, Any]:
     """Train from a checkpoint, or from the start, a step for each directory of `saves`, and save a checkpoint there in
-    place of the one before; give back the state at each, how many tensors were copied in, and the commits at the end."""
+    place of the one before; give back the state at each, the tensors copied in, and the commits at the end."""
     made = recipe_of(recipe)
     model, optimizer = wrapped(made, "ssd", out, 3, kept=1)
     done, states, outcome, last = 0, {}, Outcome(), loads

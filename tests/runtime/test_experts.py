@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import split, update
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from zoo import (
@@ -31,7 +32,6 @@ from pagoda.models import MIXTURE_SHAPES
 from pagoda.models.mixture import Expert
 from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.models.moe import build_mixture
-from pagoda.optim.reference import split, update
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.experts import Steadiness
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import join, split
 from torch import nn
 from zoo import (
     ALL_ON_SSD,
@@ -26,7 +27,6 @@ from zoo import (
 )
 
 import pagoda
-from pagoda.optim.reference import join, split
 from pagoda.optimizer import PagedOptimizer
 
 from .conftest import Wrap
