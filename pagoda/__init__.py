@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagoda.api import load as load, plan_of as plan_of, wrap as wrap
     from pagoda.checkpoint.gathered import gathered as gathered
-    from pagoda.checkpoint.groups import no_decay_groups as no_decay_groups
     from pagoda.checkpoint.optimizer_states import OptimizerState as OptimizerState
     from pagoda.checkpoint.state_dicts import (
         ModelState as ModelState,
@@ -47,12 +46,12 @@ if TYPE_CHECKING:
         Muon as Muon,
         Optim as Optim,
     )
+    from pagoda.optim.param_groups import no_decay_groups as no_decay_groups
     from pagoda.parallel.mesh import Mesh as Mesh, open_mesh as open_mesh
 
 _HOMES = {
     "pagoda.api": "load plan_of wrap",
     "pagoda.checkpoint.gathered": "gathered",
-    "pagoda.checkpoint.groups": "no_decay_groups",
     "pagoda.checkpoint.optimizer_states": "OptimizerState",
     "pagoda.checkpoint.state_dicts": "ModelState full_state_dict trainable_state_dict",
     "pagoda.config.memory": "Memory Split",
@@ -62,6 +61,7 @@ _HOMES = {
     "StorageError UsageError",
     "pagoda.models.chunked_loss": "chunked_loss",
     "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim",
+    "pagoda.optim.param_groups": "no_decay_groups",
     "pagoda.parallel.mesh": "Mesh open_mesh",
 }
 """Module -> the names that users take from it."""

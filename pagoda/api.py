@@ -13,13 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pagoda.checkpoint.groups import (
-    ParamGroups,
-    Reserve,
-    check_placed,
-    named_groups,
-    reserved_names,
-)
 from pagoda.checkpoint.pretrained import attach_weights
 from pagoda.checkpoint.state import mark_homes
 from pagoda.config.memory import Memory
@@ -40,6 +33,13 @@ from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.errors import ConfigError, UsageError
 from pagoda.memory.ram import free_ram
 from pagoda.models.build import build_from_directory
+from pagoda.optim.param_groups import (
+    ParamGroups,
+    Reserve,
+    check_placed,
+    named_groups,
+    reserved_names,
+)
 from pagoda.optim.rule import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.mesh import Mesh, as_mesh, open_mesh

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pagoda.checkpoint.groups import NamedGroup, check_groups
 from pagoda.checkpoint.optimizer_states import blank_entry, check_entry, read_entry, write_entry
 from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.checkpoint.state import ParameterState, named, state_of
@@ -19,6 +18,7 @@ from pagoda.checkpoint.torch_file import torch_file
 from pagoda.construction.model_checks import check_step
 from pagoda.errors import UsageError
 from pagoda.models.hidden import as_plain
+from pagoda.optim.param_groups import NamedGroup, check_groups
 from pagoda.optim.rule import Rule
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hooks import ModelHooks

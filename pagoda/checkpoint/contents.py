@@ -5,9 +5,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagoda.checkpoint.groups import NamedGroup
 from pagoda.checkpoint.state import ParameterState, all_states
 from pagoda.checkpoint.tensors import TensorSpec
+from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
 from pagoda.runtime.engine import Engine
 

@@ -9,9 +9,10 @@ import torch
 
 from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import committed, write_json
-from pagoda.checkpoint.layout import stored_names, to_files
+from pagoda.checkpoint.hf_layout import stored_names, to_files
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
+from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.tensors import chunks, write_tensors
 from pagoda.config.training import Precision
@@ -19,7 +20,6 @@ from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.flat import join
 
-INDEX = "model.safetensors.index.json"
 _WEIGHT, _LOW = "weight", "weight_low"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -164,7 +164,7 @@ def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[st
         groups[-1].append(name)
         size += tensor.nbytes
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {SINGLE: groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from pagoda.checkpoint.contents import Contents
-from pagoda.checkpoint.groups import check_groups
 from pagoda.checkpoint.state import ParameterState, named, state_of
 from pagoda.checkpoint.state_dicts import check_shapes
 from pagoda.errors import CheckpointError
+from pagoda.optim.param_groups import check_groups
 
 
 def read_entry(state: ParameterState) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pagoda.checkpoint.layout import from_files
+from pagoda.checkpoint.hf_layout import from_files
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.tensors import TensorFile, chunks
 from pagoda.errors import ConfigError

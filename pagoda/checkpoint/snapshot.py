@@ -13,7 +13,6 @@ from torch import nn
 
 from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.directory import Removable, check_absent, remove_leftovers, write_manifest
-from pagoda.checkpoint.groups import NamedGroup, check_groups
 from pagoda.checkpoint.kept_pages import KeptPages, paged_unit
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages, with_ranks
@@ -27,6 +26,7 @@ from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.committed import CommittedPages
+from pagoda.optim.param_groups import NamedGroup, check_groups
 from pagoda.optim.rule import plain_setting
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pagoda.checkpoint.groups import NamedGroup
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.tensors import chunks
 from pagoda.errors import ConfigError, UsageError
 from pagoda.models.hidden import HOME
 from pagoda.optim.flat import join, split
+from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT
-from pagoda.plan.packed import Span
+from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import ParamSpec
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.store import LOW
@@ -54,16 +54,16 @@ class ParameterState(NamedTuple):
         """Name of the parameter of which this is a tile; its own where it is none."""
         return self.spec.name if self.spec.part is None else self.spec.part.whole
 
-    def span(self, state: StateSpec) -> Span | None:
+    def span(self, state: StateSpec) -> ShapedSpan | None:
         """Where a state lies among its unit's; None where the parameter has none."""
         return self.engine.store.plan.layout.span(self.unit.spec, self.slot, state)
 
-    def spans(self) -> dict[str, Span]:
+    def spans(self) -> dict[str, ShapedSpan]:
         """Where each state lies that the parameter has, by the state's name."""
         found = {state.name: self.span(state) for state in self.engine.store.plan.layout.states}
         return {name: span for name, span in found.items() if span is not None}
 
-    def moments(self) -> dict[str, Span]:
+    def moments(self) -> dict[str, ShapedSpan]:
         """As `spans`, of what the optimizer's rule keeps besides the weights."""
         return {name: span for name, span in self.spans().items() if name not in (WEIGHT, LOW)}
 
