@@ -1,11 +1,10 @@
 """Contents: what a checkpoint holds, by name: of one rank all, of several that divide experts what any of them has."""
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagoda.checkpoint.state import ParameterState, all_states
+from pagoda.checkpoint.state import ParameterState, all_states, said_by_ranks
 from pagoda.checkpoint.tensors import TensorSpec
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
@@ -75,16 +74,13 @@ class Contents:
     @classmethod
     def of(cls, engine: Engine, groups: list[NamedGroup]) -> "Contents":
         """What the units of all ranks hold; every rank asks for it at the same point of its program."""
-        parameters, together = all_states(engine), engine.together
+        parameters = all_states(engine)
         names = {parameter.name: parameter.stored_name for parameter in parameters}
         mine = cls(
             {parameter.stored_name: Stored.of(parameter) for parameter in parameters},
             [[names[name] for name in group["params"]] for group in groups],
         )
-        if together is None:
-            return mine
-        said = together.announce("the contents of a checkpoint", json.dumps(asdict(mine)).encode())
-        return _merged([json.loads(each) for each in said])
+        return _merged(said_by_ranks(engine, "the contents of a checkpoint", asdict(mine)))
 
     @property
     def steps(self) -> dict[str, int]:

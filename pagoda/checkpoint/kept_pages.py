@@ -1,6 +1,5 @@
 """What of a checkpoint stays where it is on SSD, of one process or of all ranks."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedParameter, PagedUnit
-from pagoda.checkpoint.state import ParameterState
+from pagoda.checkpoint.state import ParameterState, said_by_ranks
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE, UNDO
 from pagoda.runtime.engine import Engine
@@ -41,10 +40,7 @@ class KeptPages:
                 for index, unit in paged.items()
             },
         }
-        said = [json.loads(json.dumps(mine))]
-        if engine.together is not None:
-            by_rank = engine.together.announce("what a checkpoint keeps on SSD", json.dumps(mine).encode())
-            said = [json.loads(each) for each in by_rank]
+        said = said_by_ranks(engine, "what a checkpoint keeps on SSD", mine)
         copied = {(index, state) for each in said for index, state in each["copied"]}
         names: dict[str, set[str]] = {}
         for each in said:

@@ -19,7 +19,7 @@ from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages, 
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.state import ParameterState, unpaged
+from pagoda.checkpoint.state import ParameterState, said_by_ranks, unpaged
 from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
@@ -63,7 +63,7 @@ class Snapshot:
         check_absent(directory)
         buffers = dict(unpaged(self._model))
         self._buffer_specs(buffers)
-        generators = self._generators()
+        generators = said_by_ranks(self._engine, "save_checkpoint()", rng_state())
         contents = Contents.of(self._engine, groups)
         content = {
             "states": [state.name for state in self._states],
@@ -123,11 +123,9 @@ class Snapshot:
 
     def _agreed(self, mine: Sequence[Path]) -> tuple[list[Path], str]:
         """What the first rank wants to replace, and the new checkpoint's id."""
-        together, said = self._engine.together, [[str(path) for path in mine], new_checkpoint_id()]
-        if together is not None:
-            by_rank = together.announce("the checkpoints that one replaces", json.dumps(said).encode())
-            said = json.loads(by_rank[0])
-        return [Path(name) for name in said[0]], str(said[1])
+        said = [[str(path) for path in mine], new_checkpoint_id()]
+        names, checkpoint_id = said_by_ranks(self._engine, "the checkpoints that one replaces", said)[0]
+        return [Path(name) for name in names], checkpoint_id
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
         """Delete checkpoints; each rank frees the slots that they kept of its own store."""
@@ -246,13 +244,6 @@ class Snapshot:
                         begins, numel = start + part.start - first, part.stop - part.start
                         pieces.append((slot, Piece(index, state.name, parameter.stored_name, begins, numel, part.at)))
         return [piece for _, piece in sorted(pieces, key=itemgetter(0))]
-
-    def _generators(self) -> list[dict[str, Any]]:
-        """The state of every rank's random number generators, as JSON."""
-        mine, together = rng_state(), self._engine.together
-        if together is None:
-            return [mine]
-        return [json.loads(said) for said in together.announce("save_checkpoint()", json.dumps(mine).encode())]
 
     def _restore_generators(self, manifest: dict[str, Any]) -> None:
         """Put the generators back; those of a rank that the writing run did not have stay as they are."""

@@ -1,5 +1,6 @@
 """State: the one way to what is kept of a parameter, for everything but training."""
 
+import json
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -230,6 +231,13 @@ def settle(states: Iterable[ParameterState]) -> None:
     """Wait for every update that could change them. Raises UsageError where they are of two steps."""
     for engine in {id(state.engine): state.engine for state in states}.values():
         engine.settle()
+
+
+def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
+    """What each rank says, by rank, as JSON has it; all say it at the same point of their program, `what` names it."""
+    said = json.dumps(mine).encode()
+    by_rank = [said] if engine.together is None else engine.together.announce(what, said)
+    return [json.loads(each) for each in by_rank]
 
 
 def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

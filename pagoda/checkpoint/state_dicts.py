@@ -1,6 +1,5 @@
 """A wrapped model's weights as dictionaries: torch's `state_dict`, one of all ranks, of adapters, of masters."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -8,7 +7,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from pagoda.checkpoint.state import all_states, settle, state_of, states_of, unpaged
+from pagoda.checkpoint.state import all_states, said_by_ranks, settle, state_of, states_of, unpaged
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
@@ -122,12 +121,8 @@ def _names_by_part(model: nn.Module, engine: Engine) -> list[list[list[list[str]
     def of(unit: LiveUnit) -> list[list[str]]:
         return [names[id(param)] for param in unit.params]
 
-    mine = [of(unit) for unit in engine.units]
-    together = engine.together
-    if together is None or together.parts == 1:
-        return [mine]
-    said = together.announce("the full state dict", json.dumps(mine).encode())
-    return [json.loads(each) for each in said[: together.parts]]
+    parts = 1 if engine.together is None else engine.together.parts
+    return said_by_ranks(engine, "the full state dict", [of(unit) for unit in engine.units])[:parts]
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
