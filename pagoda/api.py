@@ -12,15 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pagoda.checkpoint.gathered import mark_homes
-from pagoda.checkpoint.groups import (
-    ParamGroups,
-    Reserve,
-    check_placed,
-    named_groups,
-    reserved_names,
-)
 from pagoda.checkpoint.pretrained import attach_weights
+from pagoda.checkpoint.state import mark_homes
 from pagoda.config.memory import Memory
 from pagoda.config.training import (
     ActivationMode,
@@ -39,6 +32,13 @@ from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.errors import ConfigError, UsageError
 from pagoda.memory.ram import free_ram
 from pagoda.models.build import build_from_directory
+from pagoda.optim.param_groups import (
+    ParamGroups,
+    Reserve,
+    check_placed,
+    named_groups,
+    reserved_names,
+)
 from pagoda.optim.rule import Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.experts import ExpertExchange
@@ -282,7 +282,7 @@ def _move_in(model: nn.Module, engine: Engine, tiling: Tiling, wire: Wire | None
     """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
     with tiling.undone():
         from_first = FromFirst(wire) if wire is not None else None
-        Builder(model, engine.store, tiling, from_first).build(engine.units)
+        Builder(model, engine, tiling, from_first).build(engine.units)
     if from_first is not None:
         from_first.copy(model.buffers())
     move_buffers(model, engine.device.torch_device)

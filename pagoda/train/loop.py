@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.api import plan_of, wrap
 from pagoda.checkpoint.directory import read_manifest
-from pagoda.checkpoint.groups import no_decay_groups
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
@@ -31,6 +30,7 @@ from pagoda.models import build_model
 from pagoda.models.build import is_encoder_decoder, model_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.models.lora import LoraConfig, add_adapters
+from pagoda.optim.param_groups import no_decay_groups
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.mesh import Mesh, open_mesh
 from pagoda.parallel.world import was_restarted
@@ -42,7 +42,7 @@ from pagoda.train.metrics import StepMetrics
 from pagoda.train.progress import Progress
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning, begin
-from pagoda.train.run_dir import Checkpoint, RunDir
+from pagoda.train.run_dir import RunCheckpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
 
 _TOKENIZERS = (
@@ -192,14 +192,14 @@ class _Loop:
         self.is_switch = getattr(model.config, "model_type", None) == "switch_transformers"
         self.scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self.device = next(model.parameters()).device
-        self.saved: Checkpoint | None = None
+        self.saved: RunCheckpoint | None = None
         self.ran = False
         """Whether the model has been run."""
         # Initialisation draws random numbers in an order that may follow the memory split; dropout must not. Ranks drop
         # elements of their own.
         _seed(config.seed + mesh.rank)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: RunCheckpoint) -> None:
         """Loads `checkpoint`. Raises CheckpointError where it is of another model or text."""
         self._check_model(checkpoint)
         extra = self.optimizer.load_checkpoint(checkpoint.path)
@@ -216,7 +216,7 @@ class _Loop:
             group["lr"] = base * factor
         self.console.print(f"Resuming {self.run_dir.path} after step {checkpoint.step}", highlight=False)
 
-    def _check_model(self, checkpoint: Checkpoint) -> None:
+    def _check_model(self, checkpoint: RunCheckpoint) -> None:
         """Raises CheckpointError where the model's own configuration is not that of the checkpoint."""
         saved, mine = read_manifest(checkpoint.path).get("model"), model_record(self.model)
         if saved is None or mine is None:
@@ -374,7 +374,7 @@ class _Loop:
         keep = self.config.keep_checkpoints
         replaced = old[: max(0, len(old) + 1 - keep)] if keep else []
         self.optimizer.save_checkpoint(path, extra, wait=False, replaces=[checkpoint.path for checkpoint in replaced])
-        self.saved = Checkpoint(step, path)
+        self.saved = RunCheckpoint(step, path)
 
     def _show_end(self, result: TrainResult) -> None:
         lines = [

@@ -10,7 +10,7 @@ import pagoda
 from pagoda.checkpoint.directory import MANIFEST, read_manifest, remove
 from pagoda.checkpoint.paged import PAGED
 from pagoda.checkpoint.reader import Checkpoint
-from pagoda.checkpoint.snapshot import Snapshot
+from pagoda.checkpoint.state import ParameterState
 from pagoda.cli.main import main
 from pagoda.memory.ssd.tier import SSDTier
 
@@ -46,7 +46,7 @@ def test_a_run_of_the_same_geometry_adopts_pages_without_reading_them(
     def never(*_: object) -> None:
         pytest.fail("a state was copied")
 
-    monkeypatch.setattr(Snapshot, "_copy_in", never)
+    monkeypatch.setattr(ParameterState, "copy_in", never)
     resumed = Run(LLAMA, memory, seed=1).load(tmp_path / "step")
     resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 

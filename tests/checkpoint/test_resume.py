@@ -536,6 +536,16 @@ def test_parameters_that_are_not_floating_point_are_saved_and_restored(tmp_path:
     optimizer.close()
 
 
+def test_frozen_parameters_that_came_after_wrap_are_saved_and_restored(tmp_path: Path) -> None:
+    model, optimizer = wrapped_table(torch.zeros(3))
+    model.late = nn.Parameter(torch.tensor([1.5, -2.0]), requires_grad=False)
+    optimizer.save_checkpoint(tmp_path / "step")
+    model.late.zero_()
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert model.late.tolist() == [1.5, -2.0]
+    optimizer.close()
+
+
 def test_a_learning_rate_in_a_tensor_is_saved_as_a_number(tmp_path: Path) -> None:
     _, optimizer = wrapped_table(torch.zeros(3))
     optimizer.param_groups[0]["lr"] = torch.tensor(0.25)

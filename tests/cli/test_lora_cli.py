@@ -73,11 +73,7 @@ def last_checkpoint(root: Path) -> Path:
 def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
     """What has had updates: name -> fp32 weights."""
     with Checkpoint(checkpoint) as opened:
-        specs = opened.specs("weight")
-        return {
-            name: opened.read("weight", name, 0, specs[name].shape[0] * specs[name].shape[1]).view(specs[name].shape)
-            for name in opened.steps
-        }
+        return {name: opened.tensor("weight", name).whole() for name in opened.steps}
 
 
 def test_adapters_train_over_weights_that_exceed_ram(trained: Path) -> None:

@@ -17,7 +17,7 @@ from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, compute_memory, find_machine_for
 from pagoda.forecast.report import as_json
 from pagoda.forecast.subject import find_subject
-from pagoda.models.papers import find_paper_shape, gpt_of_step
+from pagoda.models.papers import PAPER_SHAPES, gpt_of_step
 from pagoda.optim import AdamW
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
@@ -244,7 +244,7 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40g", "seq_len": 512, "batch_size": 4}
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)
     one = forecast(config, find_machine_for(config))
-    shape = find_paper_shape("t5-moe-1.2t")
+    shape = PAPER_SHAPES["t5-moe-1.2t"]
     assert one.subject.params == shape.params
     # A rank has the moments of its own experts whole, and a part of all others.
     experts = 16 * (2304 // 256) * 2 * shape.hidden * shape.ffn

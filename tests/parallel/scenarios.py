@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
-from pagoda.checkpoint.snapshot import Snapshot
+from pagoda.checkpoint.state import ParameterState
 from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.memory.identity import partial
@@ -232,11 +232,11 @@ def resume(
 
 def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None) -> dict[str, Any]:
     """Train from a checkpoint, or from the start, a step for each directory of `saves`, and save a checkpoint there in
-    place of the one before; give back the state at each, how many states were copied in, and the commits at the end."""
+    place of the one before; give back the state at each, the tensors copied in, and the commits at the end."""
     made = recipe_of(recipe)
     model, optimizer = wrapped(made, "ssd", out, 3, kept=1)
     done, states, outcome, last = 0, {}, Outcome(), loads
-    with mock.patch.object(Snapshot, "_copy_in", autospec=True, side_effect=Snapshot._copy_in) as copy_in:
+    with mock.patch.object(ParameterState, "copy_in", autospec=True, side_effect=ParameterState.copy_in) as copy_in:
         if loads is not None:
             done = optimizer.load_checkpoint(loads)["step"]
             states["loaded"] = state_of(model, optimizer)

@@ -71,8 +71,7 @@ def tensors_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 
 def read(directory: Path, state: str = "weight") -> dict[str, torch.Tensor]:
     with Checkpoint(directory) as checkpoint:
-        specs = checkpoint.specs(state)
-        return {name: checkpoint.read(state, name, 0, s.nbytes // s.dtype.itemsize) for name, s in specs.items()}
+        return {name: checkpoint.tensor(state, name).whole().reshape(-1) for name in checkpoint.specs(state)}
 
 
 def executed(config: TrainConfig) -> set[str]:

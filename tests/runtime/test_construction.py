@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import each_once
+from reference import split
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -20,7 +21,6 @@ from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, ba
 
 import pagoda
 from pagoda.config.training import Precision
-from pagoda.optim.reference import split
 
 from .conftest import Wrap
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from reference import split, update
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -28,7 +29,6 @@ from zoo import ALL_ON_SSD, ARENA, PAGE, PLACEMENTS, RESIDENT, VOCABULARY, Loop,
 import pagoda
 from pagoda.checkpoint.export import export
 from pagoda.models.experts import ExpertStack, RoutedExperts, SwitchRouter
-from pagoda.optim.reference import split, update
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.experts import Steadiness

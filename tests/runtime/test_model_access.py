@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import join, split
 from torch import nn
 from zoo import (
     ALL_ON_SSD,
@@ -26,7 +27,6 @@ from zoo import (
 )
 
 import pagoda
-from pagoda.optim.reference import join, split
 from pagoda.optimizer import PagedOptimizer
 
 from .conftest import Wrap
@@ -64,10 +64,8 @@ def train(model: nn.Module, optimizer: PagedOptimizer, steps: int = 2) -> None:
 def master_of(optimizer: PagedOptimizer, param: nn.Parameter) -> torch.Tensor:
     """The fp32 master, from the two states it is kept in."""
     optimizer.drain()
-    unit, slot = optimizer._slots[id(param)]
-    placed, read = unit.spec.slots[slot], optimizer._engine.store.read
-    halves = (read(unit.index, state, placed.offset, placed.param.numel) for state in ("weight", "weight_low"))
-    return join(*halves).view(placed.param.shape)
+    state = optimizer._states[id(param)]
+    return join(state.read("weight"), state.read("weight_low"))
 
 
 def masters(model: nn.Module, optimizer: PagedOptimizer) -> dict[str, torch.Tensor]:

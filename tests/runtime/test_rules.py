@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import torch
 from lion_pytorch import Lion as TheirLion
 from torch import nn
@@ -22,7 +23,7 @@ from zoo import (
 
 import pagoda
 from pagoda.construction.construct import describe
-from pagoda.optim import AdamW, Rule, reference
+from pagoda.optim import AdamW, Rule
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import split
 from zoo import (
     ALL_ON_SSD,
     ARENA,
@@ -30,7 +31,6 @@ import pagoda
 from pagoda.config.training import Precision
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
-from pagoda.optim.reference import split
 from pagoda.plan.options import Options
 from pagoda.plan.placement import BOUNCE_ELEMENTS, Budgets
 
