@@ -1,6 +1,6 @@
 """Accelerate with training state in pages: an `Accelerator` that wraps what it prepares."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             args_now[at] = self._page(models[0], optimizer)
             for scheduler in args:
                 if getattr(scheduler, "optimizer", None) is optimizer:
-                    scheduler.optimizer = args_now[at].optimizer
+                    _hand_over(scheduler, args_now[at].optimizer)
         return super().prepare(*args_now, device_placement=device_placement)
 
     def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
@@ -107,15 +107,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._paged.append((model, prepared))
         return prepared
 
-    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Any:
-        """As Accelerate's, exactly, on any number of ranks where all of a model's parameters are given."""
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As Accelerate's. Where they are all of a paged model's parameters, on any number of ranks."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        given = {id(param) for param in params}
+        of_models = {id(param) for param in params if home_of(param) is not None}
         for _, optimizer in self._paged:
-            stepped = [param for group in optimizer.param_groups for param in group["params"]]
-            if norm_type == 2 and {id(param) for param in stepped} == {i for i in given if i in {*map(id, stepped)}}:
-                if all(home_of(param) is not None or not param.requires_grad for param in params):
-                    return torch.tensor(optimizer.optimizer.clip_grad_norm_(max_norm))
+            stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            trained = {id(param) for param in params if param.requires_grad}
+            if norm_type == 2 and trained == stepped and trained <= of_models:
+                return torch.tensor(optimizer.optimizer.clip_grad_norm_(max_norm))
         return super().clip_grad_norm_(params, max_norm, norm_type)
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
@@ -149,3 +149,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def _hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
+    """Let a scheduler, made for the optimizer that was replaced, drive this one, whose groups have the same settings.
+
+    Schedulers warn of an optimizer whose steps are not counted, and only the constructor of one has them counted.
+    """
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
+    scheduler.optimizer = optimizer

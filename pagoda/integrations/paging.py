@@ -15,7 +15,7 @@ from pagoda.config.training import ActivationMode, Activations, MixedPrecision, 
 from pagoda.errors import ConfigError
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.adapter import Optim
-from pagoda.optim.rule import Rule
+from pagoda.optim.rule import Rule, plain_setting
 from pagoda.optimizer import PagedOptimizer
 from pagoda.parallel.mesh import Mesh
 
@@ -102,7 +102,8 @@ def rule_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> R
 
     Raises ConfigError, as `pagoda.Optim`, for a class that cannot step one parameter at a time.
     """
-    meant = {name: value for name, value in settings.items() if name not in _ONLY_FASTER}
-    if kind is torch.optim.AdamW and meant.keys() <= {"lr", "betas", "eps", "weight_decay"}:
+    meant = {name: plain_setting(value, None) for name, value in settings.items() if name not in _ONLY_FASTER}
+    if kind is torch.optim.AdamW and not any(meant.pop(name, False) for name in ("amsgrad", "maximize")):
+        meant.pop("decoupled_weight_decay", None)
         return AdamW(**meant)
     return Optim(kind, **meant)
