@@ -42,6 +42,14 @@ class Paging:
     activations: ActivationMode | Activations = "keep"
     tiles: Tiles | None = None
     mesh: Mesh | DeviceMesh | None = None
+    reference: Memory | None = None
+    """What a second, frozen model may take: the reference model of DPO, say. By default it is not paged. An SSD
+    directory is used by one model at a time, so this one needs another than `memory`."""
+
+    def wrap_frozen(self, model: nn.Module) -> nn.Module:
+        """Wrap a model that only computes. Raises as `pagoda.wrap`."""
+        wrap(model.requires_grad_(False), AdamW(), memory=self.reference, precision=precision_of(model), mesh=self.mesh)
+        return model
 
     def wrap(
         self,

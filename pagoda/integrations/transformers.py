@@ -51,7 +51,7 @@ class PagedTrainerMixin:
 
     Checkpoints have the model's files, for `from_pretrained`, and in `pagoda` all state, for
     `train(resume_from_checkpoint=...)`, which goes on with the same bits. Both are written in pieces. The best model
-    comes back with the optimizer's state of that step.
+    comes back with the optimizer's state of that step. A reference model is paged with `Paging(reference=...)`.
 
     Under torchrun, Pagoda divides the state over the ranks; there is no DDP.
 
@@ -113,6 +113,21 @@ class PagedTrainerMixin:
         """No autocast and no loss scaling by Accelerate: the weights have their dtype, and Pagoda scales the loss."""
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
         return {**built, "mixed_precision": "no"}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; a model that it gets for evaluation is the reference model of DPO and others."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        trainer: Any = self
+        prepare = trainer.accelerator.prepare_model
+
+        def prepare_model(model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> nn.Module:
+            if evaluation_mode and self.paging.reference is not None and model is not trainer.model:
+                self.paging.wrap_frozen(model)
+                model._is_accelerate_prepared = True  # type: ignore[assignment]
+            prepared: nn.Module = prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+            return prepared
+
+        trainer.accelerator.prepare_model = prepare_model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: `wrap` places the model."""
