@@ -8,12 +8,14 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from pagoda.checkpoint.gathered import home_of
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
-from pagoda.integrations.paging import Paging, rule_of
+from pagoda.integrations.paging import Paging, hand_over
+from pagoda.integrations.states import States
 from pagoda.optimizer import PagedOptimizer
 
 _PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
@@ -54,8 +56,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     yet. `mixed_precision` is the dtype of weights in forward and backward, behind a master in fp32; there is no
     autocast. On several ranks Pagoda divides the state; there is no DDP.
 
-    `save_state` and `load_state` keep a model's state in the directory `pagoda`, a second one's in `pagoda_1`, in
-    pieces and bit for bit.
+    `save_state` and `load_state` write and read the state of models in pieces, bit for bit, in a directory beside
+    Accelerate's own files.
 
     Raises ConfigError for settings that cannot be combined with it, BudgetError as `wrap`.
     """
@@ -69,7 +71,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._paged: list[tuple[nn.Module, AcceleratedOptimizer]] = []
         super().__init__(*args, mixed_precision="no", **kwargs)
         if self.state.dynamo_plugin.backend.value.lower() not in ("no", "none"):
-            raise ConfigError("Accelerate compiles the whole model: leave out dynamo, and compile blocks before prepare.")
+            raise ConfigError(
+                "Accelerate compiles the whole model: leave out dynamo, and compile blocks before prepare."
+            )
         self.paging.check_device(self.device)
         self.register_load_state_pre_hook(self._load_paged)
 
@@ -86,21 +90,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             args_now[at] = self._page(models[0], optimizer)
             for scheduler in args:
                 if getattr(scheduler, "optimizer", None) is optimizer:
-                    _hand_over(scheduler, args_now[at].optimizer)
+                    hand_over(scheduler, args_now[at].optimizer)
         return super().prepare(*args_now, device_placement=device_placement)
 
     def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        if isinstance(optimizer, PagedOptimizer):
-            paged = optimizer
-        elif optimizer.state:
-            raise ConfigError("The optimizer has stepped already: prepare it before the first step.")
-        else:
-            paged = self.paging.wrap(
-                model,
-                rule_of(type(optimizer), optimizer.defaults),
-                precision=self._precision,
-                param_groups=optimizer.param_groups,
-            )
+        paged = self.paging.take_over(model, optimizer, self._precision)
         adopt(self, model, paged)
         prepared = AcceleratedOptimizer(paged, device_placement=False)
         prepared._is_accelerate_prepared = True
@@ -109,7 +103,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """As Accelerate's. Where they are all of a paged model's parameters, on any number of ranks."""
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         of_models = {id(param) for param in params if home_of(param) is not None}
         for _, optimizer in self._paged:
             stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -122,8 +116,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As Accelerate's, but the state of paged models is written in pieces."""
         with self._without_paged():
             directory: str = super().save_state(*args, **kwargs)
-        for (_, optimizer), name in zip(self._paged, self._names(), strict=True):
-            optimizer.optimizer.save_checkpoint(Path(directory, name))
+        self.wait_for_everyone()
+        for (_, optimizer), place in zip(self._paged, self._places(directory), strict=True):
+            place.save(optimizer.optimizer, lambda name: broadcast_object_list([name])[0])
+            self.wait_for_everyone()
+            if self.is_main_process:
+                place.keep_newest()
         return directory
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
@@ -132,29 +130,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().load_state(*args, **kwargs)
 
     def _load_paged(self, _models: list[nn.Module], directory: str) -> None:
-        for (_, optimizer), name in zip(self._paged, self._names(), strict=True):
-            optimizer.optimizer.load_checkpoint(Path(directory, name))
+        for (_, optimizer), place in zip(self._paged, self._places(directory), strict=True):
+            optimizer.optimizer.load_checkpoint(place.newest())
 
-    def _names(self) -> list[str]:
-        return ["pagoda" if at == 0 else f"pagoda_{at}" for at in range(len(self._paged))]
+    def _places(self, directory: str) -> list[States]:
+        return [States(Path(directory), "pagoda" if at == 0 else f"pagoda_{at}") for at in range(len(self._paged))]
 
     @contextmanager
     def _without_paged(self) -> Iterator[None]:
         """Let Accelerate save and load all but what is in pages."""
-        models, optimizers = self._models, self._optimizers
+        mine: Any = self
+        models, optimizers = mine._models, mine._optimizers
         paged = [thing for pair in self._paged for thing in pair]
-        self._models = [model for model in models if not any(model is thing for thing in paged)]
-        self._optimizers = [each for each in optimizers if not any(each is thing for thing in paged)]
+        mine._models = [model for model in models if not any(model is thing for thing in paged)]
+        mine._optimizers = [each for each in optimizers if not any(each is thing for thing in paged)]
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
-
-
-def _hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
-    """Let a scheduler, made for the optimizer that was replaced, drive this one, whose groups have the same settings.
-
-    Schedulers warn of an optimizer whose steps are not counted, and only the constructor of one has them counted.
-    """
-    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
-    scheduler.optimizer = optimizer
+            mine._models, mine._optimizers = models, optimizers

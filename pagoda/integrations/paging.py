@@ -80,6 +80,20 @@ class Paging:
         )
         return paged
 
+    def take_over(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision | None
+    ) -> PagedOptimizer:
+        """Wrap a model with the rule of an optimizer in RAM, made for it; one of Pagoda's stays as it is.
+
+        Raises ConfigError for an optimizer that has state already, else as `pagoda.wrap`.
+        """
+        if isinstance(optimizer, PagedOptimizer):
+            return optimizer
+        if optimizer.state:
+            raise ConfigError("The optimizer has taken steps already: hand it over before the first one.")
+        rule = rule_of(type(optimizer), optimizer.defaults)
+        return self.wrap(model, rule, precision=precision, param_groups=optimizer.param_groups)
+
     def check_device(self, device: torch.device) -> None:
         """Raises ConfigError where batches would be on a GPU while compute is on the CPU, or the other way round."""
         here = "cpu" if self.memory.device is None or self.memory.arena_for_device else "cuda"
@@ -115,3 +129,12 @@ def rule_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> R
         meant.pop("decoupled_weight_decay", None)
         return AdamW(**meant)
     return Optim(kind, **meant)
+
+
+def hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
+    """Let a scheduler, made for the optimizer that was taken over, drive this one, whose groups have the same settings.
+
+    Schedulers warn of an optimizer whose steps are not counted, and only the constructor of one has them counted.
+    """
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
+    scheduler.optimizer = optimizer

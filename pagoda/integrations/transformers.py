@@ -204,8 +204,8 @@ class PagedTrainerMixin:
             read_manifest(Path(resume_from_checkpoint, STATE))
         except CheckpointError as error:
             raise CheckpointError(
-                f"{resume_from_checkpoint} cannot be resumed with paging: {error}. To start from the weights of another "
-                "trainer's checkpoint, load the model from it and leave out resume_from_checkpoint."
+                f"{resume_from_checkpoint} cannot be resumed with paging: {error}. To start from the weights of "
+                "another trainer's checkpoint, load the model from it and leave out resume_from_checkpoint."
             ) from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

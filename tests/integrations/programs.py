@@ -50,6 +50,69 @@ def trainers_of_ranks(out: Path) -> dict[str, Any]:
     return {**found, "resumed": logged(resumed, "loss", "eval_loss")}
 
 
+def accelerate_on_ranks(out: Path) -> dict[str, Any]:
+    """Norms and losses of Accelerate's own loop on these ranks, of the paged one, and after its state was loaded."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader
+
+    from pagoda.integrations.accelerate import Accelerator as PagedAccelerator
+
+    found: dict[str, Any] = {}
+    for name in ("stock", "paged", "loaded"):
+        AcceleratorState._reset_state()
+        paging = Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096))
+        accelerator = Accelerator(cpu=True) if name == "stock" else PagedAccelerator(cpu=True, paging=paging)
+        made = model()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
+        made, optimizer, loader = accelerator.prepare(made, optimizer, DataLoader(samples(), batch_size=2))
+        if name == "loaded":
+            accelerator.load_state(str(out / "state"))
+        found[name] = []
+        for step, batch in enumerate(loader):
+            if name == "paged" and step == 2:
+                accelerator.save_state(str(out / "state"))
+            if name == "loaded" and step < 2:
+                continue
+            loss = made(**batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(made.parameters(), 100.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found[name] += [loss.item(), float(norm)]
+        if name != "stock":
+            optimizer.optimizer.close()
+    return found
+
+
+def lightning_on_ranks(out: Path) -> dict[str, Any]:
+    """Losses of Lightning's own strategy on these ranks, of the paged one, and of a run that resumes."""
+    import lightning
+    from torch.utils.data import DataLoader
+
+    from integrations.test_lightning import QUIET, Module
+    from pagoda.integrations.lightning import PagodaStrategy
+
+    def fit(strategy: Any, resume: Path | None = None) -> tuple[Any, list[float]]:
+        module = Module()
+        settings = {**QUIET, "devices": 2, "gradient_clip_val": 100.0, "enable_checkpointing": False}
+        epochs = 1 if strategy == "ddp" or resume is None else 2
+        trainer = lightning.Trainer(strategy=strategy, max_epochs=epochs, default_root_dir=out, **settings)
+        trainer.fit(module, DataLoader(samples(8), batch_size=2), ckpt_path=resume)
+        return trainer, module.losses
+
+    def paged() -> Any:
+        return PagodaStrategy(paging=Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096)))
+
+    found = {"stock": fit("ddp")[1]}
+    trainer, found["paged"] = fit(paged())
+    trainer.save_checkpoint(out / "state")
+    trainer.strategy.optimizer_in_pages.close()
+    trainer, found["resumed"] = fit(paged(), out / "state")
+    trainer.strategy.optimizer_in_pages.close()
+    return found
+
+
 def beyond_memory(out: Path) -> dict[str, Any]:
     """A model whose state takes 240 MiB, in 24 MiB of RAM: by how much that lets the process grow. With `kill` in the
     command line the process ends after the fourth step, with `resume` it goes on."""

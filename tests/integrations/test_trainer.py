@@ -24,9 +24,7 @@ def paged(tmp_path: Path) -> Iterator[Make]:
     """Makes trainers whose state is in 300 KiB of RAM and on an SSD."""
     made: list[Any] = []
 
-    def make(
-        out: str = "paged", kind: type = Trainer, paging: dict[str, Any] | None = None, **settings: Any
-    ) -> Any:
+    def make(out: str = "paged", kind: type = Trainer, paging: dict[str, Any] | None = None, **settings: Any) -> Any:
         (ssd := tmp_path / f"ssd-{len(made)}").mkdir()
         given = {"model": model(), "train_dataset": samples(), **settings.pop("given", {})}
         memory = pagoda.Memory(host="300KiB", ssd=f"{ssd}:64MiB", page_size=4096, unit_limit="32KiB")
@@ -42,7 +40,9 @@ def paged(tmp_path: Path) -> Iterator[Make]:
 
 
 def stock(out: Path, **settings: Any) -> Any:
-    trainer = transformers.Trainer(model(), arguments(out, **settings), train_dataset=samples(), eval_dataset=samples(4))
+    trainer = transformers.Trainer(
+        model(), arguments(out, **settings), train_dataset=samples(), eval_dataset=samples(4)
+    )
     trainer.train()
     return trainer
 
@@ -79,9 +79,7 @@ def test_losses_have_the_bits_of_the_stock_trainer(case: str, paged: Make, tmp_p
     [({}, 1e-5), ({"max_grad_norm": 0.1}, 1e-5), ({"bf16": True}, 3e-2), ({"fp16": True, "max_grad_norm": 0.5}, 3e-2)],
     ids=["AdamW of Pagoda", "clipping", "bf16", "fp16"],
 )
-def test_losses_are_near_the_stock_trainers(
-    settings: dict[str, Any], near: float, paged: Make, tmp_path: Path
-) -> None:
+def test_losses_are_near_the_stock_trainers(settings: dict[str, Any], near: float, paged: Make, tmp_path: Path) -> None:
     trainer = paged(**settings)
     trainer.train()
     expected = stock(tmp_path / "stock", **settings)
@@ -102,7 +100,9 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(precision: str, paged: Make, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    precision: str, paged: Make, tmp_path: Path
+) -> None:
     settings = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
     settings |= {} if precision == "fp32" else {precision: True}
     dropout = {"attention_dropout": 0.1}
@@ -213,7 +213,10 @@ def test_sequences_are_generated_from_pages(paged: Make, tmp_path: Path) -> None
 
     def run(kind: type, **more: Any) -> Any:
         args = arguments(
-            tmp_path / "t5", transformers.Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6,
+            tmp_path / "t5",
+            transformers.Seq2SeqTrainingArguments,
+            predict_with_generate=True,
+            generation_max_length=6,
             optim="sgd",
         )
         given = {"model": t5(), "train_dataset": samples(), "eval_dataset": samples(4)}
@@ -251,5 +254,3 @@ def test_an_optimizer_of_a_model_in_ram_is_refused(paged: Make) -> None:
     given = {"model": mine, "optimizers": (torch.optim.SGD(mine.parameters()), None)}
     with pytest.raises(pagoda.ConfigError, match="Paging\\(optimizer="):
         paged(given=given).train()
-
-

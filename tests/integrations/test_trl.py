@@ -84,7 +84,9 @@ def trained(kind: type, out: Path, resume: bool = False, paging: Paging | None =
 
 def adapter() -> Any:
     peft = pytest.importorskip("peft")
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian")
+    return peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian"
+    )
 
 
 CASES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""transformers.Trainer in pages in processes of its own: on ranks, killed, and beyond the memory that it is given."""
+"""Integrations in processes of their own: on ranks, killed, and beyond the memory that they are given."""
 
 import json
 import os
@@ -38,6 +38,25 @@ def test_on_two_ranks_it_is_the_stock_trainer_on_two_ranks(tmp_path: Path) -> No
     assert found["resumed"] == found["paged"]
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert saved.dtype is torch.float32
+
+
+@pytest.mark.slow
+def test_accelerate_on_two_ranks_is_the_stock_one_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    found = start("accelerate_on_ranks", tmp_path, ranks=2)
+    assert found["paged"][::2] == found["stock"][::2]
+    assert found["paged"][1::2] == pytest.approx(found["stock"][1::2], rel=1e-6)
+    assert found["loaded"] == found["paged"][4:]
+
+
+@pytest.mark.slow
+def test_lightning_on_two_ranks_is_the_stock_one_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    (tmp_path / "ssd").mkdir()
+    found = start("lightning_on_ranks", tmp_path, ranks=2)
+    assert found["paged"] == found["stock"]
+    assert len(found["resumed"]) == 2
+    assert found["resumed"][0] < found["paged"][-1]
 
 
 @pytest.mark.slow
