@@ -6,6 +6,7 @@ python examples/nanogpt.py [STEPS] [FILE]
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 import pagoda  # Pagoda
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-text = torch.tensor(list(open(sys.argv[2] if len(sys.argv) > 2 else torch.__file__, "rb").read()))
+text = torch.tensor(list(Path(sys.argv[2] if len(sys.argv) > 2 else torch.__file__).read_bytes()))
 batch_size, micro_batches, learning_rate, warmup, grad_clip = 4, 2, 1e-3, 10, 1.0
 
 

@@ -21,6 +21,7 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations.accelerate import adopt
 from pagoda.integrations.paging import Paging, rule_of
 from pagoda.optimizer import PagedOptimizer
+from pagoda.runtime.blocks import find_blocks
 
 STATE = "pagoda"
 """In a checkpoint's directory: Pagoda's own checkpoint, from which a run resumes."""
@@ -31,8 +32,6 @@ _REFUSED = {
     "auto_find_batch_size": "a step that ran out of memory cannot be repeated: choose the batch size",
     "fp16_full_eval": "evaluation uses the weights as training does: set fp16",
     "bf16_full_eval": "evaluation uses the weights as training does: set bf16",
-    "torch_compile": "compile blocks before the trainer gets the model: `for layer in model.model.layers: "
-    "layer.compile()`",
     "fsdp": "Pagoda divides state over ranks by itself",
     "deepspeed": "Pagoda divides state over ranks by itself",
 }
@@ -52,6 +51,8 @@ class PagedTrainerMixin:
     Checkpoints have the model's files, for `from_pretrained`, and in `pagoda` all state, for
     `train(resume_from_checkpoint=...)`, which goes on with the same bits. Both are written in pieces. The best model
     comes back with the optimizer's state of that step. A reference model is paged with `Paging(reference=...)`.
+
+    With `torch_compile` each of the model's layers is compiled.
 
     Under torchrun, Pagoda divides the state over the ranks; there is no DDP.
 
@@ -93,6 +94,8 @@ class PagedTrainerMixin:
         kind, settings = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, model)
         if self.paging.optimizer is None and not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(f"optim={args.optim} makes no torch.optim.Optimizer: give Paging(optimizer=...).")
+        for block in find_blocks(model) if args.torch_compile else ():
+            block.module.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         decayed = set(trainer.get_decay_parameter_names(model))
         trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         groups = [

@@ -159,6 +159,19 @@ def test_what_is_saved_is_what_from_pretrained_loads(where: str, paged: Make, tm
     assert not [name for name in names if name.startswith(".pagoda")], "nothing temporary is left"
 
 
+def test_layers_are_compiled(paged: Make, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager", "optim": "sgd", "max_steps": 3}
+    trainer = paged(**settings)
+    trainer.train()
+    assert all(layer._compiled_call_impl is not None for layer in trainer.model.model.layers)
+    assert logged(trainer, "loss") == pytest.approx(
+        logged(stock(tmp_path / "stock", optim="sgd", max_steps=3), "loss"), rel=1e-5
+    )
+    trainer.save_model(str(tmp_path / "saved"))
+    LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+
+
 def test_it_evaluates_before_it_trains(paged: Make, tmp_path: Path) -> None:
     trainer = paged(given={"eval_dataset": samples(4)})
     before = trainer.evaluate()["eval_loss"]
@@ -232,7 +245,6 @@ def test_sequences_are_generated_from_pages(paged: Make, tmp_path: Path) -> None
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "choose the batch size"),
     "bf16_full_eval": ({"bf16_full_eval": True}, "set bf16"),
-    "torch_compile": ({"torch_compile": True}, "compile blocks"),
 }
 
 
