@@ -62,6 +62,7 @@ class PagedTrainerMixin:
     def __init__(self, *args: Any, paging: Paging | None = None, **kwargs: Any) -> None:
         self.paging = Paging() if paging is None else paging
         self._paged: PagedOptimizer | None = None
+        self._was_given = False
         self._in_checkpoint = False
         super().__init__(*args, **kwargs)
         settings: Any = self.args  # type: ignore[attr-defined]
@@ -83,7 +84,7 @@ class PagedTrainerMixin:
             self._paged = self._wrap(trainer.model)
             trainer.optimizer = self._paged
         elif self._paged is None:
-            self._paged = _given(trainer.optimizer)
+            self._paged, self._was_given = _given(trainer.optimizer), True
         adopt(trainer.accelerator, trainer.model, self._paged)
         self._paged._is_accelerate_prepared = True  # type: ignore[attr-defined]
         return trainer.optimizer
@@ -138,7 +139,9 @@ class PagedTrainerMixin:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Nothing: `step` clips."""
+        """Clip, where a user has wrapped the model. Else `step` does, as `wrap` was told to."""
+        if self._was_given and self._paged is not None:
+            self._paged.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[attr-defined]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Nothing: the norm is known once `step` has been called; `log` adds it."""

@@ -199,6 +199,16 @@ def test_each_model_of_model_init_is_wrapped_anew(paged: Make) -> None:
     assert logged(trainer, "loss") == losses
 
 
+def test_a_model_that_a_user_has_wrapped_is_clipped_as_the_arguments_say(paged: Make, tmp_path: Path) -> None:
+    made, optimizer = pagoda.wrap(
+        model(), pagoda.AdamW(lr=1e-2, weight_decay=0.0), memory=pagoda.Memory(host="1MiB"), precision="fp32"
+    )
+    trainer = paged(given={"model": made, "optimizers": (optimizer, None)}, max_grad_norm=0.1)
+    trainer.train()
+    expected = stock(tmp_path / "stock", max_grad_norm=0.1)
+    assert logged(trainer, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-5)
+
+
 def test_a_module_of_ones_own_trains_and_is_saved(paged: Make, tmp_path: Path) -> None:
     class Regression(torch.nn.Module):
         def __init__(self) -> None:
