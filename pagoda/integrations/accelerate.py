@@ -95,6 +95,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
         paged = self.paging.take_over(model, optimizer, self._precision)
+        if paged.scales_loss and self._paged:
+            raise ConfigError("An accelerator scales the loss of one model alone: with several, use bf16.")
         adopt(self, model, paged)
         prepared = AcceleratedOptimizer(paged, device_placement=False)
         prepared._is_accelerate_prepared = True
