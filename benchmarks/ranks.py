@@ -1,10 +1,12 @@
-"""Ranks under Pagoda, beside plain DDP and FSDP2 with CPU offload: seconds of a step and memory of a rank.
+"""Ranks under Pagoda, beside plain DDP and FSDP2, with CPU offload and without: seconds of a step, memory of a
+rank, and what it sends.
 
-Weak scaling: Pagoda in each ZeRO stage and two others train the same model on the same batches in fresh processes, in
-turn: one rank, then two with as many sequences each; with few tokens a step, where moving weights and gradients is most
-of it, and with many. Memory: Pagoda on one, two and four ranks, by its ledger and as resident memory that training
-adds. The model is one whose state outweighs its activations. Figures are of the slowest or largest rank: seconds of a
-step (median over rounds of their medians), most resident memory, and what is left of it when a step has ended.
+Weak scaling: Pagoda in each ZeRO stage and the others train the same model on the same batches in fresh processes, in
+turn: one rank, then several with as many sequences each; with few tokens a step, where moving weights and gradients is
+most of it, and with many. Sent: collectives of the last step, and bytes that a rank had for others in them. Memory:
+Pagoda on one, two and four ranks, by its ledger and as resident memory that training adds. The model is one whose state
+outweighs its activations. Figures are of the slowest or largest rank: seconds of a step (median over rounds of their
+medians), most resident memory, and what is left of it when a step has ended.
 
     python benchmarks/ranks.py --out benchmarks/results/ranks.json --docs docs/ranks.md
 
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,8 +38,9 @@ from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from training import LR, Paged, Workload
 
 STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
-NAMES = {**{kind: f"Pagoda, {kind}" for kind in STAGES}, "ddp": "DDP", "fsdp2": "FSDP2, CPU offload"}
-ON_ONE = ("stage 3", "ddp", "fsdp2")
+NAMES = {**{kind: f"Pagoda, {kind}" for kind in STAGES}, "ddp": "DDP", "fsdp2": "FSDP2"}
+NAMES["fsdp2-offload"] = "FSDP2, CPU offload"
+ON_ONE = ("stage 3", "ddp", "fsdp2-offload")
 """Kinds of one rank, which has nothing to share out."""
 TOKENS_AND_STEPS = ((64, 7), (512, 4))
 """Tokens of a rank and step, and steps of a round, one after the other; the first two of each are not counted."""
@@ -75,9 +79,9 @@ class DistributedPlain:
 
 
 class Sharded:
-    """FSDP2 with CPU offload: fp32 parameters, bf16 compute, gradients reduced in fp32."""
+    """FSDP2, with CPU offload or without: fp32 parameters, bf16 compute, gradients reduced in fp32."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, offload: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -87,8 +91,9 @@ class Sharded:
         policy: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            "offload_policy": CPUOffloadPolicy(pin_memory=False),
         }
+        if offload:
+            policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         blocks = next(module for module in self.model.modules() if isinstance(module, nn.ModuleList))
         for block in blocks:
             fully_shard(block, **policy)
@@ -104,6 +109,43 @@ class Sharded:
         self.optimizer.zero_grad()
 
 
+class Sent:
+    """Counts torch's collectives on tensors, and the bytes that this rank has for others in them."""
+
+    def __init__(self) -> None:
+        self.messages = self.nbytes = 0
+        others = dist.get_world_size() - 1
+
+        def counted(name: str, mine: Callable[..., int]) -> None:
+            do = getattr(dist, name)
+
+            def call(*arguments: Any, **options: Any) -> Any:
+                self.messages += 1
+                self.nbytes += mine(*arguments, *(v for v in options.values() if isinstance(v, torch.Tensor)))
+                return do(*arguments, **options)
+
+            setattr(dist, name, call)
+
+        for gather, scatter in (("into_tensor", "tensor"), ("single", "single")):  # torch has renamed them
+            if hasattr(dist, f"all_gather_{gather}"):
+                counted(f"all_gather_{gather}", lambda _, given, *__, **___: given.nbytes * others)
+                counted(f"reduce_scatter_{scatter}", lambda out, *_, **__: out.nbytes * others)
+        counted("all_reduce", lambda both, *_: 2 * both.nbytes * others // (others + 1))
+
+    def take(self) -> tuple[int, int]:
+        found, self.messages, self.nbytes = (self.messages, self.nbytes), 0, 0
+        return found
+
+
+def sent_of(trained: Any) -> tuple[int, int]:
+    """The same of Pagoda's collectives, so far."""
+    together = trained.optimizer._engine.together if isinstance(trained, Paged) else None
+    if together is None:
+        return 0, 0
+    groups = together.collectives.groups
+    return sum(group.messages for group in groups), sum(group.sent_bytes for group in groups)
+
+
 def resident(field: str) -> int:
     """Bytes of this process that are resident (VmRSS), or most that were (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -115,7 +157,7 @@ def resident(field: str) -> int:
 def train(kind: str, model: str) -> dict[str, dict[str, float]]:
     """In a rank: by tokens of a step, seconds of a step and bytes of memory."""
     keep_freed_memory()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or kind == "fsdp2":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or kind.startswith("fsdp2"):
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     workload = Workload(model, 1, max(tokens for tokens, _ in TOKENS_AND_STEPS), checkpointing=False)
@@ -125,18 +167,26 @@ def train(kind: str, model: str) -> dict[str, dict[str, float]]:
     if kind in STAGES:
         trained: Any = Paged(workload, pagoda.Memory(host="2GiB"), mesh=pagoda.open_mesh(stage=STAGES[kind]))
     else:
-        trained = {"ddp": DistributedPlain, "fsdp2": Sharded}[kind](workload)
+        trained = DistributedPlain(workload) if kind == "ddp" else Sharded(workload, kind == "fsdp2-offload")
+    sent = Sent() if dist.is_initialized() and kind not in STAGES else None
     found: dict[str, dict[str, float]] = {}
     for tokens, steps in TOKENS_AND_STEPS:
         batches = replace(workload, seq_len=tokens).batches()
         for _ in range(rank):
             next(batches)
-        seconds = [timed_step(kind, trained, next(batches)) for _ in range(steps)]
+        seconds = [timed_step(kind, trained, next(batches)) for _ in range(steps - 1)]
+        before_last = sent.take() if sent is not None else sent_of(trained)
+        seconds.append(timed_step(kind, trained, next(batches)))
+        messages, sent_bytes = sent.take() if sent is not None else sent_of(trained)
+        if sent is None:
+            messages, sent_bytes = messages - before_last[0], sent_bytes - before_last[1]
         figures = found[str(tokens)] = {
             "step_s": statistics.median(seconds[2:]),
             "peak_bytes": resident("VmHWM") - before,
             "kept_bytes": resident("VmRSS") - before,
             "parameters": sum(p.numel() for p in trained.model.parameters()),
+            "messages": messages,
+            "sent_bytes": sent_bytes,
         }
         if kind in STAGES:
             plan = pagoda.plan_of(trained.model)
@@ -185,7 +235,7 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Weak scaling of all kinds, by tokens of a rank and step."""
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
     for _ in range(arguments.rounds):
-        for kind, ranks in ((kind, ranks) for kind in NAMES for ranks in (1, 2)):
+        for kind, ranks in ((kind, ranks) for ranks in (1, *arguments.ranks) for kind in arguments.kinds):
             if ranks > 1 or kind in ON_ONE:
                 for tokens, figures in run(kind, ranks, arguments).items():
                     rounds.setdefault(tokens, {}).setdefault(f"{kind} x{ranks}", []).append(figures)
@@ -213,15 +263,16 @@ def tables(result: dict[str, Any]) -> str:
         f"{result['machine']}, one core a rank ({os.cpu_count()} cores), {settings['model']} "
         f"({parameters / 1e6:.1f} M parameters).",
         "",
-        "| tokens a rank and step | | step, 1 rank | step, 2 ranks | memory of a rank, 1 | memory of a rank, 2 |",
-        "|---|---|---|---|---|---|",
+        "| tokens a rank and step | ranks | | step | memory of a rank | collectives | sent by a rank |",
+        "|---|---|---|---|---|---|---|",
     ]
     for tokens, figures in result["speed"]["figures"].items():
-        for kind, name in NAMES.items():
-            both = [figures.get(f"{kind} x{ranks}") for ranks in (1, 2)]
-            seconds = ["-" if one is None else f"{one['step_s']:.2f} s" for one in both]
-            peaks = ["-" if one is None else f"{one['peak_bytes'] / 2**20:,.0f} MiB" for one in both]
-            lines.append("| " + " | ".join([tokens, name, *seconds, *peaks]) + " |")
+        for ranks in (1, *settings["ranks"]):
+            for kind, name in NAMES.items():
+                if (one := figures.get(f"{kind} x{ranks}")) is not None:
+                    cells = [f"{one['step_s']:.3f} s", f"{one['peak_bytes'] / 2**20:,.0f} MiB"]
+                    cells += [f"{one['messages']:.0f}", f"{one['sent_bytes'] / 2**20:,.1f} MiB"]
+                    lines.append("| " + " | ".join([tokens, str(ranks), name, *cells]) + " |")
     lines += [
         "",
         "| ranks | 12 bytes a parameter / N | state in the ledger | all of the ledger | resident after a step | peak |",
@@ -247,6 +298,8 @@ def main() -> None:
     parser.add_argument("--model", default="gpt-16x512")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of a rank")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks beside one")
+    parser.add_argument("--kinds", nargs="+", default=[*NAMES], choices=[*NAMES])
     parser.add_argument("--part", choices=("all", "speed", "memory", "docs"), default="all")
     parser.add_argument("--docs", type=Path, help="where to write the tables")
     parser.add_argument("--out", type=Path, required=True)
@@ -259,7 +312,7 @@ def main() -> None:
     result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     if arguments.part != "docs":
         result["machine"] = cpu_name()
-        settings = {key: getattr(arguments, key) for key in ("model", "rounds", "threads")}
+        settings = {key: getattr(arguments, key) for key in ("model", "rounds", "threads", "ranks", "kinds")}
         settings["tokens_and_steps"] = [list(pair) for pair in TOKENS_AND_STEPS]
         if result.get("settings") != settings:  # figures of another shape go
             result = {"machine": result["machine"], "settings": settings}

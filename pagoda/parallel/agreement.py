@@ -21,14 +21,18 @@ class Asks(IntEnum):
     """A unit's updated weights, where every rank has all of them and updated a slice (stages 1 and 2)."""
     JOINTLY = 3
     """A collective that all ranks must ask for: others cannot take part in it unasked."""
-    LEAVE = 4
+    START = 4
+    """To follow a list of collectives that all ranks foresee."""
+    LEAVE = 5
     """Nothing any more."""
-    FAIL = 5
+    FAIL = 6
     """Nothing any more, as something failed here."""
 
 
-SERVED = (Asks.GATHER, Asks.REDUCE, Asks.SHARE)
+SERVED = (Asks.REDUCE, Asks.SHARE)
 """What a rank can take part in without asking for it, as soon as it asks for anything."""
+_ORDER = ((Asks.GATHER,), (Asks.START,), SERVED)
+"""What is answered before all else: it brings ranks that have fallen behind to where the others are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,9 @@ class Call:
     about: int = 0
     """The unit; of what is done jointly, a number that stands for it."""
     version: int = 0
-    """How often the unit has been updated."""
+    """How often the unit has been updated; of START, what stands for the list of the step before."""
+    other: int = 0
+    """Of START, what stands for another list that would do."""
 
     def is_with(self, other: "Call") -> bool:
         """Whether both are answered at once."""
@@ -50,9 +56,10 @@ class Agreement:
     """Finds out what every rank wants next, and has all of them do one of it.
 
     Ranks that run the same program ask for the same in the same order, and go on at once. Where they have parted (one
-    was faster to fetch, left out a batch, or used other units), the first rank that asks for what others can take part
-    in without asking is served by them, and they ask again. So ranks may ask in any order, and none waits for ever:
-    a rank that asks for nothing is computing, or waits for what it has asked.
+    left out a batch, or used other units), all that want weights are answered first: each gets its own. A rank that
+    asks to START is answered next, then the first rank that asks for what others can take part in without asking: they
+    serve it, and ask again. So ranks may ask in any order, and none waits for ever: a rank that asks for nothing is
+    computing, or waits for what it has asked.
 
     Raises UsageError, on every rank, where ranks want different things that need all of them, RankError where one has
     left or failed.
@@ -81,13 +88,14 @@ class Agreement:
             raise self._broken
         try:
             while True:
-                said = self._wire.announce([call.asks, call.about, call.version])
-                calls = [Call(Asks(asks), about, version) for asks, about, version in said]
+                said = self._wire.announce([call.asks, call.about, call.version, call.other])
+                calls = [Call(Asks(asks), *of_what) for asks, *of_what in said]
                 chosen = self._choose(call, calls)
-                if chosen.is_with(call):
+                if chosen.is_with(call) or chosen.asks is call.asks is Asks.GATHER:
                     return calls
-                self.served += 1
-                self._serve(chosen, calls)
+                if chosen.asks in SERVED:
+                    self.served += 1
+                    self._serve(chosen, calls)
         except BaseException as error:
             self._broken = error
             raise
@@ -110,8 +118,8 @@ class Agreement:
                     f"Rank {rank} has closed its optimizer, but rank {self._wire.rank} is at {self._describe(mine)}: "
                     "run the same number of steps on every rank."
                 )
-        chosen = next((call for call in calls if call.asks in SERVED), calls[0])
-        if chosen.asks not in SERVED and not all(chosen.is_with(call) for call in calls):
+        chosen = next((call for wanted in _ORDER for call in calls if call.asks in wanted), calls[0])
+        if chosen.asks is Asks.JOINTLY and not all(chosen.is_with(call) for call in calls):
             said = self._wire.announce_bytes(self._describe(mine).encode())
             wanted = ", ".join(f"rank {rank} is at {text.decode()}" for rank, text in enumerate(said))
             raise UsageError(f"Ranks are at different points, each of which needs all of them: {wanted}.")
@@ -120,4 +128,5 @@ class Agreement:
     def _describe(self, call: Call) -> str:
         if call.asks is Asks.JOINTLY:
             return self._names.get(call.about, "something else")
-        return {Asks.GATHER: "a forward or backward", Asks.REDUCE: "a backward"}.get(call.asks, "optimizer.step()")
+        forward = "a forward or backward"
+        return {Asks.GATHER: forward, Asks.START: forward, Asks.REDUCE: "a backward"}.get(call.asks, "optimizer.step()")

@@ -35,6 +35,8 @@ class Wire:
         self.rank = world.rank
         self.size = world.size
         self._group = dist.new_group(timeout=timedelta(seconds=rank_timeout_s()))
+        self.broken = False
+        """Whether a rank could not be reached."""
         self._processes: list[tuple[str, int]] = []
         """Every rank's host and process number, once known."""
         said = self.announce_bytes(f"{_host()} {os.getpid()}".encode())
@@ -109,6 +111,7 @@ class Wire:
     def lost(self, rank: int | None, error: RuntimeError) -> RankError:
         """The error of a rank that could not be reached, one of all if it is None: one that has died, if one has on
         this host."""
+        self.broken = True
         deadline = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < deadline:
             dead = [r for r, (host, number) in enumerate(self._processes) if host == _host() and not _lives(number)]

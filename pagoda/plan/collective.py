@@ -11,6 +11,8 @@ MOST_SUM_BYTES = 4 * BLOCK_ELEMENTS
 """Most of what the fp32 sums take, for any number of ranks."""
 MESSAGE_BYTES = 4 << 20
 """A slice on SSD is handed on in messages of at most this many bytes."""
+NUMBER_BYTES = 4
+"""Of a header, beside a bit and another for each parameter."""
 _HEADER_BYTES = 256
 """A header is a multiple of this, so that what follows it is aligned."""
 
@@ -19,11 +21,14 @@ _HEADER_BYTES = 256
 class ReduceBuffers:
     """In which gradients are added up, where compute leaves them: three for the whole gradient of a unit, and the sums.
 
-    Backward fills one of the three, one is sent, and in one the other ranks' gradients arrive.
+    Backward fills one of the three, one is sent, and in one the other ranks' gradients arrive, or weights that this
+    rank has no use for.
     """
 
     whole_pages: int
-    """Each of the three, for the widest unit."""
+    """Each of the first two, for the widest unit."""
+    landing_pages: int
+    """The third."""
     header_bytes: int
     """What goes before the gradient that a rank sends another one: which parameters it is of."""
     piece: int
@@ -44,7 +49,7 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
     if ranks is None or ranks.data_parallel == 1:
         return None
     most_slots = max(len(unit.slots) for unit in layout.units)
-    header = -(-2 * -(-most_slots // 8) // _HEADER_BYTES) * _HEADER_BYTES
+    header = -(-(2 * -(-most_slots // 8) + NUMBER_BYTES) // _HEADER_BYTES) * _HEADER_BYTES
     widest = 0
     for unit in layout.units:
         group = layout.group(unit)
@@ -54,7 +59,13 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
     longest = max(layout.slices.room(unit, place) for unit in layout.units for place in _places(layout, unit))
     piece = min(align(longest), max(1, BLOCK_ELEMENTS // rows // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
     whole = pages_for(widest, layout.page_bytes)
-    return ReduceBuffers(whole, header, piece, rows, 3 * whole + pages_for(4 * rows * piece, layout.page_bytes))
+    landing = whole
+    if ranks.shards_weights:
+        landing = max(
+            whole, *(pages_for(unit.numel * layout.weight.dtype.itemsize, layout.page_bytes) for unit in layout.units)
+        )
+    pages = 2 * whole + landing + pages_for(4 * rows * piece, layout.page_bytes)
+    return ReduceBuffers(whole, landing, header, piece, rows, pages)
 
 
 def _places(layout: Layout, unit: UnitSpec) -> range:

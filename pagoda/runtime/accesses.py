@@ -70,6 +70,8 @@ class Accesses:
         self._last: Access | None = None
         self._forks = forks()
         self.closed = False
+        self.before: Callable[[bool], None] = lambda _: None
+        """Called before each access, with whether that is part of a step."""
         self.owner: object = None
         """Lives as long as anything, such as a graph, can access weights."""
         self._observed = {unit.index: _Observed() for unit in units if unit.trainable}
@@ -137,6 +139,8 @@ class Accesses:
         self._executor.failures.pop(unit.index, None)
         access = Access(unit.index, phase)
         recorded = phase is Phase.BACKWARD or torch.is_grad_enabled()
+        self.end_read()
+        self.before(recorded)
         self.tell(self._scheduler.access, access, recorded)
         if access != self._last:
             self._last = access

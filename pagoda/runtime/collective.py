@@ -1,10 +1,13 @@
 """The lane `collective`: what all ranks do together, one thing after another."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from pagoda.errors import NonFiniteGradientError, RankError
 from pagoda.parallel.agreement import Agreement, Asks, Call
+from pagoda.parallel.foreseen import Entry, Foreseen
 from pagoda.parallel.groups import Group
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.shards import Shards
@@ -13,27 +16,78 @@ from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane, wait_all
+from pagoda.runtime.unit import LiveUnit
+from pagoda.schedule.scheduler import Scheduler
 
-Work = Callable[[Sequence[Call]], Any]
-"""What is done once every rank's call is known."""
+TakePart = Callable[[LiveUnit, int | None], None]
+"""Takes part in a collective about a unit after so many updates, which this rank has no use for itself; None where only
+ranks that have other parts of the unit take part. Once something has failed here, what this rank gives is of no use."""
+
+_BETWEEN, _STEP = range(2)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """A part of compute's program: a step from its first access to its end, or what follows it."""
+
+    list: int | None
+    """Which list of collectives it has; None for evaluation between steps, which has none."""
+    trace: object
+    """What steps are expected to be."""
+    versions: tuple[int, ...]
+    """By unit, when it began."""
 
 
 class Collectives:
     """One thread that talks to the other ranks, strictly in the order in which compute asks.
 
-    Compute's thread alone submits, at points of its program, so ranks that run the same program ask in the same order;
-    where they do not, the `Agreement` decides what comes first. What a collective waits for never waits for a later
-    one: loads, copies and updates are on lanes of their own, and updates need gradients that were reduced before.
+    Compute's thread alone submits, at points of its program, so ranks that run the same program ask in the same order.
+    When a step begins, each says what it had asked for in the step before. If that was the same on all, they follow it,
+    and nothing is said before a collective that it has. A rank passes over what it has no use for: it takes part with
+    what it has. What the list does not have, it asks the others' services for, if that is weights; before all else it
+    passes over the rest of the list. Where there is no list, ranks say what they want before each collective, and the
+    `Agreement` decides what comes first.
+
+    What a collective waits for never waits for a later one: loads, copies and updates are on lanes of their own, and
+    updates need gradients that were reduced before.
     """
 
-    def __init__(self, mesh: Mesh, wire: Wire, shards: Shards, device: Device) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        wire: Wire,
+        shards: Shards,
+        device: Device,
+        units: Sequence[LiveUnit],
+        scheduler: Scheduler,
+        listed: bool = True,
+    ) -> None:
+        """`listed`: ranks may follow lists."""
         self.mesh = mesh
         self.wire = wire
         self.shards = shards
         self.lane = Lane(COLLECTIVE)
         self._device = device
-        self._servers: dict[Asks, Callable[[Call, Sequence[Call]], None]] = {}
-        self._agreement = Agreement(wire, lambda call, calls: self._servers[call.asks](call, calls))
+        self._units = units
+        self._scheduler = scheduler
+        self._listed = listed
+        self._agreement = Agreement(wire, self._serve)
+        self._take_part: dict[Asks, TakePart] = {}
+        self._part: _Part | None = None
+        """Of compute's program, now."""
+        self._lists = Foreseen(), Foreseen()
+        self._reached: _Part | None = None
+        """The part that the lane has come to."""
+        self._list: Foreseen | None = None
+        """That of this part, if it has one."""
+        self._follows = False
+        """Whether all ranks follow it."""
+        self.failed = False
+        """Whether something has failed here: this rank takes part in the rest of the list, so that none waits for it,
+        and then stops the others."""
+        self.asked = 0
+        """Units that this rank asked the others for, as the list did not have them."""
+        self._passed = 0
         self._left = False
         self.awaited = False
         """Whether compute waits for a collective, so that it queues nothing more before that has ended."""
@@ -49,16 +103,36 @@ class Collectives:
         return self._sharing[self.shards.is_expert(unit)]
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """All of them."""
+        return tuple(dict.fromkeys((*self._sharing, self.copying)))
+
+    @property
     def served(self) -> int:
         """Collectives of other ranks that this one took part in without asking for them."""
-        return self._agreement.served
+        return self._agreement.served + self._passed
 
-    def serve(self, asks: Asks, server: Callable[[Call, Sequence[Call]], None]) -> None:
-        """Let `server` take part in what others ask for and this rank does not."""
-        self._servers[asks] = server
+    def serve(self, asks: Asks, take_part: TakePart) -> None:
+        """Say how this rank takes part in what others ask for and it does not."""
+        self._take_part[asks] = take_part
 
-    def submit(self, call: Call, work: Work, after: Iterable[Handle], nbytes: int = 0, label: str = "") -> Handle:
-        """Do `work`, which sends `nbytes`, once everything submitted before and `after` have ended and ranks agree."""
+    # --- compute's program ---
+
+    def begin_access(self, recorded: bool) -> None:
+        """Compute is about to access a unit: in a step, if that is `recorded`, or to evaluate."""
+        wanted = _STEP if recorded else None
+        if self._part is None or (self._part.list != _STEP and self._part.list != wanted):
+            self._begin(wanted)
+
+    def _begin(self, which: int | None) -> None:
+        self._part = _Part(which, self._scheduler.trace, tuple(unit.version for unit in self._units))
+
+    def submit(
+        self, call: Call, work: Callable[[bool], Any], after: Iterable[Handle], nbytes: int = 0, label: str = ""
+    ) -> Handle:
+        """Do `work`, which sends `nbytes`, in its turn, once everything submitted before and `after` have ended. It is
+        told whether all ranks that share the unit do it; else this rank gets what it wants from their services."""
+        part, due = self._part, self._scheduler.position
 
         def run() -> None:
             try:
@@ -66,28 +140,54 @@ class Collectives:
             except NonFiniteGradientError:  # which every rank has found
                 raise
             except BaseException:
-                self._agreement.fail()
+                with suppress(Exception):
+                    self._fail(call, part, due)
                 raise
             with self._device.beside_compute():
-                work(self._agreement.settle(call))
+                work(self._come_to(call, part, due))
 
         return self.lane.submit(run, (), nbytes, label)
 
-    def jointly(self, what: str, work: Work) -> None:
+    def submit_alike(
+        self, call: Call, work: Callable[[bool], Any], after: Iterable[Handle], nbytes: int = 0, label: str = ""
+    ) -> Handle:
+        """The same of what every rank submits at this point of the same step, whatever else they do: they need no word
+        about it."""
+        del call
+
+        def run() -> None:
+            wait_all(after)
+            with self._device.beside_compute():
+                work(True)
+
+        return self.lane.submit(run, (), nbytes, label)
+
+    def jointly(self, what: str, work: Callable[[Sequence[Call]], Any], step: bool | None = None) -> None:
         """Have all ranks do what each of them asks for at this point of its program; returns when it is done.
 
-        On a device `work` is a part of what compute is told, as if it were done here."""
-        queue = self._device.as_compute()
+        `step` is given where a step ends with it: whether the next one is to be like it. On a device `work` is a part
+        of what compute is told, as if it were done here."""
+        queue, part, due = self._device.as_compute(), self._part, self._scheduler.position
+        call = self._agreement.joint(what)
 
-        def here(calls: Sequence[Call]) -> None:
-            with queue:
-                work(calls)
+        def run() -> None:
+            if part is not self._reached or step is not None:
+                self._leave(whole=step is not False)
+            elif self._list is not None:
+                passed = self._list.claim(Entry(call.asks, call.about, 0, due))
+                self._pass_over(self._list.rest() if passed is None else passed)
+            with self._device.beside_compute():
+                calls = self._agreement.settle(call)
+                with queue:
+                    work(calls)
 
         self.awaited = True
         try:
-            self.submit(self._agreement.joint(what), here, (), label=what).wait()
+            self.lane.submit(run, (), 0, what).wait()
         finally:
             self.awaited = False
+        if step is not None:
+            self._begin(_BETWEEN)
 
     def close(self) -> None:
         """Tell the others that nothing more is asked for here, and join the thread."""
@@ -95,9 +195,96 @@ class Collectives:
             self._left = True
             self.mesh.lane = None
             self.awaited = True
-            leaving = self.submit(Call(Asks.LEAVE), lambda _: None, ())
-            leaving.wait_until_done()
+
+            def leave() -> None:
+                self._leave(whole=False)
+                self._agreement.settle(Call(Asks.LEAVE))
+
+            self.lane.submit(leave, (), 0, "").wait_until_done()
             self.lane.close()
+
+    # --- on the lane ---
+
+    def _come_to(self, call: Call, part: _Part | None, due: int) -> bool:
+        """Come to a collective about a unit: returns whether all ranks that share it take part."""
+        if part is not self._reached:
+            self._enter(part)
+        if self._list is not None and part is not None:
+            passed = self._list.claim(Entry(call.asks, call.about, call.version - part.versions[call.about], due))
+            if passed is not None:
+                self._pass_over(passed)
+                return True
+            if self._follows and call.asks is Asks.GATHER:
+                self.asked += 1
+                return False
+            self._pass_over(self._list.rest())
+        asking = self._askers(call, self._agreement.settle(call))
+        return set(self.shards.sharers(self._units[call.about].spec)).issubset(asking)
+
+    def _enter(self, part: _Part | None) -> None:
+        """Come to another part of compute's program."""
+        self._leave(whole=True)
+        self._reached = part
+        if part is None or part.list is None or not self._listed:
+            return
+        found = self._lists[part.list]
+        mine = Call(Asks.START, part.list, *found.hashes(part.trace, sum(part.versions)))
+        calls = self._agreement.settle(mine)
+        by_list = zip(*((each.version, each.other) for each in calls), strict=True)
+        alike = [all(each.is_with(mine) for each in calls) and len({*said}) == 1 and said[0] for said in by_list]
+        which = next((number for number, same in enumerate(alike) if same), None)
+        found.follow(which)
+        self._list, self._follows = found, which is not None
+
+    def _leave(self, whole: bool) -> None:
+        """The part is over: take part in what is left of its list, and keep what it was if it was `whole`."""
+        if self._list is not None:
+            self._pass_over(self._list.rest())
+            self._list.end(whole)
+        self._reached, self._list, self._follows = None, None, False
+
+    def _pass_over(self, entries: Iterable[Entry]) -> None:
+        part = self._reached
+        assert part is not None
+        for entry in entries:
+            self._passed += 1
+            self._join(entry.asks, entry.about, part.versions[entry.about] + entry.changes)
+
+    def _join(self, asks: Asks, about: int, version: int | None) -> None:
+        unit = self._units[about]
+        try:
+            self._take_part[asks](unit, version)
+        except BaseException:
+            if not self.failed and not self.wire.broken:  # it has not taken part yet, and the others wait for it
+                self.failed = True
+                self._take_part[asks](unit, version)
+                self._stop()
+            raise
+
+    def _serve(self, call: Call, calls: Sequence[Call]) -> None:
+        """Take part in what others want and this rank does not."""
+        asking = self._askers(call, calls)
+        self._join(call.asks, call.about, calls[asking[0]].version if asking else None)
+
+    def _askers(self, call: Call, calls: Sequence[Call]) -> tuple[int, ...]:
+        """Of the ranks that have a unit, those that ask for what `call` does.
+
+        Raises RankError where they mean other versions of the weights.
+        """
+        return askers(call, calls, self.shards.family(self._units[call.about].spec))
+
+    def _fail(self, call: Call, part: _Part | None, due: int) -> None:
+        """What a collective needs has failed here, so this rank cannot do its part."""
+        self.failed = True
+        if self._come_to(call, part, due) or call.asks is not Asks.GATHER:
+            self._join(call.asks, call.about, call.version)
+        self._stop()
+
+    def _stop(self) -> None:
+        """Stop the others, once they have come to where they listen."""
+        with suppress(Exception):
+            self._leave(whole=False)
+        self._agreement.fail()
 
 
 def askers(call: Call, calls: Sequence[Call], family: Collection[int]) -> tuple[int, ...]:

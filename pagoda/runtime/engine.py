@@ -134,14 +134,15 @@ class Engine:
                 open_buffers(self.store, self.gradients.arriving) if reduces else None,
                 device,
                 self._lanes["d2h"],
-                self._executor.driver,
-                self._executor.updated,
+                self._executor,
                 self._meter.stalled,
             )
             self._lanes[COLLECTIVE] = self.together.collectives.lane
             self.leases.gather = self.together.gather
         self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
         self.accesses.owner = self
+        if self.together is not None:
+            self.accesses.before = self.together.collectives.begin_access
         self.graphs = GraphMemory(
             self.leases,
             self.accesses,

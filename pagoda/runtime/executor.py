@@ -110,6 +110,11 @@ class Executor:
         record = self.latest.get(unit.index)
         return None if record is None else record.updated
 
+    def is_to_come(self, unit: LiveUnit) -> bool:
+        """Whether the latest update of a unit that was asked for has yet to begin."""
+        record = self.latest.get(unit.index)
+        return record is not None and not record.begun and not record.updated.done
+
     def begin_checkpoint(self, capture: Capture) -> None:
         """Have a checkpoint read every unit; an event."""
         self.capture = capture

@@ -14,12 +14,13 @@ from pagoda.optim.means import mean_into, sum_into, warm_up
 from pagoda.parallel.agreement import Asks, Call
 from pagoda.parallel.groups import Group
 from pagoda.parallel.world import rank_timeout_s
+from pagoda.plan.collective import NUMBER_BYTES
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.slices import Span, slice_elements
 from pagoda.plan.units import UnitSpec
-from pagoda.runtime.collective import Collectives, askers
+from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import PAST, Device, Event
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
@@ -35,32 +36,37 @@ class Flags:
     """Their slots."""
     dropped: frozenset[int] = frozenset()
     """Those of them whose earlier gradients the user has dropped since."""
+    bad: int | None = None
+    """The first one whose gradient is NaN or infinite, where its update may begin before `step()`."""
 
     def write(self, header: torch.Tensor) -> None:
-        """Into a header, uint8: a bit a slot, the first half for `given`."""
-        half = header.numel() // 2
+        """Into a header, uint8: a bit a slot, the first half for `given`, and then a number."""
+        half = (header.numel() - NUMBER_BYTES) // 2
         bits = [0, 0]
         for which, slots in enumerate((self.given, self.dropped)):
             for slot in slots:
                 bits[which] |= 1 << slot
         data = b"".join(number.to_bytes(half, "little") for number in bits)
+        data += (0 if self.bad is None else self.bad + 1).to_bytes(NUMBER_BYTES, "little")
         header.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     @classmethod
     def read(cls, header: torch.Tensor) -> "Flags":
         """What `write` has written."""
         data = header.cpu().numpy().tobytes()
-        half = len(data) // 2
-        numbers = (int.from_bytes(data[:half], "little"), int.from_bytes(data[half:], "little"))
-        return cls(*(frozenset(bit for bit in range(number.bit_length()) if number >> bit & 1) for number in numbers))
+        half = (len(data) - NUMBER_BYTES) // 2
+        parts = data[:half], data[half:-NUMBER_BYTES], data[-NUMBER_BYTES:]
+        *several, bad = (int.from_bytes(part, "little") for part in parts)
+        given, dropped = (frozenset(bit for bit in range(bits.bit_length()) if bits >> bit & 1) for bits in several)
+        return cls(given, dropped, bad - 1 if bad else None)
 
     @classmethod
     def of_all(cls, flags: Iterable["Flags"]) -> "Flags":
         """What some ranks have together."""
         several = [*flags]
-        return cls(
-            frozenset().union(*(each.given for each in several)), frozenset().union(*(each.dropped for each in several))
-        )
+        given, dropped = ([getattr(each, name) for each in several] for name in ("given", "dropped"))
+        bad = min((each.bad for each in several if each.bad is not None), default=None)
+        return cls(frozenset().union(*given), frozenset().union(*dropped), bad)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ class Reducer:
         self._dtype = buffers.dtype
         self._equal = not self._shards.differ
         warm_up(self._dtype)
-        collectives.serve(Asks.REDUCE, self._serve)
+        collectives.serve(Asks.REDUCE, self._take_part)
 
     def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
@@ -190,25 +196,30 @@ class Reducer:
             return
         record = filling.record
         call = Call(Asks.REDUCE, record.unit.index, record.unit.version)
-        flags = Flags(frozenset(filling.arrived), frozenset(filling.dropped))
-
-        def work(calls: Sequence[Call]) -> None:
-            filling.filled.synchronize()
-            askers(call, calls, self._shards.family(spec))
-            self._reduce(record, filling.buffer, flags)
-
         spec = record.unit.spec
-        sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
 
-        def offload(record: UnitGradient) -> Handle:
-            after = [*filling.copies, *record.pending[-1:]]
-            handle = self._collectives.submit(call, work, after, sent, f"reduce {spec.name}")
-            self._uses[buffer] = handle
+        def work(_: bool) -> None:
+            filling.filled.synchronize()
+            flags = Flags(frozenset(filling.arrived), frozenset(filling.dropped), self._first_bad(filling))
+            self._reduce(spec, filling.buffer, flags, record)
+
+        sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
+        room = Handle(COLLECTIVE)
+        """Ends when the record has a buffer. When that is depends on what else goes on here, but the turn does not."""
+        handle = self._collectives.submit(call, work, (*filling.copies, room), sent, f"reduce {spec.name}")
+        self._uses[self._next ^ 1] = handle
+
+        def offload(_: UnitGradient) -> Handle:
+            room.finish()
             return handle
 
-        buffer = self._next ^ 1
         record.waiting.append(offload)
-        self.bring(record, last)
+        try:
+            self.bring(record, last)
+        except BaseException as error:
+            if not room.done:
+                room.finish(error)
+            raise
 
     @property
     def is_empty(self) -> bool:
@@ -239,14 +250,16 @@ class Reducer:
             parts = [(Span(0, spec.trainable_numel), buffer.view(self._dtype))]
         return _Filling(record, parts, buffer)
 
-    def _serve(self, call: Call, calls: Sequence[Call]) -> None:
+    def _take_part(self, unit: LiveUnit, version: int | None) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""
-        unit = self._units[call.about]
-        asking = askers(call, calls, self._shards.family(unit.spec))
-        if not asking:
-            self._compare(None)
+        if version is None:
+            self._bad_of_parts(None)
             return
-        if unit.version != calls[asking[0]].version:
+        whole = torch.empty_like(self._buffers.landing)  # of which nobody reads anything
+        if self._collectives.failed:
+            self._reduce(unit.spec, whole, Flags(), None)
+            return
+        if unit.version != version:
             raise RankError(
                 f"Another rank has a gradient of {unit.spec.name!r} for a step that rank {self._shards.rank} has "
                 "updated it for already. Run the same number of backward passes on every rank, or leave out "
@@ -266,16 +279,19 @@ class Reducer:
         if not opened.wait(rank_timeout_s()):
             raise BudgetError(self._gradients.exhausted(unit))
         try:
-            self._reduce(record, torch.empty_like(self._buffers.landing), Flags())  # of which nobody reads anything
+            self._reduce(unit.spec, whole, Flags(), record)
         finally:
             ended.finish()
 
-    def _reduce(self, record: UnitGradient, whole: torch.Tensor, flags: Flags) -> None:
-        """On the collective lane: the mean of every rank's gradient, to the record. `whole` is this rank's buffer, and
-        `flags` say what it has of a gradient."""
-        spec = record.unit.spec
+    def _reduce(self, spec: UnitSpec, whole: torch.Tensor, flags: Flags, record: UnitGradient | None) -> None:
+        """On the collective lane: the mean of every rank's gradient, to the record if there is one. `whole` is this
+        rank's buffer, and `flags` say what it has of a gradient."""
         way = self._equal_slices if self._equal else self._whole_parameters
         everyone, means = way(spec, whole, flags)
+        if record is None:
+            for _ in means:
+                pass
+            return
         sums: dict[int, list[float]] = {}
         for span, values, mine in means:
             for slot in everyone.given:
@@ -291,14 +307,30 @@ class Reducer:
         for slot in everyone.given:
             record.square_sums[slot] = math.fsum(sums.get(slot, ()))
             record.present.add(slot)
-        record.bad_elsewhere = self._compare(record)
+        record.bad_elsewhere = self._bad_of_parts(everyone.bad)
 
-    def _compare(self, record: UnitGradient | None) -> int | None:
-        """The first slot whose gradient is not finite on some rank, where its update may begin before `step()`."""
+    def _first_bad(self, filling: _Filling) -> int | None:
+        """The first slot of what this rank gives that is NaN or infinite, where its update may begin before `step()`:
+        what other ranks have of it lies in their slices only."""
         if not self._early:
             return None
-        mine = record.non_finite_slot() if record is not None else None
-        found = self._collectives.wire.announce([-1 if mine is None else mine[1]])
+        for slot in sorted(filling.arrived):
+            placed = filling.record.unit.spec.slots[slot]
+            for span, values in filling.parts:
+                part = span.within(placed.offset, placed.offset + placed.param.numel)
+                if part is not None:
+                    largest = torch.linalg.vector_norm(
+                        values[part.start - span.start : part.stop - span.start], math.inf
+                    )
+                    if not math.isfinite(largest):
+                        return slot
+        return None
+
+    def _bad_of_parts(self, mine: int | None) -> int | None:
+        """The first such slot of any part of a parameter, where tensor-parallel ranks have one each."""
+        if not self._early or self._ranks.tensor_parallel == 1:
+            return mine
+        found = self._collectives.wire.announce([-1 if mine is None else mine])
         return min((slot for (slot,) in found if slot >= 0), default=None)
 
     def _equal_slices(self, spec: UnitSpec, whole: torch.Tensor, flags: Flags) -> tuple[Flags, Iterator[_Mean]]:

@@ -36,9 +36,9 @@ def open_buffers(store: Store, dtype: torch.dtype) -> Buffers:
     """What the gradients of several ranks, which have `dtype`, are added up in, where compute leaves them."""
     tier, planned = store.device or store.host, reduce_buffers(store.plan.layout)
     assert planned is not None
-    nbytes = planned.whole_pages * store.plan.page_bytes
-    first, second, landing = (tier.take(planned.whole_pages).tensor(torch.uint8, nbytes) for _ in range(3))
-    rest, shape = tier.take(planned.pages - 3 * planned.whole_pages), (planned.rows, planned.piece)
+    sizes, page = (planned.whole_pages, planned.whole_pages, planned.landing_pages), store.plan.page_bytes
+    first, second, landing = (tier.take(pages).tensor(torch.uint8, pages * page) for pages in sizes)
+    rest, shape = tier.take(planned.pages - sum(sizes)), (planned.rows, planned.piece)
     sums = rest.tensor(torch.float32, planned.rows * planned.piece).view(shape)
     return Buffers(dtype, planned.header_bytes, (first, second), landing, sums)
 

@@ -14,7 +14,7 @@ from pagoda.plan.layout import WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device, Event
-from pagoda.runtime.driver import Driver
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.gathering import Gathering
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
@@ -53,25 +53,26 @@ class Together:
         buffers: Buffers | None,
         device: Device,
         copies: Lane,
-        driver: Driver,
-        latest: Callable[[LiveUnit], Handle | None],
+        executor: Executor,
         stalled: Callable[[str, float], None],
     ) -> None:
-        """`buffers` are for gradients of several ranks; None where no two have any of the same elements. `latest` gives
-        what ends when the latest update of a unit that was asked for has written its weights."""
+        """`buffers` are for gradients of several ranks; None where no two have any of the same elements."""
         self._store = store
         self._units = units
         self._gradients = gradients
         wire.connect(device.torch_device)
-        self.collectives = Collectives(mesh, wire, store.shards, device)
-        self._gathering = Gathering(self.collectives, store, units, device, latest)
         early = store.plan.options.update_under_backward
+        driver = executor.driver
+        # Which experts a rank uses, and in which order, is its own.
+        listed = not store.plan.layout.expert_units
+        self.collectives = Collectives(mesh, wire, store.shards, device, units, driver.scheduler, listed)
+        landing = buffers.landing if buffers is not None else None
+        self._gathering = Gathering(self.collectives, store, units, device, executor, landing, early)
         self._reducer = (
             None
             if buffers is None
             else Reducer(self.collectives, gradients, units, buffers, device, copies, driver, stalled, early)
         )
-        self._driver = driver
         self.saver_wire = Wire(mesh.world)
         """For the thread that writes checkpoints."""
         store.assemble = self._assemble
@@ -160,7 +161,7 @@ class Together:
             sums = [wire.announce_floats(exact_parts(of_group)) for of_group in finite]
             found.append(NormTerms(sums, self._first_non_finite(records.values())))
 
-        self.collectives.jointly(what, work)
+        self.collectives.jointly(what, work, step=True)
         return found[0]
 
     def drop_gradients(self) -> None:
@@ -168,11 +169,12 @@ class Together:
         if self._reducer is None or (self._reducer.is_empty and not self._gradients.records()):
             return
         self._reducer.drop()
-        self.collectives.jointly("optimizer.zero_grad() with gradients to drop", lambda _: None)
+        self.collectives.jointly("optimizer.zero_grad() with gradients to drop", lambda _: None, step=False)
 
     def close(self) -> None:
         """Leave the others."""
         self.collectives.close()
+        self._gathering.close()
 
     def _first_non_finite(self, records: Iterable[UnitGradient]) -> str | None:
         """Name of the parameter whose gradient was the first on any rank that is NaN or infinite."""

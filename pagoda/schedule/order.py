@@ -96,6 +96,11 @@ class Order:
         self._previous = dense
         return decided or (not known and (persists or self.trace.assumed))
 
+    @property
+    def position(self) -> int:
+        """Accesses of the trace that the step has come past."""
+        return (self._cursor.position + 1) % self._uses.period
+
     def next_use(self, unit: int) -> float:
         """Time of the next access of a unit; infinite if nothing says that it is used again."""
         if (place := self._chosen.place(unit)) is not None:

@@ -295,6 +295,11 @@ class Scheduler:
         """What steps are expected to be."""
         return self._order.trace
 
+    @property
+    def position(self) -> int:
+        """Accesses of the trace that the step has come past."""
+        return self._order.position
+
     def holders(self) -> list[int]:
         """Units whose lease cannot make room now."""
         return self._leases.holders()
@@ -356,7 +361,8 @@ class Scheduler:
         self._updates.pump()
         if self._gradients.changes:  # updates may have asked for gradients
             self._gradients.pump()
-        if self._leases.changes and (ranks_agree or not self.plan.agreed):
+        # Where ranks must fetch alike, whether something has changed here does not count: lanes may have changed it.
+        if ranks_agree if self.plan.agreed else self._leases.changes:
             self._leases.pump()
         for unit in [*self._waiting] if self._waiting else ():
             version = self._updates.readable(unit)

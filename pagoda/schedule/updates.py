@@ -193,7 +193,7 @@ class Updates:
         self.times_undone += 1
         if update.state in (State.QUEUED, State.LOADING):
             if update.state is State.LOADING:
-                self._admitted[self._plan.units[unit].updater] -= 1
+                self._release(update)
                 for record in update.records:
                     self._gradients.used(record, last=False)
             self._over(update)
@@ -229,6 +229,9 @@ class Updates:
         update.has_read = True
         for record in update.records:
             self._gradients.used(record, last=not update.speculative)
+        if self._plan.agreed:
+            # Its end waits for those of the other ranks, in an order that is not the order of updates here.
+            self._release(update)
 
     def weights_written(self, unit: int) -> None:
         """An UPDATE has written the new weights."""
@@ -243,7 +246,7 @@ class Updates:
     def ended(self, unit: int) -> None:
         """An UPDATE has written every state."""
         update, weights = self._running(unit), self.weights[unit]
-        self._admitted[self._plan.units[unit].updater] -= 1
+        self._release(update)
         if update.withdrawn:
             self._begin_undo(update)
             return
@@ -265,7 +268,7 @@ class Updates:
     def refused(self, unit: int) -> None:
         """An UPDATE has found a gradient that is not finite, and has changed nothing."""
         update, weights = self._running(unit), self.weights[unit]
-        self._admitted[self._plan.units[unit].updater] -= 1
+        self._release(update)
         self.gradient_used(unit)
         if update.speculative:
             self.times_undone += 1
@@ -407,6 +410,7 @@ class Updates:
         if self.checkpoint.would_destroy(unit, weights.newest) and not self.checkpoint.can_keep(unit):
             return
         update.state = State.LOADING
+        update.admitted = True
         self._admitted[self._plan.units[unit].updater] += 1
         for record in update.records:
             self._gradients.use(record)
@@ -456,6 +460,12 @@ class Updates:
         self._sequence += 1
         urgency = -1.0 if update.urgent else self._order.next_use(update.unit)
         heappush(self._queues[self._plan.units[update.unit].updater], (urgency, self._sequence, update))
+
+    def _release(self, update: Update) -> None:
+        """An update makes room for another one."""
+        if update.admitted:
+            update.admitted = False
+            self._admitted[self._plan.units[update.unit].updater] -= 1
 
     def _running(self, unit: int) -> Update:
         update = self.weights[unit].update

@@ -36,6 +36,8 @@ class Update:
     """Whether compute waits for it."""
     keeps: Run | None = None
     """Where it keeps the old states for a checkpoint, if it does."""
+    admitted: bool = False
+    """Whether it counts among those under way at once."""
     has_read: bool = False
     """Whether it has read its gradient for the last time."""
     has_written: bool = False

@@ -124,11 +124,14 @@ def take_steps(
     steps: range,
     left_out: list[list[int]] | None = None,
     lengths: dict[str, int] | None = None,
+    evaluated: list[tuple[int, int, str]] | None = None,
 ) -> None:
     """Each rank takes its share of the `parts` micro-batches of a step, whose losses are divided such that gradients
     are the mean over all.
 
     `left_out` has (step, part) of those that nobody takes; `lengths` has the tokens of those that are shorter, by part.
+    `evaluated` has (step, rank, when) of evaluations that one rank makes by itself: "before" its forward, or "in" its
+    step, between forward and backward.
     """
     rank, size = place()
     generator = torch.Generator().manual_seed(1)
@@ -140,12 +143,23 @@ def take_steps(
             if step < steps.start or not mine:
                 continue
             length = (lengths or {}).get(str(part))
+            evaluations = [when for at, who, when in evaluated or [] if (at, who) == (step, rank)]
+            if "before" in evaluations:
+                evaluate(model, data)
             loss = loss_of(model(**{name: values[:, :length] for name, values in data.items()} if length else data))
+            if "in" in evaluations:
+                evaluate(model, data)
             (loss / (parts // size)).backward()
             losses.append(loss.item())
         if step >= steps.start:
             outcome.losses.append(losses)
             take_step(optimizer, outcome)
+
+
+def evaluate(model: nn.Module, data: dict[str, torch.Tensor]) -> None:
+    """A forward that no step is made of."""
+    with torch.no_grad():
+        loss_of(model(**data))
 
 
 def train(
@@ -176,6 +190,7 @@ def train(
         "plan_peak": dict(plan.peak_bytes),
         "parameters": plan.parameters,
         "served": together.collectives.served if together is not None else 0,
+        "asked": together.collectives.asked if together is not None else 0,
         "on_ssd": sorted(state for state in plan.bytes.get("ssd", {}) if state != GRAD),
     }
     optimizer.close()

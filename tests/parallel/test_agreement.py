@@ -63,22 +63,32 @@ def play(wishes: Sequence[Sequence[Call | str]]) -> tuple[list[list[tuple[str, i
     return logs, errors
 
 
-gathers = st.lists(st.integers(0, 5).map(lambda unit: Call(Asks.GATHER, unit)), max_size=6)
+_REDUCED = 10
+"""From this number on, units are reduced, here."""
+calls = st.lists(
+    st.one_of(
+        st.integers(0, 5).map(lambda unit: Call(Asks.GATHER, unit)),
+        st.integers(0, 5).map(lambda unit: Call(Asks.REDUCE, _REDUCED + unit)),
+    ),
+    max_size=6,
+)
 
 
 @settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 3).flatmap(
-        lambda steps: st.lists(st.lists(gathers, min_size=steps, max_size=steps), min_size=2, max_size=4)
+        lambda steps: st.lists(st.lists(calls, min_size=steps, max_size=steps), min_size=2, max_size=4)
     )
 )
-def test_all_ranks_take_part_in_the_same_and_each_gets_its_wishes_in_order(steps: list[list[list[Call]]]) -> None:
+def test_all_ranks_take_part_in_the_same_reductions_and_each_gets_its_wishes_in_order(
+    steps: list[list[list[Call]]],
+) -> None:
     wishes = [[wish for step in mine for wish in (*step, "optimizer.step()")] for mine in steps]
     logs, errors = play(wishes)
     assert errors == [None] * len(wishes)
-    assert len({tuple(about for _, about in log) for log in logs}) == 1
+    assert len({tuple(about for _, about in log if about >= _REDUCED) for log in logs}) == 1
     for mine, log in zip(wishes, logs, strict=True):
-        joint = {about for how, about in log if about > 5}
+        joint = {about for how, about in log if about > 2 * _REDUCED}
         assert len(joint) == 1
         wanted = [next(iter(joint)) if isinstance(wish, str) else wish.about for wish in mine]
         assert [about for how, about in log if how == "own"] == wanted
@@ -88,6 +98,13 @@ def test_ranks_that_want_the_same_do_not_serve_each_other() -> None:
     wishes = [[Call(Asks.GATHER, 3), Call(Asks.REDUCE, 3), "optimizer.step()"]] * 3
     logs, _ = play(wishes)
     assert all(how == "own" for log in logs for how, _ in log)
+
+
+def test_ranks_that_want_weights_get_them_before_others_reduce_and_none_serves_them() -> None:
+    behind = [Call(Asks.GATHER, 1), Call(Asks.GATHER, 2), Call(Asks.REDUCE, _REDUCED)]
+    logs, errors = play([[Call(Asks.REDUCE, _REDUCED)], behind])
+    assert errors == [None, None]
+    assert logs == [[("own", _REDUCED)], [("own", 1), ("own", 2), ("own", _REDUCED)]]
 
 
 def test_ranks_at_two_points_that_need_all_of_them_are_told_who_is_where() -> None:

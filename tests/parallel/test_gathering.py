@@ -1,6 +1,6 @@
 """A rank that is asked for weights it has not updated yet: the others wait for it as long as it can still do so."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from runtime.parts import RESIDENT, Parts, parts
 
 from pagoda.errors import RankError
-from pagoda.parallel.agreement import Asks, Call
+from pagoda.parallel.agreement import Asks
 from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.world import World
 from pagoda.plan.ranks import Ranks
@@ -26,23 +26,18 @@ NUMEL = 2048
 
 
 class FakeCollectives:
-    """Rank 1 of two, which both have all weights; what it sends is kept."""
+    """Rank 1 of two, which both have all weights; what it has when they are gathered is kept."""
 
     def __init__(self) -> None:
-        self.awaited = False
-        self.sent: list[torch.Tensor] = []
-        self.servers: dict[Asks, Callable[[Call, Sequence[Call]], None]] = {}
-        self.wire = SimpleNamespace(trade=lambda sends, _: self.sent.extend(tensor.clone() for _, tensor in sends))
-        self.shards = SimpleNamespace(
-            rank=1,
-            family=lambda _: {0, 1},
-            sharers=lambda _: (0, 1),
-            updated=lambda _: Span(NUMEL // 2, NUMEL, 0),
-            is_cut=lambda *_: False,
-        )
-
-    def serve(self, asks: Asks, server: Callable[[Call, Sequence[Call]], None]) -> None:
-        self.servers[asks] = server
+        self.awaited = self.failed = False
+        self.given: list[torch.Tensor] = []
+        self.take_part: dict[Asks, Callable[..., None]] = {}
+        self.serve = self.take_part.__setitem__
+        self.mesh = Mesh(World(), Ranks(1, 1, stage=1))
+        group = SimpleNamespace(gather=lambda whole, spans: self.given.append(whole[slice(*spans[1])].clone()))
+        self.sharing = lambda _: group
+        slices = [Span(0, NUMEL // 2, 0), Span(NUMEL // 2, NUMEL, 0)]
+        self.shards = SimpleNamespace(rank=1, trained_slices=lambda _: slices)
 
 
 @pytest.fixture
@@ -54,7 +49,8 @@ def part(tmp_path: Path) -> Iterator[Parts]:
 
 def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
     """Rank 0 asks rank 1 for its weights after one update; each of the waits of rank 1 takes a second of the clock."""
-    Gathering(collectives, part.store, part.units, Device(), lambda _: None)
+    executor: Any = SimpleNamespace(is_to_come=lambda _: False)
+    Gathering(collectives, part.store, part.units, Device(), executor, None, early=True)
     waits = 0
 
     def sleep(_: float) -> None:
@@ -63,8 +59,7 @@ def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait:
         on_wait(waits)
 
     monkeypatch.setattr(gathering, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(waits)))
-    asked = Call(Asks.SHARE, 0, version=1)
-    collectives.servers[Asks.SHARE](asked, [asked, Call(Asks.JOINTLY)])
+    collectives.take_part[Asks.SHARE](part.units[0], 1)
 
 
 def test_a_rank_that_takes_a_minute_to_queue_its_update_is_waited_for(
@@ -75,8 +70,8 @@ def test_a_rank_that_takes_a_minute_to_queue_its_update_is_waited_for(
 
     collectives = FakeCollectives()
     ask(part, collectives, monkeypatch, update)
-    (sent,) = collectives.sent
-    assert torch.equal(sent, torch.arange(NUMEL // 2, NUMEL).to(part.dtype))
+    (given,) = collectives.given
+    assert torch.equal(given, torch.arange(NUMEL // 2, NUMEL).to(part.dtype))
 
 
 def test_a_rank_that_waits_for_what_comes_later_has_not_made_the_update(
@@ -89,13 +84,15 @@ def test_a_rank_that_waits_for_what_comes_later_has_not_made_the_update(
     collectives = FakeCollectives()
     with pytest.raises(RankError, match="after 1 updates, and rank 1 has made 0"):
         ask(part, collectives, monkeypatch, reach_the_end_of_the_step)
+    assert not collectives.given
 
 
 def test_collectives_know_that_compute_waits_for_them() -> None:
     mesh = Mesh(World(), Ranks(1, 1))
     wire: Any = FakeWire(Table(1), 0)
-    shards: Any = None
-    collectives = Collectives(mesh, wire, shards, Device())
+    nothing: Any = None
+    scheduler: Any = SimpleNamespace(position=0, trace=None)
+    collectives = Collectives(mesh, wire, nothing, Device(), (), scheduler)
     seen: list[bool] = []
     collectives.jointly("optimizer.step()", lambda _: seen.append(collectives.awaited))
     assert seen == [True]

@@ -107,6 +107,7 @@ def test_ranks_give_the_bits_of_one_rank(name: str, ranks: RankServer, alone: An
 DEPARTURES: dict[str, dict[str, Any]] = {
     "a rank has no batch": {"left_out": [[1, 1], [3, 0]]},
     "ranks have sequences of different lengths": {"lengths": {"1": 7}},
+    "a rank evaluates alone": {"evaluated": [[1, 1, "before"], [4, 0, "before"], [5, 1, "in"], [6, 0, "in"]]},
 }
 
 
@@ -115,15 +116,20 @@ DEPARTURES: dict[str, dict[str, Any]] = {
 def test_ranks_that_do_different_things_take_part_in_what_others_need(
     name: str, stage: int, ranks: RankServer, alone: Any, tmp_path: Path
 ) -> None:
-    recipe = {"model": "llama"}
-    expected = alone(json.dumps(recipe), 2, json.dumps(DEPARTURES[name]))
-    results = ranks.run("train", 2, tmp_path, recipe=recipe, stage=stage, **DEPARTURES[name])
+    evaluated = "evaluated" in DEPARTURES[name]
+    recipe = {"model": "llama", **({"steps": 7} if evaluated else {})}
+    expected = alone(json.dumps(recipe), 2, json.dumps({} if evaluated else DEPARTURES[name]))
+    kind = "arena" if evaluated else "ram"  # where not all weights find room at once
+    results = ranks.run("train", 2, tmp_path, recipe=recipe, stage=stage, kind=kind, **DEPARTURES[name])
     for step, losses in enumerate(expected["losses"]):
         assert [loss for result in results for loss in result["losses"][step]] == losses
     for result in results:
         for param, weight in expected["weights"].items():
             assert torch.equal(weight, result["weights"][param]), param
-    assert any(result["served"] for result in results) == ("left_out" in DEPARTURES[name])
+    if evaluated:
+        assert any(result["asked"] for result in results) == (stage == 3)
+    else:
+        assert any(result["served"] for result in results) == ("left_out" in DEPARTURES[name])
 
 
 def test_hybrid_sharding_differs_by_the_order_of_sums_only(ranks: RankServer, alone: Any, tmp_path: Path) -> None:

@@ -253,6 +253,8 @@ class Memory:
     def begin_update(self, op: Operation) -> None:
         home, truth = self.homes[op.unit], self.truths[op.unit]
         others = [other for other in self.lanes[self.lane(op)] if other.kind is Kind.UPDATE]
+        if self.plan.agreed:  # those that have read their gradients may wait for other ranks
+            others = [other for other in others if not self.truths[other.unit].consumed.issuperset(other.steps)]
         require(len(others) <= MOST_ADMITTED, f"{len(others)} updates in one lane")
         require(home.states == home.newest == op.version - len(op.steps), f"UPDATE on {home} to {op.version}")
         require(not home.state_readers, "UPDATE of states that a checkpoint reads")

@@ -368,7 +368,7 @@ MUTANTS = (
     Mutant(
         "an update that was refused stays admitted",
         updates,
-        "        self._admitted[self._plan.units[unit].updater] -= 1\n        self.gradient_used(unit)",
+        "        self._release(update)\n        self.gradient_used(unit)",
         "        self.gradient_used(unit)",
     ),
     Mutant("a lost gradient is applied", updates, "if any(record.lost for record in update.records):", "if False:"),
