@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Never, TypeVar
+from typing import Any, Never, TypeVar, cast
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ from pagoda.runtime.engine import Engine
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
+from pagoda.transforms.compiled import compiled_in_place
 from pagoda.transforms.operator_tiles import Tiling
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -149,6 +150,7 @@ def _wrap(
     mesh: Mesh | DeviceMesh | None,
 ) -> tuple[Model, PagedOptimizer]:
     check_model(model)
+    model = cast(Model, compiled_in_place(model))
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
     wire = Wire(mesh.world) if mesh.size > 1 else None
     if wire is not None:

@@ -68,6 +68,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Figures of the last step."""
         return self._engine.stats
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing since a gradient was not finite, with fp16. Accelerate asks for it."""
+        return self.stats.skipped
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether `backward` needs `scale(loss)`: with fp16."""
+        return self._engine.stepper.scaler.active
+
     def trace_next_step(self) -> None:
         """Record what compute and every lane do from now until the end of the next `step()`; see `timeline`.
 

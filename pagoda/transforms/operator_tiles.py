@@ -23,7 +23,6 @@ from pagoda.models.late_logits import LateHead, make_late
 from pagoda.models.tiles import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear, row_blocks
 from pagoda.parallel.tensors import as_dtensor
 from pagoda.plan.units import ALIGN_ELEMENTS
-from pagoda.runtime.blocks import is_compiled
 
 _LINEARS = (nn.Linear, LateHead)
 """Subclasses may do anything."""
@@ -84,7 +83,9 @@ class Tiling:
 
     def _replace_experts(self, model: nn.Module, cuts_stacks: bool) -> None:
         """Find the experts of every layer; one that is compiled, or that an adapter reads, keeps its own."""
-        compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
+        compiled = {
+            inner for module in model.modules() if module._compiled_call_impl is not None for inner in module.modules()
+        }
         kept: list[str] = []
         found = 0
         for name, module in model.named_modules():

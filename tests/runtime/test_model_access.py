@@ -518,7 +518,7 @@ def test_a_model_may_call_itself(wrap: Wrap) -> None:
     ("settings", "message"),
     [
         ({"host": "12 parsecs"}, r"memory\.host.*parsecs"),
-        ({"host": "20G"}, r"memory\.host.*GiB"),
+        ({"host": "20X"}, r"memory\.host.*GiB"),
         ({"host": 0}, r"memory\.host.*at least 1"),
         ({"host": -1}, r"memory\.host.*at least 1"),
         ({"ssd": "DIR:manyGiB"}, r"memory\.ssd"),
