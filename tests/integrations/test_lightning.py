@@ -72,8 +72,6 @@ def pages(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     for strategy in made:
         if strategy._paged is not None:
             strategy._paged.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def fitted(out: Path, module: Module, strategy: Any = "ddp", resume: Any = None, **settings: Any) -> list[float]:

@@ -619,9 +619,7 @@ def test_an_ssd_directory_that_is_missing_is_refused(size: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_with_nothing_to_train_is_refused() -> None:
-    with pytest.raises(pagoda.ConfigError, match="frozen"):
-        pagoda.wrap(fresh().requires_grad_(False), pagoda.AdamW(), memory=RESIDENT)
+def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(pagoda.ConfigError, match="no parameters: there is nothing to train"):
         pagoda.wrap(nn.Tanh(), pagoda.AdamW(), memory=RESIDENT)
 
