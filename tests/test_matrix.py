@@ -125,13 +125,14 @@ def possible(case: Case) -> bool:
     update, tiles, rule = case.get("update"), case.get("tiles"), case.get("rule")
     activations = case.get("activations")
     on_device = case.get("place") in (UPDATED, HOME)
+    small_units = case.get("unit", LARGEST_UNIT) != LARGEST_UNIT
     # Reentrant checkpoints deliver a gradient for each use of a block.
     several = activations == "reentrant" and (case.get("model") == "plain" or tiles == "batch")
     return not (
         (case.get("place") == RAM and activations in OFFLOADS)  # nowhere to go
         or (rule in WHOLE and (tiles == "layers" or update == "async" or on_device))
         or (on_device and (update == "async" or "+" in case.get("numbers", "")))
-        or (activations in OWN and case.get("place") == ALL_ON_SSD and case.get("unit", LARGEST_UNIT) != LARGEST_UNIT)
+        or (small_units and activations in OWN and case.get("place") in (ALL_ON_SSD, HOME))  # all RAM left is homes
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -238,13 +239,15 @@ def check(case: Case, directory: Path) -> None:
     plan, place = outcome.plan, case["place"]
     assert plan is not None
     on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
-    # A small model's weights, or its moments, may fit the buffers that the others need.
+    # Of a model that is one unit, or of which a block is in use at once, all may fit the buffers that it needs.
+    small = len(plan.units) < 3 or case["activations"] in OWN
     assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert not on_ssd or place in ON_SSD
-    assert on_ssd or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD) or case["activations"] in OWN
+    assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
-    assert (place == UPDATED) == bool(plan.placement.updated_on_device)
-    assert (place == HOME) == bool(plan.placement.resident)
+    for units, where in ((plan.placement.updated_on_device, UPDATED), (plan.placement.resident, HOME)):
+        assert not units or place == where
+        assert units or small or place != where
     bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}
     # What a model does itself may add gradients up in another order.
     bits["activations"] = case["activations"] if case["activations"] in OWN else "keep"
@@ -276,11 +279,12 @@ def triples() -> list[Case]:
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_no_three_settings_change_a_bit(shard: int, tmp_path: Path) -> None:
+    failed = []
     for number, case in enumerate(triples()[shard::SHARDS]):
         directory = tmp_path / str(number)
         directory.mkdir()
         try:
             check(case, directory)
-        except BaseException as error:
-            error.add_note(named(case))
-            raise
+        except Exception as error:
+            failed.append(f"{named(case)}: {error!r}"[:600])
+    assert not failed, "\n".join(failed)
