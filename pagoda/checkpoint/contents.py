@@ -46,9 +46,9 @@ class Stored:
             dim=dim,
             whole_shape=shape,
             whole_states={
-                state.name: state.shape(parameter.whole, shape) or shape
+                state.name: found
                 for state in engine.plan.layout.states
-                if state.name in spans
+                if state.name in spans and (found := state.shape(parameter.whole, shape)) is not None
             },
             steps=unit.steps[slot] if slot < unit.trainable else None,
         )
