@@ -30,7 +30,7 @@ from rich.table import Table
 
 from pagoda.calibrate.cpu import SCALARS
 from pagoda.calibrate.meter import cpu_name
-from pagoda.calibrate.streams import Sweeper, by_address, filled, roof_bf16, roof_fp32, states_of
+from pagoda.calibrate.streams import Sweeper, by_address, filled, roof_bf16, states_of
 from pagoda.config.training import Precision
 from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, formats, kernels
 from pagoda.optim.flat import encode_moment
@@ -70,6 +70,15 @@ def roof_bf16_none(high: Any, low: Any, gradient: Any, mask: Any) -> None:
         x = gradient[i] & mask
         high[i] ^= x
         low[i] ^= x
+
+
+@numba.njit(nogil=True)
+def roof_fp32(weight: Any, avg: Any, avg_sq: Any, gradient: Any, mask: Any) -> None:
+    for i in range(len(gradient)):
+        x = gradient[i] & mask
+        weight[i] ^= x
+        avg[i] ^= x
+        avg_sq[i] ^= x
 
 
 @numba.njit(nogil=True)

@@ -173,7 +173,7 @@ def cases() -> dict[str, Case]:
     )
     add("ram ssd", "operator tiles", wrap={"tiles": pagoda.Tiles(tile_limit=8192)})
     add("ram ssd arena", "experts", model="mixtral")
-    add("ram ssd", "expert tiles", model="mixtral", wrap={"tiles": pagoda.Tiles(tile_limit=3 * 64 * 96 * 2)})
+    add("ram ssd", "expert tiles", model="mixtral", wrap={"tiles": pagoda.Tiles(tile_limit=2 * 3 * 64 * 96 * 2)})
     add("ram moments ssd", "speculation", announced=True, wrap={"update": pagoda.Updates(speculate=True)}, steps=6)
     add("moments ssd", "async, nothing late", wrap={"update": pagoda.Updates("async", max_staleness=0)})
     add("arena", "updates on the device", split={"device_update_share": 0.5})
@@ -188,6 +188,7 @@ def cases() -> dict[str, Case]:
     add("ram", "2 ranks, muon", ranks=2, rule="muon")
     add("ram", "2 ranks, adafactor", ranks=2, rule="adafactor")
     add("ram", "4 ranks, replicas", ranks=4, mesh={"replicas": 2})
+    add("ram ssd", "2 ranks, experts", model="mixtral", ranks=2, mesh={"expert_parallel": 2})
     add("ssd", "2 ranks, resumed", ranks=2, resume=True)
     return found
 

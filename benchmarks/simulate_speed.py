@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops, module_spec
-from pagoda.models.papers import find_paper_shape
+from pagoda.models.papers import PAPER_SHAPES
 from pagoda.optim import AdamW
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -38,7 +38,7 @@ def best_of_five(work: Callable[[], T]) -> tuple[float, T]:
 
 def main() -> None:
     machine = find_machine("h200-x1")
-    shape = replace(find_paper_shape("gpt-10b"), layers=LAYERS)
+    shape = replace(PAPER_SHAPES["gpt-10b"], layers=LAYERS)
     root = module_spec(shape)
     compute = Compute.from_flops(forward_flops(shape, TOKENS, SEQ_LEN), machine.matmul("bf16").reached_flop_per_s.value)
     print(f"{shape.params / 1e9:.1f}B parameters in {LAYERS} layers, one step of {TOKENS} tokens")

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagoda.api import load as load, plan_of as plan_of, wrap as wrap
-    from pagoda.checkpoint.full_state import full_state_dict as full_state_dict
     from pagoda.checkpoint.gathered import gathered as gathered
-    from pagoda.checkpoint.groups import no_decay_groups as no_decay_groups
-    from pagoda.checkpoint.stateful import (
+    from pagoda.checkpoint.optimizer_states import OptimizerState as OptimizerState
+    from pagoda.checkpoint.state_dicts import (
         ModelState as ModelState,
-        OptimizerState as OptimizerState,
+        full_state_dict as full_state_dict,
         trainable_state_dict as trainable_state_dict,
     )
     from pagoda.config.memory import Memory as Memory, Split as Split
@@ -47,14 +46,14 @@ if TYPE_CHECKING:
         Muon as Muon,
         Optim as Optim,
     )
+    from pagoda.optim.param_groups import no_decay_groups as no_decay_groups
     from pagoda.parallel.mesh import Mesh as Mesh, open_mesh as open_mesh
 
 _HOMES = {
     "pagoda.api": "load plan_of wrap",
-    "pagoda.checkpoint.full_state": "full_state_dict",
     "pagoda.checkpoint.gathered": "gathered",
-    "pagoda.checkpoint.groups": "no_decay_groups",
-    "pagoda.checkpoint.stateful": "ModelState OptimizerState trainable_state_dict",
+    "pagoda.checkpoint.optimizer_states": "OptimizerState",
+    "pagoda.checkpoint.state_dicts": "ModelState full_state_dict trainable_state_dict",
     "pagoda.config.memory": "Memory Split",
     "pagoda.config.training": "Activations LossScale MixedPrecision Tiles Updates",
     "pagoda.construction.construct": "init",
@@ -62,6 +61,7 @@ _HOMES = {
     "StorageError UsageError",
     "pagoda.models.chunked_loss": "chunked_loss",
     "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim",
+    "pagoda.optim.param_groups": "no_decay_groups",
     "pagoda.parallel.mesh": "Mesh open_mesh",
 }
 """Module -> the names that users take from it."""

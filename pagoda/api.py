@@ -3,25 +3,17 @@
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Never, TypeVar
+from typing import Any, Never, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pagoda.checkpoint.gathered import mark_homes
-from pagoda.checkpoint.groups import (
-    ParamGroups,
-    Reserve,
-    check_placed,
-    named_groups,
-    reserved_names,
-)
 from pagoda.checkpoint.pretrained import attach_weights
+from pagoda.checkpoint.state import mark_homes
 from pagoda.config.memory import Memory
 from pagoda.config.training import (
     ActivationMode,
@@ -40,14 +32,21 @@ from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.errors import ConfigError, UsageError
 from pagoda.memory.ram import free_ram
 from pagoda.models.build import build_from_directory
-from pagoda.optim.rule import Rule
+from pagoda.optim.param_groups import (
+    ParamGroups,
+    Reserve,
+    check_placed,
+    named_groups,
+    reserved_names,
+)
+from pagoda.optim.rule import Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
+from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.mesh import Mesh, as_mesh, open_mesh
 from pagoda.parallel.start import (
     FromFirst,
     agreed_plan,
     check_equal,
-    check_experts,
     check_for_ranks,
     least_budgets,
     on_any_rank,
@@ -63,6 +62,7 @@ from pagoda.runtime.engine import Engine
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
+from pagoda.transforms.compiled import compiled_in_place
 from pagoda.transforms.operator_tiles import Tiling
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,6 +113,9 @@ def wrap(
     `activations` and `tiles` say what becomes of activations, and what is computed in pieces: see `Activations` and
     `Tiles`. Compile blocks before `wrap`, if at all.
 
+    Experts of transformers' mixtures are units of their own, fetched when a router has chosen them. A mesh with
+    `expert_parallel` divides the experts of every layer over ranks: build the whole model on each.
+
     Under torchrun, the ranks train one model, each with batches of its own and budgets of its own; gradients are the
     mean over ranks, and weights at the start are those of rank 0. `mesh` says what the ranks share out
     (`pagoda.open_mesh`, or a torch mesh with dimensions replicate, shard and tensor); left out, all of the state is
@@ -147,8 +150,8 @@ def _wrap(
     mesh: Mesh | DeviceMesh | None,
 ) -> tuple[Model, PagedOptimizer]:
     check_model(model)
+    model = cast(Model, compiled_in_place(model))
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
-    check_experts(model, mesh)
     wire = Wire(mesh.world) if mesh.size > 1 else None
     if wire is not None:
         check_for_ranks(training.update == "async", training.speculate)
@@ -168,15 +171,18 @@ def _wrap(
     if device.torch_device.type == "cpu":
         check_batch_norms(model, states[0].dtype)
     tiled_bytes = training.tile_bytes
-    tiling = None if tiled_bytes is None else Tiling(model, tiled_bytes // states[0].dtype.itemsize)
-    if tiling is not None:
-        trained = {*tiling.renamed(trained)}
-        groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
+    tiling = Tiling(
+        model,
+        None if tiled_bytes is None else tiled_bytes // states[0].dtype.itemsize,
+        cuts_stacks=not isinstance(optimizer, TensorRule),
+        exchange=ExpertExchange.over(mesh) if mesh.ranks.expert_parallel > 1 else None,
+    )
+    trained = {*tiling.renamed(trained)}
+    groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
     try:
         engine = _engine(model, trained, optimizer, training, memory, device, mesh, wire)
     except BaseException:
-        if tiling is not None:
-            tiling.undo()
+        tiling.undo()
         raise
     try:
         _move_in(model, engine, tiling, wire)
@@ -274,11 +280,11 @@ def _plan(
     return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
 
 
-def _move_in(model: nn.Module, engine: Engine, tiling: Tiling | None, wire: Wire | None) -> None:
+def _move_in(model: nn.Module, engine: Engine, tiling: Tiling, wire: Wire | None) -> None:
     """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
-    with nullcontext() if tiling is None else tiling.undone():
+    with tiling.undone():
         from_first = FromFirst(wire) if wire is not None else None
-        Builder(model, engine.store, tiling, from_first).build(engine.units)
+        Builder(model, engine, tiling, from_first).build(engine.units)
     if from_first is not None:
         from_first.copy(model.buffers())
     move_buffers(model, engine.device.torch_device)
@@ -316,8 +322,13 @@ def _check_moved(arguments: Mapping[str, object]) -> None:
 
 
 def _check_activations(training: Training, memory: Memory, model: nn.Module, mesh: Mesh) -> None:
-    """Raises ConfigError for a policy that has nowhere to offload to, or divides where nothing is divided; UsageError
-    for a model that checkpoints by itself."""
+    """Raises ConfigError for a policy that has nowhere to offload to, divides where nothing is divided, or would differ
+    between ranks that must recompute alike; UsageError for a model that checkpoints by itself."""
+    if training.activations == "auto" and mesh.ranks.expert_parallel > 1:
+        raise ConfigError(
+            "activations is 'auto', which chooses by the sizes that a rank sees. Ranks that divide experts see other "
+            "sizes, and must recompute the same layers, as that sends tokens again: use 'recompute' or another policy."
+        )
     if training.partition_activations and mesh.ranks.tensor_parallel == 1:
         raise ConfigError(
             "partition_activations divides them over tensor-parallel ranks, and there are none: leave it out, or use "

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pagoda.checkpoint.gathered import home_of
-from pagoda.checkpoint.groups import NamedGroup, check_groups
-from pagoda.checkpoint.rule_states import RuleStates
+from pagoda.checkpoint.optimizer_states import blank_entry, check_entry, read_entry, write_entry
 from pagoda.checkpoint.snapshot import Snapshot
+from pagoda.checkpoint.state import ParameterState, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
 from pagoda.checkpoint.torch_file import torch_file
 from pagoda.construction.model_checks import check_step
 from pagoda.errors import UsageError
 from pagoda.models.hidden import as_plain
+from pagoda.optim.param_groups import NamedGroup, check_groups
 from pagoda.optim.rule import Rule
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hooks import ModelHooks
@@ -41,8 +41,12 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, rule: Rule, engine: Engine, groups: list[NamedGroup]) -> None:
         self._warned_of_no_gradient = False
-        self._slots = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
-        params = {unit.name(slot): unit.params[slot] for unit, slot in self._slots.values()}
+        self._states = {
+            id(param): ParameterState(engine, unit, slot)
+            for unit in engine.units
+            for slot, param in enumerate(unit.params)
+        }
+        params = {state.name: state.unit.params[state.slot] for state in self._states.values()}
         super().__init__(
             [{**group, "params": [params[name] for name in group["params"]]} for group in groups], rule.defaults()
         )
@@ -58,12 +62,21 @@ class PagedOptimizer(torch.optim.Optimizer):
         guard_merging(model)
         self._weights = WeightStateDicts(model, engine)
         self._snapshot = Snapshot(model, engine)
-        self._states = RuleStates(engine.store, rule)
 
     @property
     def stats(self) -> StepStats:
         """Figures of the last step."""
         return self._engine.stats
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing since a gradient was not finite, with fp16. Accelerate asks for it."""
+        return self.stats.skipped
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether `backward` needs `scale(loss)`: with fp16."""
+        return self._engine.stepper.scaler.active
 
     def trace_next_step(self) -> None:
         """Record what compute and every lane do from now until the end of the next `step()`; see `timeline`.
@@ -143,18 +156,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
         for param in (entry[1] if isinstance(entry, tuple) else entry for entry in params):
-            unit, slot = self._slots.get(id(param), (None, -1))
-            if unit is None:
+            state = self._states.get(id(param))
+            if state is None:
                 raise UsageError(
                     f"A parameter of shape {tuple(param.shape)} was not placed by wrap(): build the whole model, then "
                     "wrap it."
                 )
-            if slot >= unit.trainable:
-                raise UsageError(
-                    f"{unit.name(slot)!r} has no room for optimizer state: pass it to wrap(reserve=...) first."
-                )
-            if slot in unit.grouped:
-                raise UsageError(f"{unit.name(slot)!r} is in a param group already.")
+            if state.slot >= state.unit.trainable:
+                raise UsageError(f"{state.name!r} has no room for optimizer state: pass it to wrap(reserve=...) first.")
+            if state.slot in state.unit.grouped:
+                raise UsageError(f"{state.name!r} is in a param group already.")
         super().add_param_group({**param_group, "params": params})
         self._mark_grouped()
 
@@ -166,9 +177,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._engine.settle()
         plain = super().state_dict()
         states: dict[int, dict[str, Any]] = {}
-        for index, (unit, slot) in enumerate(self._members()):
-            if unit.steps[slot] and (state := self._states.read(unit, slot)):
-                states[index] = state
+        for index, state in enumerate(self._members()):
+            if state.unit.steps[state.slot] and (entry := read_entry(state)):
+                states[index] = entry
         return {**plain, "state": states, **self._loss_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -183,20 +194,20 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         states, groups = state_dict["state"], state_dict["param_groups"]
         if any(isinstance(name, str) for group in groups for name in group["params"]):
-            live = self._named_groups()
+            live = named(self.param_groups)
             check_groups("the state", groups, live)
             order = [name for group in live for name in group["params"]]
             states = {index: states[name] for index, name in enumerate(order) if name in states}
             indices = iter(range(len(order)))
             groups = [{**group, "params": [next(indices) for _ in group["params"]]} for group in groups]
-        for index, (unit, slot) in enumerate(self._members()):
-            self._states.check(unit, slot, states.get(index, {}))
+        for index, state in enumerate(self._members()):
+            check_entry(state, states.get(index, {}))
         with self._engine.overwriting():
             self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
             super().load_state_dict({"state": {}, "param_groups": groups})
             self._mark_grouped()
-            for index, (unit, slot) in enumerate(self._members()):
-                self._states.write(unit, slot, states.get(index, {}))
+            for index, state in enumerate(self._members()):
+                write_entry(state, states.get(index, {}))
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and state, as torch has it, of each parameter that has been updated, one in RAM at a time.
@@ -204,15 +215,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises UsageError where a step was taken, or a backward updated units, before it has ended.
         """
         queued = self._engine.stepper.queued
-        for unit, slot in self._members():
+        for state in self._members():
             if self._engine.stepper.queued != queued:
                 raise UsageError(
                     "The parameters were updated while optimizer.named_states() was being read, so its states would be "
                     "those of different steps: read all of it before the next step."
                 )
             self._engine.settle()  # whoever reads may have done anything since
-            if unit.steps[slot] and (state := self._states.read(unit, slot)):
-                yield unit.name(slot), state
+            if state.unit.steps[state.slot] and (entry := read_entry(state)):
+                yield state.name, entry
 
     def save_state_dict(self, path: str | Path) -> None:
         """Write `state` and `param_groups` by parameter name, as torch's `get_optimizer_state_dict` gives them, to a
@@ -227,13 +238,13 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "with pagoda.OptimizerState."
             )
         shapes = {}
-        for unit, slot in self._members():
-            if unit.steps[slot] and (blank := self._states.blank(unit, slot)):
-                shapes[unit.name(slot)] = blank
-        named = {"state": shapes, "param_groups": self._named_groups(), **self._loss_scale()}
-        with torch_file(Path(path), named) as (content, write):
-            for name, state in self.named_states():
-                for key, value in state.items():
+        for state in self._members():
+            if state.unit.steps[state.slot] and (blank := blank_entry(state)):
+                shapes[state.name] = blank
+        blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
+        with torch_file(Path(path), blanks) as (content, write):
+            for name, entry in self.named_states():
+                for key, value in entry.items():
                     if isinstance(value, torch.Tensor):
                         write(content["state"][name][key], value)
 
@@ -261,7 +272,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         `Memory(ssd_checkpoints=...)` says; else it is copied. `replaces` are checkpoints to delete once this one is
         complete; one that is a symbolic link, cannot be read or holds other files is kept, with a warning.
         """
-        groups = self._named_groups()
+        groups = named(self.param_groups)
         self._snapshot.save(Path(directory), groups, extra or {}, [Path(old) for old in replaces])
         if wait:
             self.wait_for_checkpoint()
@@ -282,7 +293,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         and `step()` where units are updated under backward, as `save_checkpoint`. Gradients that no `step()` has
         consumed are dropped.
         """
-        groups, extra = self._snapshot.load(Path(directory), self._named_groups())
+        groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))
         for mine, saved in zip(self.param_groups, groups, strict=True):
             mine.update({key: value for key, value in saved.items() if key != "params"})
         return extra
@@ -312,26 +323,21 @@ class PagedOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._engine.__reduce_ex__(protocol)
 
-    def _members(self) -> Iterator[tuple[LiveUnit, int]]:
-        """Unit and slot of every parameter in a group, in torch's order."""
+    def _members(self) -> Iterator[ParameterState]:
+        """The state of every parameter in a group, in torch's order."""
         for group in self.param_groups:
             for param in group["params"]:
-                yield self._slots[id(param)]
+                yield self._states[id(param)]
 
     def _loss_scale(self) -> dict[str, Any]:
         """What a state dict has beside torch's entries: nothing where the loss is not scaled by what changes."""
         scale = self._engine.stepper.scaler.state_dict()
         return {"loss_scale": scale} if scale else {}
 
-    def _named_groups(self) -> list[NamedGroup]:
-        """The `param_groups`, with the names of their parameters."""
-        names = {id(unit.params[slot]): unit.name(slot) for unit, slot in self._slots.values()}
-        return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in self.param_groups]
-
     def _mark_grouped(self) -> None:
         """Tell the units which of their parameters are in a group."""
         grouped = {id(param) for group in self.param_groups for param in group["params"]}
-        for unit, slot in self._slots.values():
+        for _, unit, slot in self._states.values():
             if slot < unit.trainable:
                 (unit.grouped.add if id(unit.params[slot]) in grouped else unit.grouped.discard)(slot)
         self._grouped = None
@@ -358,11 +364,10 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: 
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            home = home_of(param)
-            if home is not None:
-                _, unit, slot = home
+            state = state_of(param)
+            if state is not None:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step() was called with {unit.name(slot)!r}, a parameter of a model "
+                    f"{type(optimizer).__name__}.step() was called with {state.name!r}, a parameter of a model "
                     "that pagoda.wrap() wrapped: its weights and gradients are in pages, where only the optimizer that "
                     "wrap() returned can step them. Pass the optimizer you want to wrap(model, pagoda.AdamW(...)); "
                     "pagoda.Optim takes classes of torch and others."

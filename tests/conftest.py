@@ -1,10 +1,11 @@
 """What keeps tests strict, fast and independent of the machine's own hardware file.
 
-Poison mode: freed frames hold NaN, so a lease used after its end shows. Hypothesis tries the same examples every time,
-so that a failure is the change's own; `make test-all` (HYPOTHESIS_PROFILE=random) looks for new ones. GPU kernels run
-in Triton's interpreter where there is no GPU.
+Poison mode: freed frames hold NaN, so a lease used after its end shows. Hypothesis tries the same few examples every
+time, so that a failure is the change's own; `make test-all` (HYPOTHESIS_PROFILE=random) looks for new ones, among more.
+GPU kernels run in Triton's interpreter where there is no GPU.
 """
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -26,9 +27,15 @@ if not torch.cuda.is_available():
     # Before anything imports Triton: GPU kernels then run on the CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("fixed", derandomize=True)
+settings.register_profile("fixed", derandomize=True, max_examples=25)
 settings.register_profile("random")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collection looks at what tests make alone, not at all that was imported; some tests call for it often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

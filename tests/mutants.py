@@ -5,6 +5,11 @@
 Each mutant is tried in a copy of the checkout, by the tests named with it; with --whole, by all that `make test` runs.
 The table says which test noticed it first, or that none did. The scheduler's own mutants are in
 tests/schedule/mutants.py.
+
+`python tests/mutants.py` with the tests named here: 38 of 42 are noticed; 35 were before tests/test_matrix.py took the
+place of a grid for each feature, by the tests that were named then. Nobody notices that frames are filled while an
+earlier fill is under way, that bytes on their way to buffers are not bounded, and that a block is read while its page
+is being written, which only rare timing shows; a frozen unit that may be undone has no pages to copy in any case.
 """
 
 import os
@@ -184,7 +189,7 @@ MUTANTS = (
         "runtime/leases.py",
         "        if lease.held:\n            return False\n",
         "",
-        "runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+        "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
     ),
     Mutant(
         "frames are filled while an earlier fill is under way",
@@ -198,14 +203,14 @@ MUTANTS = (
         "runtime/accesses.py",
         "        if not self._uses[phase][unit.index]:\n            self._driver.tell",
         "        if True:\n            self._driver.tell",
-        "runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
+        "test_matrix.py runtime/test_same_bits.py runtime/test_uses_of_parameters.py",
     ),
     Mutant(
         "compute reads before its wait has ended",
         "runtime/accesses.py",
         "            if not self._scheduler.ready(unit.index):\n                self._wait(unit)\n",
         "",
-        "runtime/test_same_bits.py",
+        "test_matrix.py runtime/test_same_bits.py",
     ),
     Mutant(
         "a graph may read weights of another step",
@@ -226,7 +231,7 @@ MUTANTS = (
         "runtime/gradients.py",
         "        kernel = self._kernels.add_gradient if accumulate else self._kernels.store_gradient",
         "        kernel = self._kernels.store_gradient",
-        "runtime/test_same_bits.py",
+        "runtime/test_reference.py runtime/test_gradients.py",
     ),
     Mutant(
         "bytes on their way to buffers are not bounded",
@@ -240,7 +245,7 @@ MUTANTS = (
         "runtime/stepper.py",
         "clipped = min(largest, limit / (norm + 1e-6))",
         "clipped = min(largest, limit / (norm + 1e-6) * 1.001)",
-        "runtime/test_clipping.py runtime/test_same_bits.py",
+        "runtime/test_clipping.py test_matrix.py runtime/test_same_bits.py",
     ),
     Mutant(
         "gradients that are not finite are applied",
@@ -261,21 +266,21 @@ MUTANTS = (
         "runtime/host_updates.py",
         "parts, update.weights.write, (handle,)):",
         "parts, update.weights.write, ()):",
-        "runtime/test_updates.py runtime/test_same_bits.py",
+        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
     ),
     Mutant(
         "a block is read while its page is being written",
         "runtime/host_updates.py",
         "behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()",
         "behind = ()",
-        "runtime/test_updates.py runtime/test_same_bits.py",
+        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py",
     ),
     Mutant(
         "a piece of a block runs over the block's end",
         "runtime/segments.py",
         "max(start, self.start), stop=min(stop, self.stop)",
         "max(start, self.start), stop=stop",
-        "runtime/test_updates.py runtime/test_same_bits.py runtime/test_groups.py",
+        "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py runtime/test_groups.py",
     ),
     Mutant(
         "undoing forgets what lies in RAM",
@@ -296,7 +301,7 @@ MUTANTS = (
         "runtime/lanes.py",
         "pending = [other for other in after if not other.succeeded]",
         "pending = []",
-        "runtime/test_lanes.py runtime/test_same_bits.py",
+        "runtime/test_lanes.py test_matrix.py runtime/test_same_bits.py",
     ),
     # checkpoint, train, simulate
     Mutant(

@@ -3,7 +3,7 @@
 import pytest
 
 import papers
-from pagoda.models.papers import find_paper_shape
+from pagoda.models.papers import PAPER_SHAPES
 from paper_tables.efficiency import efficiency, simulated_efficiency
 from paper_tables.memory import pagoda_bytes, zero_bytes
 
@@ -19,7 +19,7 @@ def test_zeros_formula_gives_zeros_table(params: float, ranks: int, stage: int, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 64, 1024])
 def test_a_ranks_plan_holds_zeros_formula_with_two_bytes_less(ranks: int, stage: int) -> None:
-    params = find_paper_shape("zero-7.5b").params
+    params = PAPER_SHAPES["zero-7.5b"].params
     assert pagoda_bytes("zero-7.5b", ranks, stage) == pytest.approx(
         zero_bytes(params, ranks, stage, other=10), rel=0.025
     )
@@ -35,5 +35,6 @@ def test_without_overlap_the_simulator_agrees_with_zero_infinitys_formula_and_ov
     assert simulated > 1.1 * efficiency(intensity, bandwidth)
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_script_writes() -> None:
     assert papers.PAGE.read_text() == papers.page(), "run `python benchmarks/papers.py` and look at what changed"

@@ -25,13 +25,16 @@ from pagoda.config.training import ActivationMode, Precision
 from pagoda.construction.construct import describe
 from pagoda.memory.sizes import parse_bytes
 from pagoda.optim import AdamW, Moments, Rule, StateSpec
+from pagoda.optim.rule import TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.units import ModuleSpec
+from pagoda.transforms.operator_tiles import Tiling
 
 VOCABULARY, BATCH, LENGTH = 96, 2, 16
+LAYERS = 4
 Batch = dict[str, torch.Tensor]
 
 
@@ -39,7 +42,7 @@ class ConvNet(nn.Module):
     """Residual convolutions, a parameter held directly by the model, a linear layer used twice, and optionally
     checkpoints, which a plain module has to make itself."""
 
-    def __init__(self, channels: int = 64, blocks: int = 6) -> None:
+    def __init__(self, channels: int = 64, blocks: int = LAYERS) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(channels, 1, 1))
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
@@ -66,13 +69,13 @@ class ConvNet(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden.flatten(1)).float(), labels)
 
 
-def llama() -> nn.Module:
+def llama(layers: int = LAYERS) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=6,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=True,
@@ -81,13 +84,13 @@ def llama() -> nn.Module:
     )
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int = LAYERS) -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
             n_positions=32,
             n_embd=64,
-            n_layer=6,
+            n_layer=layers,
             n_head=4,
             use_cache=False,
             resid_pdrop=0.1,
@@ -99,13 +102,13 @@ def gpt2() -> nn.Module:
     )
 
 
-def qwen3() -> nn.Module:
+def qwen3(layers: int = LAYERS) -> nn.Module:
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=6,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,
@@ -131,7 +134,7 @@ def t5(layers: int = 4, dropout: float = 0.0) -> nn.Module:
     )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,
     "gpt2": gpt2,
     "qwen3": qwen3,
@@ -170,10 +173,12 @@ class Recipe:
     rule: Rule | None = None
     """None: AdamW."""
     steps: int = 5
+    layers: int | None = None
+    """Of llama, gpt2 and qwen3, where the usual ones are too few to be streamed."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        model = MODELS[self.model]()
+        model = MODELS[self.model]() if self.layers is None else MODELS[self.model](self.layers)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.reentrant})
         if self.frozen:
@@ -309,7 +314,9 @@ def squeeze(
     options = Options(
         PAGE, parse_bytes(unit_limit), announced, clipping, max_staleness=max_staleness, activations=activations
     )
+    experts = Tiling(model, cuts_stacks=not isinstance(rule, TensorRule))
     root, states = describe(model), (rule or AdamW(moments=moments)).states(precision)
+    experts.undo()
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
     device = layout.lease_pages(ahead=1) * PAGE if placement in (ARENA, ARENA_ALL_ON_SSD) else None
     host = 64 << 20

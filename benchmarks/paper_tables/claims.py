@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pagoda.models.papers import PaperShape, find_paper_shape, gpt_shape
+from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_shape
 from paper_tables.common import count, gigabytes
 from paper_tables.largest import Setting, forecast, largest, t5_shape, with_device_homes
 
@@ -114,7 +114,7 @@ def claim_table() -> Iterator[str]:
             size = f"{count(shape.params)} ({shape.name})"
             closed = [count(params) for params in with_device_homes(shape, setting)]
         else:
-            shape = find_paper_shape(claim.named)
+            shape = PAPER_SHAPES[claim.named]
             size = f"{count(shape.params)} ({shape.name}): fits"
             closed = ["—", "—"]
         result = forecast(shape, setting)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import forward_flops
-from pagoda.models.papers import find_paper_shape
+from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
@@ -52,7 +52,7 @@ def simulated_efficiency(bytes_per_s: float, batch: int, whole: bool) -> tuple[f
 
     `whole` makes the model one unit, so that nothing can overlap; else units of 512 MiB and room for four.
     """
-    shape = find_paper_shape("gpt-10b")
+    shape = PAPER_SHAPES["gpt-10b"]
     root, hardware = tree(shape), _one_gpu(bytes_per_s)
     options = Options(accumulation_steps=1, unit_limit=ROOM if whole else UNIT_BYTES)
     plan = make_plan(root, STATES, Budgets(ROOM, ROOM if whole else 4 * UNIT_BYTES), options)

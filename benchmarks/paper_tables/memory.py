@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pagoda.models.papers import find_paper_shape
+from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.options import Options
 from pagoda.plan.placement import BOUNCE, CHECKPOINT, Budgets
 from pagoda.plan.planner import make_plan
@@ -18,7 +18,7 @@ def zero_bytes(params: float, ranks: int, stage: int, weight: int = 2, gradient:
 
 def pagoda_bytes(name: str, ranks: int, stage: int) -> int:
     """Bytes of model state, gradients included, that a real plan of one of `ranks` ranks has, in whole pages."""
-    shape = find_paper_shape(name)
+    shape = PAPER_SHAPES[name]
     shared = Ranks(ranks, min(16, ranks), stage)  # type: ignore[arg-type]
     plan = make_plan(tree(shape), STATES, Budgets(ROOM, ROOM), Options(unit_limit=UNIT_BYTES), shared)
     return sum(nbytes for line, nbytes in plan.bytes["host"].items() if line not in (BOUNCE, CHECKPOINT))
@@ -31,7 +31,7 @@ def memory_table() -> Iterator[str]:
         for stage in (1, 2, 3):
             row = [str(ranks), str(stage)]
             for params, name in ((7.5e9, "zero-7.5b"), (128e9, "zero-128b"), (1e12, "gpt-1t")):
-                nominal = find_paper_shape(name).params
+                nominal = PAPER_SHAPES[name].params
                 mine = pagoda_bytes(name, ranks, stage) * params / nominal
                 row += [gigabytes(zero_bytes(params, ranks, stage)), gigabytes(mine)]
             yield f"| {' | '.join(row)} |"

@@ -30,16 +30,6 @@ def roof_bf16(high: Any, low: Any, avg: Any, avg_sq: Any, gradient: Any, mask: A
         avg_sq[i] ^= np.int32(x)
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def roof_fp32(weight: Any, avg: Any, avg_sq: Any, gradient: Any, mask: Any) -> None:
-    """Reads four streams and writes three, as `roof_bf16`."""
-    for i in range(len(gradient)):
-        x = gradient[i] & mask
-        weight[i] ^= x
-        avg[i] ^= x
-        avg_sq[i] ^= x
-
-
 class Sweeper:
     """Runs a kernel over all parameters, block by block, on a lane like the one that runs updates."""
 

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagoda.checkpoint.lazy import Read
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
 from pagoda.errors import CheckpointError, PagodaError
 from pagoda.models.lora import ADAPTER as NAME, adapted_as
-
-ReadPiece = Callable[[int, int], torch.Tensor]
-"""Elements [start, start + count) of a tensor, flat."""
 
 
 class AdaptedModel:
@@ -60,7 +58,7 @@ class AdaptedModel:
             os.close(descriptor)
         return [path.name for path in files], len(values), sum(value.nbytes for value in values.values())
 
-    def merged(self, name: str, read: ReadPiece, dtype: torch.dtype) -> ReadPiece:
+    def merged(self, name: str, read: Read, dtype: torch.dtype) -> Read:
         """Reads a weight, by the checkpoint's name, with what the adapter adds to it; `read` gives it alone, in fp32.
 
         Raises CheckpointError for an adapter that does more than add (DoRA).

@@ -1,16 +1,14 @@
 """Contents: what a checkpoint holds, by name: of one rank all, of several that divide experts what any of them has."""
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagoda.checkpoint.groups import NamedGroup
+from pagoda.checkpoint.state import ParameterState, all_states, said_by_ranks
 from pagoda.checkpoint.tensors import TensorSpec
+from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
-from pagoda.plan.layout import Layout
-from pagoda.runtime.together import Together
-from pagoda.runtime.unit import LiveUnit
+from pagoda.runtime.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -32,20 +30,28 @@ class Stored:
     """Updates that it has had; None where it is frozen."""
 
     @classmethod
-    def of(cls, unit: LiveUnit, slot: int, layout: Layout) -> "Stored":
-        """A parameter of a unit."""
-        spec = unit.spec.slots[slot].param
-        part, shard = spec.part, spec.shard
-        having = [(state, span) for state in layout.states if (span := layout.span(unit.spec, slot, state)) is not None]
-        states = {state.name: span.shape for state, span in having}
-        steps = unit.steps[slot] if slot < unit.trainable else None
+    def of(cls, parameter: ParameterState) -> "Stored":
+        """What this rank has of a parameter."""
+        engine, unit, slot = parameter
+        part, shard, spans = parameter.spec.part, parameter.spec.shard, parameter.spans()
+        start, dim, shape = 0, None, parameter.spec.shape
         if shard is not None:
-            of_whole = {state.name: state.shape(spec.name, shard.shape) or shard.shape for state, _ in having}
-            return cls(states, spec.name, unit.part_index(slot), shard.dim, shard.shape, of_whole, steps)
-        if part is None:
-            return cls(states, spec.name, 0, None, spec.shape, states, steps)
-        of_whole = {state.name: state.shape(part.whole, part.shape) or part.shape for state, _ in having}
-        return cls(states, part.whole, part.start, None, part.shape, of_whole, steps)
+            start, dim, shape = unit.part_index(slot), shard.dim, shard.shape
+        elif part is not None:
+            start, shape = part.start, part.shape
+        return cls(
+            states={name: span.shape for name, span in spans.items()},
+            whole=parameter.whole,
+            start=start,
+            dim=dim,
+            whole_shape=shape,
+            whole_states={
+                state.name: found
+                for state in engine.plan.layout.states
+                if state.name in spans and (found := state.shape(parameter.whole, shape)) is not None
+            },
+            steps=unit.steps[slot] if slot < unit.trainable else None,
+        )
 
     @classmethod
     def said(cls, fields: dict[str, Any]) -> "Stored":
@@ -66,20 +72,15 @@ class Contents:
     """Of each param group, its parameters as they are in `stored`."""
 
     @classmethod
-    def of(
-        cls, units: Sequence[LiveUnit], layout: Layout, groups: list[NamedGroup], together: Together | None
-    ) -> "Contents":
+    def of(cls, engine: Engine, groups: list[NamedGroup]) -> "Contents":
         """What the units of all ranks hold; every rank asks for it at the same point of its program."""
-        slots = [(unit, slot) for unit in units for slot in range(len(unit.params))]
-        names = {unit.name(slot): unit.stored_name(slot) for unit, slot in slots}
+        parameters = all_states(engine)
+        names = {parameter.name: parameter.stored_name for parameter in parameters}
         mine = cls(
-            {unit.stored_name(slot): Stored.of(unit, slot, layout) for unit, slot in slots},
+            {parameter.stored_name: Stored.of(parameter) for parameter in parameters},
             [[names[name] for name in group["params"]] for group in groups],
         )
-        if together is None:
-            return mine
-        said = together.announce("the contents of a checkpoint", json.dumps(asdict(mine)).encode())
-        return _merged([json.loads(each) for each in said])
+        return _merged(said_by_ranks(engine, "the contents of a checkpoint", asdict(mine)))
 
     @property
     def steps(self) -> dict[str, int]:

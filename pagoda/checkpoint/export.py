@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 
 from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import committed, write_json
-from pagoda.checkpoint.layout import stored_names, to_files
-from pagoda.checkpoint.lazy import LazyTensor
+from pagoda.checkpoint.hf_layout import stored_names, to_files
+from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
+from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.tensors import chunks, write_tensors
 from pagoda.config.training import Precision
@@ -20,7 +20,6 @@ from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.flat import join
 
-INDEX = "model.safetensors.index.json"
 _WEIGHT, _LOW = "weight", "weight_low"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -108,21 +107,19 @@ def _tensors(
     """What the checkpoint has for each name under which transformers saves a tensor of the model, merged with what an
     adapter adds."""
     expected = model.state_dict()
-    weights, lows, buffers = (
-        checkpoint.specs(state) if state in (*checkpoint.states, BUFFERS) else {} for state in (_WEIGHT, _LOW, BUFFERS)
-    )
+    weights, buffers = checkpoint.specs(_WEIGHT), checkpoint.specs(BUFFERS)
     found = {}
     for name, plain in stored_names(model).items():
         held_as = plain if adapted is None else adapted.stored_name(plain)
         if held_as in weights:
             spec = weights[held_as]
-            read = _weights(checkpoint, held_as, dtype if adapted is None else torch.float32, has_low=held_as in lows)
+            read = _weights(checkpoint, held_as, dtype if adapted is None else torch.float32)
             if adapted is not None:
                 read = adapted.merged(held_as, read, dtype)
             found[name] = LazyTensor.stored(dtype, spec.shape, read)
         elif held_as in buffers:
             spec = buffers[held_as]
-            found[name] = LazyTensor.stored(spec.dtype, spec.shape, _stored(checkpoint, BUFFERS, held_as))
+            found[name] = checkpoint.tensor(BUFFERS, held_as)
         else:
             raise CheckpointError(
                 f"{checkpoint.directory} is damaged: it lacks {held_as!r} of its {type(model).__name__}"
@@ -135,29 +132,25 @@ def _tensors(
     return found
 
 
-def _stored(checkpoint: Checkpoint, state: str, name: str) -> Any:
-    return lambda start, count: checkpoint.read(state, name, start, count)
-
-
-def _weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype, has_low: bool) -> Any:
+def _weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Read:
     """Reads a parameter's weights: the halves of the master joined where fp32 is asked of bf16."""
+    weight = checkpoint.tensor(_WEIGHT, name)
+    if dtype is torch.float32 and _LOW in checkpoint.states and name in checkpoint.specs(_LOW):
+        low = checkpoint.tensor(_LOW, name)
 
-    def master(start: int, count: int) -> torch.Tensor:
-        joined = torch.empty(count)
-        join(checkpoint.read(_WEIGHT, name, start, count), checkpoint.read(_LOW, name, start, count), joined)
-        return joined
+        def master(start: int, count: int) -> torch.Tensor:
+            joined = torch.empty(count)
+            join(weight.read(start, count), low.read(start, count), joined)
+            return joined
 
-    if dtype is torch.float32 and has_low:
         return master
-    return lambda start, count: checkpoint.read(_WEIGHT, name, start, count).to(dtype)
+    return lambda start, count: weight.read(start, count).to(dtype)
 
 
 def _whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
     """A parameter's weights, in its shape."""
-    shape = checkpoint.specs(_WEIGHT)[name].shape
-    has_low = _LOW in checkpoint.states and name in checkpoint.specs(_LOW)
-    whole: torch.Tensor = _weights(checkpoint, name, dtype, has_low)(0, prod(shape))
-    return whole.view(shape)
+    shape = checkpoint.tensor(_WEIGHT, name).shape
+    return _weights(checkpoint, name, dtype)(0, shape.numel()).view(shape)
 
 
 def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[str]]:
@@ -171,7 +164,7 @@ def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[st
         groups[-1].append(name)
         size += tensor.nbytes
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {SINGLE: groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
 
 

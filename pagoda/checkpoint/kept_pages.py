@@ -1,6 +1,5 @@
 """What of a checkpoint stays where it is on SSD, of one process or of all ranks."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from pagoda.checkpoint.directory import removables
 from pagoda.checkpoint.paged import PagedParameter, PagedUnit
+from pagoda.checkpoint.state import ParameterState, said_by_ranks
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE, UNDO
 from pagoda.runtime.engine import Engine
@@ -40,10 +40,7 @@ class KeptPages:
                 for index, unit in paged.items()
             },
         }
-        said = [json.loads(json.dumps(mine))]
-        if engine.together is not None:
-            by_rank = engine.together.announce("what a checkpoint keeps on SSD", json.dumps(mine).encode())
-            said = [json.loads(each) for each in by_rank]
+        said = said_by_ranks(engine, "what a checkpoint keeps on SSD", mine)
         copied = {(index, state) for each in said for index, state in each["copied"]}
         names: dict[str, set[str]] = {}
         for each in said:
@@ -65,13 +62,13 @@ class KeptPages:
 def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
     """A unit's layout, and the states of it whose home is SSD."""
     store, states = engine.store, engine.plan.layout.states
-    slots = list(enumerate(unit.spec.slots))
-    parameters = (PagedParameter(unit.stored_name(i), s.offset, s.param.shape, s.param.trainable) for i, s in slots)
+    held = [(ParameterState(engine, unit, slot), placed.offset) for slot, placed in enumerate(unit.spec.slots)]
+    parameters = (PagedParameter(p.stored_name, offset, p.spec.shape, p.spec.trainable) for p, offset in held)
     packed = {
         state.name: tuple(
-            PagedParameter(unit.stored_name(slot), span.first, span.shape, True)
-            for slot, _ in slots
-            if (span := engine.plan.layout.span(unit.spec, slot, state)) is not None
+            PagedParameter(parameter.stored_name, span.first, span.shape, True)
+            for parameter, _ in held
+            if (span := parameter.span(state)) is not None
         )
         for state in states
         if state.shape_of is not None

@@ -8,8 +8,9 @@ is read, and then done on whole tensors.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ from pagoda.errors import CheckpointError
 
 Read = Callable[[int, int], torch.Tensor]
 """Elements [start, start + count) of a stored tensor, flat."""
+_CLOSE = 16
+"""What is read may have so many elements for each that is wanted: part of each row, as one of several ranks has it."""
+
+
+class Source(Protocol):
+    """Where tensors are stored, by name."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+    def read(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Elements [start, start + count) of a tensor, flat. Raises CheckpointError where they are damaged."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +73,24 @@ class _Block:
             there = (there[:, None] + steps * mine).ravel()
             here = (here[:, None] + steps * its).ravel()
         stop = start + out.numel()
-        for n in range(int(np.searchsorted(here, start - run, "right")), int(np.searchsorted(here, stop))):
-            first, last = max(start, int(here[n])), min(stop, int(here[n]) + run)
-            out[first - start : last - start] = self.read(int(there[n]) + first - int(here[n]), last - first)
+        wanted = slice(int(np.searchsorted(here, start - run, "right")), int(np.searchsorted(here, stop)))
+        parts = []  # (first element in the lazy tensor, in the stored one, elements) of each run
+        for begin, stored in zip(here[wanted].tolist(), there[wanted].tolist(), strict=True):
+            first, last = max(start, begin), min(stop, begin + run)
+            parts.append((first, stored + first - begin, last - first))
+        read = self._reader(parts)
+        for first, stored, count in parts:
+            out[first - start : first - start + count] = read(stored, count)
+
+    def _reader(self, parts: Sequence[tuple[int, int, int]]) -> Read:
+        """What reads the parts of the stored tensor: one after another, or what lies between them too at once."""
+        if len(parts) < 2:
+            return self.read
+        begin, end = parts[0][1], parts[-1][1] + parts[-1][2]
+        if end - begin > _CLOSE * sum(count for _, _, count in parts):
+            return self.read
+        values = self.read(begin, end - begin)
+        return lambda start, count: values[start - begin : start - begin + count]
 
 
 class LazyTensor:
@@ -80,6 +108,12 @@ class LazyTensor:
     def stored(cls, dtype: torch.dtype, shape: Sequence[int], read: Read) -> "LazyTensor":
         """A whole tensor, as it is stored."""
         return cls(dtype, shape, [_Block(read, 0, _strides(shape), tuple(shape), (0,) * len(shape))])
+
+    @classmethod
+    def all_of(cls, source: Source) -> "dict[str, LazyTensor]":
+        """The tensors of a source, by name."""
+        read = source.read
+        return {name: cls.stored(spec.dtype, spec.shape, partial(read, name)) for name, spec in source.specs.items()}
 
     @property
     def ndim(self) -> int:
@@ -107,11 +141,16 @@ class LazyTensor:
         return TensorSpec(name, self.dtype, tuple(self.shape))
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of the flat tensor, as a copy."""
+        """Elements [start, start + count) of the flat tensor, as a copy. Raises IndexError beyond its end."""
+        if not 0 <= start <= start + count <= self.numel():
+            raise IndexError(f"elements {start} to {start + count} of a tensor of shape {list(self.shape)}")
+        strides = _strides(self.shape)
+        if count and len(self._blocks) == 1 and self._blocks[0].strides == strides:  # it lies together where it is
+            return self._blocks[0].read(self._blocks[0].offset + start, count)
         out = torch.empty(count, dtype=self.dtype)
         if count:
             for block in self._blocks:
-                block.fill(out, start, _strides(self.shape))
+                block.fill(out, start, strides)
         return out
 
     def whole(self) -> torch.Tensor:
@@ -174,7 +213,8 @@ class LazyTensor:
         return LazyTensor(self.dtype, changed(tuple(self.shape), 1), blocks)
 
 
-def _cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    """As `torch.cat`. Raises CheckpointError where dtypes or shapes do not fit."""
     first = tensors[0]
     axis = dim % first.ndim
     blocks, end = [], 0
@@ -190,7 +230,7 @@ def _cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
 
 
 def _stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+    return cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 def _split(tensor: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
@@ -206,7 +246,7 @@ def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, .
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
-    torch.cat: _cat,
+    torch.cat: cat,
     torch.stack: _stack,
     torch.split: _split,
     torch.chunk: _chunk,

@@ -231,9 +231,6 @@ class PagedTensors:
             start = last
         return torch.cat(found)
 
-    def close(self) -> None:
-        """Nothing of its own to close."""
-
 
 def _stretches(rank: PagesOfRank, unit: PagedUnit, state: str, parameter: PagedParameter) -> Iterator[_Stretch]:
     """What a rank has of a parameter's state."""

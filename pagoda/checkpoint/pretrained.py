@@ -3,12 +3,11 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.layout import from_files
+from pagoda.checkpoint.hf_layout import from_files
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.tensors import TensorFile, chunks
 from pagoda.errors import ConfigError
@@ -81,11 +80,7 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     files = [TensorFile(path) for path in weight_files(directory)]
     if not files:
         raise ConfigError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
-    stored = {
-        name: LazyTensor.stored(spec.dtype, spec.shape, _reader(file, name))
-        for file in files
-        for name, spec in file.specs.items()
-    }
+    stored = {name: tensor for file in files for name, tensor in LazyTensor.all_of(file).items()}
     _check_plain(model, directory, stored)
     loaded = from_files(model, stored)
     names: dict[int, list[str]] = {}
@@ -140,10 +135,6 @@ def _give(tensor: torch.Tensor, values: LazyTensor) -> None:
         flat = tensor.view(-1)
         for start, count in chunks(values.numel()):
             flat[start : start + count] = values.read(start, count)
-
-
-def _reader(file: TensorFile, name: str) -> Any:
-    return lambda start, count: file.read(name, start, count)
 
 
 def _check_plain(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> None:

@@ -1,20 +1,19 @@
 """Reading a checkpoint: its manifest and its tensors, wherever each of them is stored."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from itertools import islice
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
 from pagoda.checkpoint.directory import read_manifest
+from pagoda.checkpoint.lazy import LazyTensor, cat
 from pagoda.checkpoint.paged import PAGED, PAGED_FORM, Pages
-from pagoda.checkpoint.shards import JoinedShards
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks
 from pagoda.errors import CheckpointError
 from pagoda.memory.forms import FormError, check
@@ -50,46 +49,6 @@ _OPTIONAL_FORM = {
 }
 
 
-class Source(Protocol):
-    """Where tensors of one state are stored."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """What it holds, by name."""
-
-    def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of a tensor, flat. Raises CheckpointError where they are damaged."""
-
-    def close(self) -> None: ...
-
-
-class JoinedTensor:
-    """A parameter that was trained in tiles, whole."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], parts: list[tuple[str, Source]]) -> None:
-        self._parts = parts
-        specs = [source.specs[part] for part, source in parts]
-        self._numels = [prod(spec.shape) for spec in specs]
-        # A state with one element for many of the parameter's is flat.
-        self.specs = {
-            name: TensorSpec(name, specs[0].dtype, shape if sum(self._numels) == prod(shape) else (sum(self._numels),))
-        }
-
-    def read(self, _name: str, start: int, count: int) -> torch.Tensor:
-        """As `Source.read`."""
-        found = []
-        first = 0
-        for (part, source), numel in zip(self._parts, self._numels, strict=True):
-            low, high = max(start, first), min(start + count, first + numel)
-            if low < high:
-                found.append(source.read(part, low - first, high - low))
-            first += numel
-        return torch.cat(found)
-
-    def close(self) -> None:
-        """The parts' sources are closed by themselves."""
-
-
 class Checkpoint:
     """A checkpoint directory, open for reading; a context manager.
 
@@ -105,12 +64,12 @@ class Checkpoint:
         self.directory = directory
         self.manifest = read_manifest(directory)
         self._check_manifest()
-        self._sources: dict[str, dict[str, Source]] = {}
+        self._tensors: dict[str, dict[str, LazyTensor]] = {}
         with ExitStack() as opened:
             for state in (*self.manifest["states"], BUFFERS):
                 file = TensorFile(directory / f"{state}.safetensors", self.manifest["hashes"].get(state, {}))
                 opened.enter_context(closing(file))
-                self._sources[state] = dict.fromkeys(file.specs, file)
+                self._tensors[state] = LazyTensor.all_of(file)
             self.pages: Pages | None = None
             """What it keeps on SSD."""
             if PAGED in self.manifest:
@@ -118,12 +77,12 @@ class Checkpoint:
                 if all_pages:
                     self.pages.check()
                 for state, source in self.pages.sources.items():
-                    self._merge(state, source)
+                    self._merge(state, LazyTensor.all_of(source))
             for whole, cut in self.manifest.get(TILES, {}).items():
                 self._join(whole, tuple(cut["shape"]), cut["parts"])
             for whole, divided in self.manifest.get(SHARDS, {}).items():
                 self._join_shards(whole, tuple(divided["shape"]), divided["dim"], divided["parts"])
-            held = [state for state in self.manifest["states"] if self._sources[state] or state == WEIGHT]
+            held = [state for state in self.manifest["states"] if self._tensors[state] or state == WEIGHT]
             self.states = {state: self._dtype(state) for state in held}
             """Dtype of each state that a parameter has."""
             self._opened = opened.pop_all()
@@ -142,27 +101,27 @@ class Checkpoint:
 
     def specs(self, state: str) -> dict[str, TensorSpec]:
         """The tensors of a state, in the order of the model."""
-        return {name: source.specs[name] for name, source in self._sources[state].items()}
+        return {name: tensor.spec(name) for name, tensor in self._tensors[state].items()}
+
+    def tensor(self, state: str, name: str) -> LazyTensor:
+        """A tensor, which reads itself in pieces. Those raise CheckpointError where they are damaged."""
+        return self._tensors[state][name]
 
     def parts(self, name: str) -> list[str]:
         """The names under which a parameter is stored."""
         cut = self.manifest.get(TILES, {}).get(name) or self.manifest.get(SHARDS, {}).get(name)
         return [name] if cut is None else list(cut["parts"])
 
-    def read(self, state: str, name: str, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of a tensor, as a flat copy. Raises CheckpointError where it is damaged."""
-        return self._sources[state][name].read(name, start, count)
-
     def damage(self, share: int = 0, of: int = 1) -> Iterator[str]:
         """Reads every tensor; yields what is wrong with each that is not as it was written.
 
         Of several readers that divide the work, `of` in number, each has its share.
         """
-        tensors = [(s, name, spec) for s in (*self.states, BUFFERS) for name, spec in self.specs(s).items()]
-        for state, name, spec in islice(tensors, share, None, of):
+        tensors = [tensor for state in (*self.states, BUFFERS) for tensor in self._tensors[state].values()]
+        for tensor in islice(tensors, share, None, of):
             try:
-                for start, count in chunks(spec.nbytes // spec.dtype.itemsize):
-                    self.read(state, name, start, count)
+                for start, count in chunks(tensor.numel()):
+                    tensor.read(start, count)
             except CheckpointError as error:
                 yield str(error)
 
@@ -181,39 +140,39 @@ class Checkpoint:
         """Close every file. Reading is over then."""
         self._opened.close()
 
-    def _merge(self, state: str, source: Source) -> None:
+    def _merge(self, state: str, others: dict[str, LazyTensor]) -> None:
         """Add the tensors of a state that are stored elsewhere; the order is that of the manifest."""
-        found = {**self._sources[state], **dict.fromkeys(source.specs, source)}
+        found = {**self._tensors[state], **others}
         order = {name: index for index, name in enumerate(self.manifest["parameters"])}
-        self._sources[state] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+        self._tensors[state] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def _join(self, whole: str, shape: tuple[int, ...], parts: list[str]) -> None:
         """Show the parts of a parameter as the one that they were cut from."""
-        for sources in self._having(whole, parts):
-            joined = JoinedTensor(whole, shape, [(part, sources[part]) for part in parts])
-            _show(sources, whole, joined, parts)
+        for tensors in self._having(whole, parts):
+            flat = cat([LazyTensor.stored(t.dtype, (t.numel(),), t.read) for t in map(tensors.__getitem__, parts)])
+            # A state with one element for many of the parameter's is flat.
+            joined = LazyTensor.stored(flat.dtype, shape if flat.numel() == prod(shape) else flat.shape, flat.read)
+            _show(tensors, whole, joined, parts)
 
     def _join_shards(self, whole: str, shape: tuple[int, ...], dim: int, parts: list[str]) -> None:
         """Show the parts of tensor-parallel ranks as the parameter that they divide."""
         if dim >= len(shape) or not parts or shape[dim] % len(parts):
             raise self._damaged(f"{whole!r} of shape {list(shape)} is not divided by {len(parts)} along {dim}")
-        shard = TensorShard(shape, dim, len(parts))
-        for sources in self._having(whole, parts):
-            specs = [sources[part].specs[part] for part in parts]
-            if any(prod(spec.shape) * len(parts) != prod(shape) for spec in specs):
+        part_shape = TensorShard(shape, dim, len(parts)).part_shape
+        for tensors in self._having(whole, parts):
+            if any(tuple(tensors[part].shape) != part_shape for part in parts):
                 raise self._damaged(f"the parts of {whole!r} are not equal parts of {list(shape)}")
-            joined = JoinedShards(whole, shard, specs[0].dtype, [partial(sources[part].read, part) for part in parts])
-            _show(sources, whole, joined, parts)
+            _show(tensors, whole, cat([tensors[part] for part in parts], dim), parts)
 
-    def _having(self, whole: str, parts: Sequence[str]) -> Iterator[dict[str, Source]]:
-        """The sources of each state that has the parts of a parameter: all of them, in one dtype, or none."""
-        for state, sources in self._sources.items():
-            held = [part for part in parts if part in sources]
+    def _having(self, whole: str, parts: Sequence[str]) -> Iterator[dict[str, LazyTensor]]:
+        """The tensors of each state that has the parts of a parameter: all of them, in one dtype, or none."""
+        for state, tensors in self._tensors.items():
+            held = [part for part in parts if part in tensors]
             if parts and not held:
                 continue
-            if not parts or len(held) != len(parts) or len({sources[part].specs[part].dtype for part in parts}) != 1:
+            if not parts or len(held) != len(parts) or len({tensors[part].dtype for part in parts}) != 1:
                 raise self._damaged(f"its {state} has not every part of {whole!r}, or not in one dtype")
-            yield sources
+            yield tensors
 
     def _check_manifest(self) -> None:
         """Every field has its form."""
@@ -235,7 +194,7 @@ class Checkpoint:
 
     def _dtype(self, state: str) -> torch.dtype:
         """What every tensor of a state has."""
-        found = {source.specs[name].dtype for name, source in self._sources[state].items()}
+        found = {tensor.dtype for tensor in self._tensors[state].values()}
         if len(found) != 1:
             raise CheckpointError(
                 f"{self.directory} is damaged: its {state} is {sorted(map(str, found))}, where it should have one dtype"
@@ -243,13 +202,13 @@ class Checkpoint:
         return found.pop()
 
 
-def _show(sources: dict[str, Source], whole: str, joined: Source, parts: Sequence[str]) -> None:
+def _show(tensors: dict[str, LazyTensor], whole: str, joined: LazyTensor, parts: Sequence[str]) -> None:
     """Put a parameter where its first part was, and take the parts away."""
-    shown: dict[str, Source] = {}
-    for name, source in sources.items():
+    shown: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
         if name == parts[0]:
             shown[whole] = joined
         elif name not in parts:
-            shown[name] = source
-    sources.clear()
-    sources.update(shown)
+            shown[name] = tensor
+    tensors.clear()
+    tensors.update(shown)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -13,22 +13,21 @@ from torch import nn
 
 from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.directory import Removable, check_absent, remove_leftovers, write_manifest
-from pagoda.checkpoint.groups import NamedGroup, check_groups
 from pagoda.checkpoint.kept_pages import KeptPages, paged_unit
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
-from pagoda.checkpoint.shards import read_part
+from pagoda.checkpoint.state import ParameterState, said_by_ranks, unpaged
 from pagoda.checkpoint.tensors import TensorSpec, chunks
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.committed import CommittedPages
-from pagoda.optim.rule import StateSpec, plain_setting
-from pagoda.plan.packed import Span
+from pagoda.optim.param_groups import NamedGroup, check_groups
+from pagoda.optim.rule import plain_setting
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
@@ -62,10 +61,10 @@ class Snapshot:
         saver = self._engine.saver
         saver.wait()
         check_absent(directory)
-        buffers = self._buffers()
+        buffers = dict(unpaged(self._model))
         self._buffer_specs(buffers)
-        generators = self._generators()
-        contents = Contents.of(self._engine.units, self._engine.plan.layout, groups, self._engine.together)
+        generators = said_by_ranks(self._engine, "save_checkpoint()", rng_state())
+        contents = Contents.of(self._engine, groups)
         content = {
             "states": [state.name for state in self._states],
             "parameters": list(contents.stored),
@@ -124,11 +123,9 @@ class Snapshot:
 
     def _agreed(self, mine: Sequence[Path]) -> tuple[list[Path], str]:
         """What the first rank wants to replace, and the new checkpoint's id."""
-        together, said = self._engine.together, [[str(path) for path in mine], new_checkpoint_id()]
-        if together is not None:
-            by_rank = together.announce("the checkpoints that one replaces", json.dumps(said).encode())
-            said = json.loads(by_rank[0])
-        return [Path(name) for name in said[0]], str(said[1])
+        said = [[str(path) for path in mine], new_checkpoint_id()]
+        names, checkpoint_id = said_by_ranks(self._engine, "the checkpoints that one replaces", said)[0]
+        return [Path(name) for name in names], checkpoint_id
 
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
         """Delete checkpoints; each rank frees the slots that they kept of its own store."""
@@ -169,8 +166,8 @@ class Snapshot:
         Nothing changes before all that can be checked without reading its data has been. Where data turns out to be
         damaged, the optimizer is of no use until another checkpoint is loaded.
         """
-        buffers = self._buffers()
-        contents = Contents.of(self._engine.units, self._engine.plan.layout, groups, self._engine.together)
+        buffers = dict(unpaged(self._model))
+        contents = Contents.of(self._engine, groups)
         with Checkpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
             self._check_fits(checkpoint, contents, groups)
             self._check_pages(checkpoint)
@@ -182,13 +179,15 @@ class Snapshot:
                 for unit in self._engine.units:
                     for state in self._states:
                         if not self._adopt(checkpoint, unit, state.name):
-                            self._copy_in(checkpoint, unit, state)
+                            for parameter in self._parameters(unit):
+                                if parameter.span(state) is not None:
+                                    parameter.copy_in(state, checkpoint.tensor(state.name, parameter.whole))
                 for name, buffer in buffers.items():
-                    buffer.detach().copy_(checkpoint.read(BUFFERS, name, 0, buffer.numel()).view(buffer.shape))
+                    buffer.detach().copy_(checkpoint.tensor(BUFFERS, name).whole())
                 for unit in self._engine.units:
                     for param in unit.params:
                         param.grad = None
-                    unit.steps = [manifest["steps"][_whole(unit, slot)[0]] for slot in range(unit.trainable)]
+                    unit.steps = [manifest["steps"][p.whole] for p in self._parameters(unit)[: unit.trainable]]
                     self._engine.weights_changed(unit)
                 self._engine.stepper.scaler.load_state_dict(manifest.get("loss_scale", {}))
         self._restore_generators(manifest)
@@ -203,7 +202,7 @@ class Snapshot:
         if pages is None:
             return
         for unit in self._engine.units:
-            names = {part for slot in range(len(unit.params)) for part in checkpoint.parts(_whole(unit, slot)[0])}
+            names = {part for parameter in self._parameters(unit) for part in checkpoint.parts(parameter.whole)}
             for state in self._states:
                 in_pages = not names.isdisjoint(pages.sources[state.name].specs)
                 if in_pages and self._adoptable(pages, unit, state.name) is None:
@@ -223,28 +222,8 @@ class Snapshot:
         found = None if checkpoint.pages is None else self._adoptable(checkpoint.pages, unit, state)
         return ssd is not None and found is not None and all(ssd.adopt(run, *found) for run in runs)
 
-    def _copy_in(self, checkpoint: Checkpoint, unit: LiveUnit, state: StateSpec) -> None:
-        """Copy one state of a unit from the checkpoint, parameter by parameter."""
-        for slot, span in self._spans(unit, state):
-            name, before = _whole(unit, slot)
-            for start, count in chunks(span.count):
-                first = span.first + start
-                if not self._engine.store.holds(unit.spec, state.name, first, first + count):
-                    continue
-                read = partial(checkpoint.read, state.name, name)
-                shard = unit.spec.slots[slot].param.shard
-                if shard is None:
-                    values = read(state.elements(before) + start, count)
-                else:
-                    values = read_part(read, shard, unit.part_index(slot), start, count)
-                self._engine.store.write(unit.index, state.name, first, values)
-
-    def _spans(self, unit: LiveUnit, state: StateSpec) -> Iterator[tuple[int, Span]]:
-        """Each slot of a unit that has a state, and where it lies."""
-        for slot in range(len(unit.params)):
-            span = self._engine.plan.layout.span(unit.spec, slot, state)
-            if span is not None:
-                yield slot, span
+    def _parameters(self, unit: LiveUnit) -> list[ParameterState]:
+        return [ParameterState(self._engine, unit, slot) for slot in range(len(unit.params))]
 
     def _pieces(self, index: int, kept: KeptPages) -> list[Piece]:
         """Every piece of every state of a unit that this rank writes, without what is kept as pages, parameter by
@@ -255,22 +234,16 @@ class Snapshot:
             if kept.has(index, state.name):
                 continue
             mine = shards.responsible(unit.spec, state.name)
-            for slot, span in self._spans(unit, state):
-                if not shards.writes(unit.spec, slot):
+            for slot, parameter in enumerate(self._parameters(unit)):
+                span = parameter.span(state)
+                if span is None or not shards.writes(unit.spec, slot):
                     continue
                 for start, count in chunks(span.count):
                     first = span.first + start
                     for part in filter(None, (here.within(first, first + count) for here in mine)):
                         begins, numel = start + part.start - first, part.stop - part.start
-                        pieces.append((slot, Piece(index, state.name, unit.stored_name(slot), begins, numel, part.at)))
+                        pieces.append((slot, Piece(index, state.name, parameter.stored_name, begins, numel, part.at)))
         return [piece for _, piece in sorted(pieces, key=itemgetter(0))]
-
-    def _generators(self) -> list[dict[str, Any]]:
-        """The state of every rank's random number generators, as JSON."""
-        mine, together = rng_state(), self._engine.together
-        if together is None:
-            return [mine]
-        return [json.loads(said) for said in together.announce("save_checkpoint()", json.dumps(mine).encode())]
 
     def _restore_generators(self, manifest: dict[str, Any]) -> None:
         """Put the generators back; those of a rank that the writing run did not have stay as they are."""
@@ -279,16 +252,6 @@ class Snapshot:
         states = [manifest["rng"], *manifest["rank_rng"]]
         if rank < len(states):
             restore_rng(states[rank])
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers, by name, and parameters that are not floating-point: no unit holds those."""
-        buffers = {
-            f"{prefix}.{name}".lstrip("."): buffer
-            for prefix, module in self._model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        }
-        return buffers | {n: p.data for n, p in self._model.named_parameters() if not p.is_floating_point()}
 
     def _buffer_specs(self, buffers: dict[str, torch.Tensor]) -> list[TensorSpec]:
         for name, buffer in buffers.items():
@@ -337,12 +300,6 @@ def _write_pieces(capture: Capture, files: Files) -> None:
     except BaseException:
         capture.end()
         raise
-
-
-def _whole(unit: LiveUnit, slot: int) -> tuple[str, int]:
-    """Name of the parameter that a parameter was cut from, or its own, and its first element there."""
-    spec = unit.spec.slots[slot].param
-    return (spec.name, 0) if spec.part is None else (spec.part.whole, spec.part.start)
 
 
 def _plain(value: Any) -> Any:

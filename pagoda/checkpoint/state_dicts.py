@@ -1,16 +1,20 @@
-"""`model.state_dict()` and `model.load_state_dict()` on a wrapped model."""
+"""A wrapped model's weights as dictionaries: torch's `state_dict`, one of all ranks, of adapters, of masters."""
 
-import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.gathered import overwrite
-from pagoda.errors import UsageError
+from pagoda.checkpoint.state import all_states, said_by_ranks, settle, state_of, states_of, unpaged
+from pagoda.checkpoint.whole import whole_states
+from pagoda.errors import CheckpointError, UsageError
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.units import Part
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.unit import LiveUnit
 
 
 class WeightStateDicts:
@@ -24,71 +28,196 @@ class WeightStateDicts:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
-        self._homes = {id(p): (unit, slot) for unit in engine.units for slot, p in enumerate(unit.params)}
-        self._copies: dict[tuple[int, int, int], weakref.ref[torch.Tensor]] = {}
-        """(parameter, version, state dict) -> the copy made for it, for tied names."""
-        self._wholes: dict[tuple[str, int, int], weakref.ref[torch.Tensor]] = {}
-        """(parameter in tiles, their version, state dict) -> where their values are put together."""
+        self._copies: WeakValueDictionary[tuple[int | str, int, int], torch.Tensor] = WeakValueDictionary()
+        """(parameter, or name of one in tiles, version, state dict) -> its copy there, for tied names and for tiles."""
 
         def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._fill(module, state_dict, prefix)  # torch marks the hook, which a bound method does not allow
 
+        paged = {id(param) for unit in engine.units for param in unit.params}
         for module in model.modules():
-            if any(id(p) in self._homes for p in module.parameters(recurse=False)):
+            if any(id(param) in paged for param in module.parameters(recurse=False)):
                 module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(self._take)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_post_hook(self._hide)  # type: ignore[no-untyped-call]
 
     def _fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         self._engine.settle()
-        self._copies = {key: ref for key, ref in self._copies.items() if ref() is not None}
-        self._wholes = {key: ref for key, ref in self._wholes.items() if ref() is not None}
         for name, param in module.named_parameters(recurse=False):
-            home = self._homes.get(id(param))
-            if home is None or prefix + name not in state_dict or home[1] in home[0].gathered:
+            state = state_of(param)
+            if state is None or prefix + name not in state_dict or state.slot in state.unit.gathered:
                 continue
-            unit, slot = home
-            key = (id(param), unit.version, id(state_dict))
-            known = self._copies.get(key)
-            value = known() if known is not None else None
+            version = state.unit.version, id(state_dict)
+            value = self._copies.get((id(param), *version))
             if value is None:
-                placed = unit.spec.slots[slot]
-                value = self._engine.store.read(unit.index, WEIGHT, placed.offset, placed.param.numel)
-                value = value.view(placed.param.shape)
-                if placed.param.part is not None:
-                    value = self._within_whole(placed.param.part, value, (unit.version, id(state_dict)))
-                value = unit.as_param(slot, value)
-                self._copies[key] = weakref.ref(value)
+                value = state.read(WEIGHT)
+                part = state.spec.part
+                if part is not None:  # the tiled layer then shows the whole, of which this is a view
+                    whole = self._copies.get((part.whole, *version))
+                    if whole is None:
+                        whole = self._copies[part.whole, *version] = torch.empty(part.shape, dtype=value.dtype)
+                    value = state.into_whole(value, whole)
+                value = self._copies[id(param), *version] = state.as_param(value)
             state_dict[prefix + name] = value
-
-    def _within_whole(self, part: Part, value: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-        """The values of a tile, as a view of its whole parameter: the tiled layer then shows that one."""
-        known = self._wholes.get((part.whole, *key))
-        whole = known() if known is not None else None
-        if whole is None:
-            whole = torch.empty(part.shape, dtype=value.dtype)
-            self._wholes[(part.whole, *key)] = weakref.ref(whole)
-        view = whole.view(-1)[part.start : part.start + value.numel()].view(value.shape)
-        return view.copy_(value)
 
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace paged parameters; leave assign out.")
         for name, param in module.named_parameters(recurse=False):
-            home = self._homes.get(id(param))
-            value = state_dict.get(prefix + name)
-            if home is None or value is None or value.shape != param.shape:
+            state, value = state_of(param), state_dict.get(prefix + name)
+            if state is None or value is None or value.shape != param.shape:
                 continue  # torch reports what is missing or has the wrong shape
-            unit, slot = home
-            part = unit.part_of(slot, value)
-            overwrite(self._engine, unit, slot, part)
+            part = state.part_of(value)
+            state.overwrite(part)
             # Takes the copy torch makes after this hook.
-            unit.set_part(slot, torch.empty(part.shape, dtype=param.dtype))
-            state_dict[prefix + name] = unit.as_param(slot, part)
+            state.unit.set_part(state.slot, torch.empty(part.shape, dtype=param.dtype))
+            state_dict[prefix + name] = state.as_param(part)
 
     def _hide(self, module: nn.Module, _incompatible: Any) -> None:
         for param in module.parameters(recurse=False):
-            home = self._homes.get(id(param))
-            if home is not None:
-                unit, slot = home
-                unit.hide_slot(slot)
+            if (state := state_of(param)) is not None:
+                state.unit.hide_slot(state.slot)
+
+
+def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
+    """What `model.state_dict()` of one rank with the whole model gives: weights in their compute dtype, and buffers.
+
+    Of several ranks the first one gets it, the others nothing, unless `all_ranks`; as torch's
+    `get_model_state_dict(full_state_dict=True, cpu_offload=True)`. Weights come parameter by parameter, so the other
+    ranks hold one at a time, whole also where tensor-parallel ranks divide it. Where ranks divide experts, those of all
+    are in it, by their numbers in the whole model:
+    `model.load_state_dict(full, strict=False)` takes a rank's own from it.
+
+    Every rank calls it at the same point of its program. Raises UsageError for a model that is not wrapped.
+    """
+    states = states_of(model)
+    engine = next(iter(states.values())).engine
+    engine.settle()
+    together = engine.together
+    receivers = range(together.ranks if together is not None else 1)[: None if all_ranks else 1]
+    keeps = together is None or together.rank in receivers
+    found: dict[str, torch.Tensor] = {}
+    by_rank = _places_by_rank(model, engine)
+    for state in all_states(engine):
+        _, unit, slot = state
+        value, form = state.read(WEIGHT), unit.forms[slot]
+        if form is not None:
+            value = form.around(value).full_tensor().cpu()
+        values: Sequence[torch.Tensor] = (value,)
+        if together is not None and len(by_rank) > 1 and unit.index in engine.plan.layout.expert_units:
+            values = together.of_every_part(f"the full state of {unit.index}, {slot}", value, receivers)
+        for places, one in zip(by_rank, values, strict=False) if keeps else ():
+            _put(found, places[unit.index][slot], one)
+    return found | {name: value.detach().clone() for name, value in unpaged(model)} if keeps else {}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter of a rank goes in a full state dict."""
+
+    names: list[str]
+    """Of the whole parameter; a tied one has several."""
+    start: int
+    """Its first element there."""
+    shape: list[int]
+    """Of the whole."""
+
+
+def _places_by_rank(model: nn.Module, engine: Engine) -> list[list[list[_Place]]]:
+    """Of each rank that divides experts, or this one where none does: the places of every parameter, by unit and slot.
+
+    Every rank asks for it at the same point of its program.
+    """
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+
+    def of(unit: LiveUnit, slot: int) -> _Place:
+        part = unit.spec.slots[slot].param.part
+        if part is None:
+            return _Place(names[id(unit.params[slot])], 0, list(unit.params[slot].shape))
+        return _Place([part.whole], part.start, list(part.shape))
+
+    mine = [[of(unit, slot) for slot in range(len(unit.params))] for unit in engine.units]
+    parts = 1 if engine.together is None else engine.together.parts
+    if parts == 1:
+        return [mine]
+    data = [[asdict(place) for place in of_unit] for of_unit in mine]
+    said = said_by_ranks(engine, "the full state dict", data)[:parts]
+    return [[[_Place(**place) for place in of_unit] for of_unit in of_rank] for of_rank in said]
+
+
+def _put(found: dict[str, torch.Tensor], place: _Place, value: torch.Tensor) -> None:
+    """Put a parameter where it belongs: a part of one into the whole."""
+    if value.numel() == prod(place.shape):
+        found.update(dict.fromkeys(place.names, value))
+        return
+    whole = found.setdefault(place.names[0], torch.empty(place.shape, dtype=value.dtype))
+    whole.view(-1)[place.start : place.start + value.numel()] = value.reshape(-1)
+
+
+def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> fp32 master, a copy in the parameter's shape, of the parameters that train: neither frozen nor tied.
+
+    For adapters: `model.save_pretrained(directory, state_dict=pagoda.trainable_state_dict(model))` is peft's own
+    writer without the frozen weights in RAM, of which `model.state_dict()` makes copies. Raises UsageError as
+    `ModelState`.
+    """
+    trained = {name: state for name, p in model.named_parameters() if p.requires_grad and (state := state_of(p))}
+    if not trained:
+        raise UsageError("This model is not wrapped, or all of it is frozen: call pagoda.wrap(model, ...) first.")
+    settle(trained.values())
+    return {name: whole.master() for name, whole in whole_states(trained).items()}
+
+
+class ModelState:
+    """A wrapped model's weights and persistent buffers, for `torch.distributed.checkpoint`.
+
+        state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+        dcp.save(state, checkpoint_id="checkpoints/1000")
+        dcp.load(state, checkpoint_id="checkpoints/1000")
+
+    Weights are the fp32 master, exact, so plain PyTorch can load them too; a tied parameter is there once, under its
+    first name. All of them are in RAM at once while saving or loading, 4 bytes a parameter (and 8 for the optimizer's
+    state): `optimizer.save_checkpoint` is for what does not fit. A parameter in tiles is there whole. Of one that ranks
+    divide, tensor-parallel ones or those that divide experts, there is a DTensor, of which each rank has its part:
+    `dcp.save` joins them, and any number of ranks can load what it wrote.
+
+    Raises UsageError for a model that is not wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._states = states_of(model)
+        self._wholes = whole_states(self._states)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Name -> fp32 master, in the parameter's shape, or buffer; all are copies.
+
+        Raises UsageError between backward and step() where updates run under backward.
+        """
+        settle(self._states.values())
+        masters = {name: whole.master() for name, whole in self._wholes.items()}
+        return masters | {name: buffer.detach().clone() for name, buffer in unpaged(self._model)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave. Raises CheckpointError, with nothing changed, where names or shapes differ."""
+        buffers = dict(unpaged(self._model))
+        shapes = {name: whole.shape for name, whole in self._wholes.items()}
+        check_shapes(state_dict, shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()})
+        for name, whole in self._wholes.items():
+            whole.overwrite(state_dict[name])
+        for name, buffer in buffers.items():
+            buffer.detach().copy_(state_dict[name])
+
+
+def check_shapes(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointError unless a state dict has tensors of these shapes, and no others."""
+    for name in sorted(shapes.keys() | state_dict.keys()):
+        value = state_dict.get(name)
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        if found != shapes.get(name):
+            raise CheckpointError(
+                f"The state does not belong to this model: {name!r} has shape {found}, and {shapes.get(name)} in the "
+                "model (None: it is absent)."
+            )

@@ -17,7 +17,7 @@ from pagoda.memory.ssd.orphans import why_orphaned
 from pagoda.memory.ssd.record import StoreRecord, stores_in, unknown_in
 from pagoda.train.config import TrainConfig
 from pagoda.train.resume import CONFIG
-from pagoda.train.run_dir import Checkpoint as RunCheckpoint, RunDir
+from pagoda.train.run_dir import RunCheckpoint, RunDir
 
 _DAMAGED = 1
 

@@ -48,8 +48,7 @@ class Sharding(Settings):
     replicas: int = 1
     """Whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
     expert_parallel: int = 1
-    """Of a built-in mixture of experts: ranks over which the experts of each block are divided. Tokens travel to
-    them."""
+    """Of a mixture of experts: ranks over which the experts of each layer are divided. Tokens travel to them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -151,9 +151,10 @@ class Tiles(Settings):
     samples of a batch independently in training; gradients then have the bits of ordinary accumulation of the same
     micro-batches. What can be checked of that is checked, and refused."""
     tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Linear layers, embeddings and stacks of experts whose weights take more bytes than this (such as 256MiB) become
-    tiles that are fetched, used and dropped one after another. The input's gradient of such a layer is a sum over
-    tiles, so it is rounded in another order."""
+    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) become tiles that are
+    fetched, used and dropped one after another. The input's gradient of such a layer is a sum over tiles, so it is
+    rounded in another order. Experts are fetched one by one without it; with it, as many at a time as it allows, and
+    transformers' own kernel runs a layer of which it allows all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,17 +12,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagoda.checkpoint.pretrained import values_by_name, values_of
-from pagoda.checkpoint.shards import read_part
-from pagoda.checkpoint.tensors import chunks
+from pagoda.checkpoint.state import ParameterState
 from pagoda.construction.loaded_values import KeepCopiedValues, keep_loaded_values, remember_versions
 from pagoda.errors import ConfigError
-from pagoda.models.expert_tiles import TiledExperts
-from pagoda.models.mixture import Experts
+from pagoda.models.experts import RoutedExperts
 from pagoda.models.tiles import Tiled
 from pagoda.parallel.tensors import as_dtensor, local, shard_of
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
+from pagoda.runtime.engine import Engine
 from pagoda.runtime.reads import has_forward, params_read_in
-from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit, Owner
 from pagoda.transforms.adapters import adapter_initialiser
 from pagoda.transforms.operator_tiles import Tiling
@@ -94,9 +92,9 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
             for short, shape in module.shapes.items():
                 whole = _join(name, short), shape
                 parts.update({id(param): Part(*whole, start) for param, start in module.parts(short)})
-            tiles.update(module.tiles)
-        if isinstance(module, TiledExperts):
-            routed.add(module.tiles)
+            tiles.update(module.tiles.values())
+        if isinstance(module, RoutedExperts):
+            rows.add(module.row)
         children = tuple(
             visit(child, _join(name, short), read_above=not has_forward(child))
             for short, child in module.named_children()
@@ -108,13 +106,13 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
             children,
             tuple(dict.fromkeys(tied)),
             apart=module in tiles,
-            routed=isinstance(module, Experts) or module in routed,
+            routed=module in rows,
         )
 
     placed: set[str] = set()
     parts: dict[int, Part] = {}
     tiles: set[nn.Module] = set()
-    routed: set[nn.Module] = set()
+    rows: set[nn.Module] = set()
     visited: set[nn.Module] = set()
     return visit(model, "")
 
@@ -158,7 +156,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 class Builder:
-    """Brings the parameters of a model into a store: real ones, those still in files, and those to be initialised.
+    """Brings the parameters of a model into pages: real ones, those still in files, and those to be initialised.
 
     What is in files is read in pieces; the others are in RAM one at a time.
 
@@ -170,13 +168,13 @@ class Builder:
     def __init__(
         self,
         model: nn.Module,
-        store: Store,
+        engine: Engine,
         tiling: Tiling | None = None,
         from_first: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         """`tiling`: what was replaced in `model`, which is untiled now and until all is built. `from_first` gives every
         rank the first one's values of a tensor, or those of the first that has it; each keeps its slices of them."""
-        self._store = store
+        self._engine = engine
         self._tiling = tiling
         self._from_first = from_first or (lambda mine, having=None: mine)
         self._modules = dict(model.named_modules())
@@ -206,25 +204,19 @@ class Builder:
         """Write one parameter's master; returns it, or what takes its place if it was on meta or is a DTensor, whose
         dtype cannot be changed, as a placeholder."""
         whole, first = self._whole(param)
-        spec = unit.spec.slots[slot].param
+        state = ParameterState(self._engine, unit, slot)
+        spec = state.spec
         values = values_of(whole)
         if as_dtensor(param) is not None and param.is_meta:
             values = self._values.get(spec.name)
         if values is not None:
-            for start, count in chunks(spec.numel):
-                if not self._store.holds_master(unit.spec, slot, start, count):
-                    continue
-                if spec.shard is None:
-                    read = values.read(first + start, count)
-                else:
-                    read = read_part(values.read, spec.shard, unit.part_index(slot), start, count)
-                self._store.write_master(unit.spec, slot, read, start)
+            state.copy_master_in(values)
             return nn.Parameter(unit.as_param(slot, unit.placeholders[slot]), param.requires_grad)
         source = unit.part_of(slot, self._initialised(whole, spec)) if whole.is_meta else local(whole)
         mine = source.detach().reshape(-1)[first : first + spec.numel]
         if not whole.is_meta:
-            mine = self._from_first(mine.cpu(), self._store.shards.having(unit.spec, slot))
-        self._store.write_master(unit.spec, slot, mine)
+            mine = self._from_first(mine.cpu(), self._engine.store.shards.having(unit.spec, slot))
+        state.write_master(mine)
         if param.is_meta or as_dtensor(param) is not None:
             return unit.new_param(slot, unit.placeholders[slot])
         param.data = unit.placeholders[slot]

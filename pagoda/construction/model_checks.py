@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from pagoda.checkpoint.gathered import is_paged
+from pagoda.checkpoint.state import is_paged
 from pagoda.construction.loaded_values import is_overwritten
 from pagoda.errors import ConfigError, UsageError
 

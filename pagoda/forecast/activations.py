@@ -26,10 +26,9 @@ _HIDDEN_TENSORS, _FFN_TENSORS = 14, 5
 count (arXiv 2205.05198) is 34 bytes per token and hidden in 16 bits with an MLP four times as wide, which is
 (9 + 2 * 4) * 2; backward holds a gradient for a part of them at a time."""
 
-_MIXTURE_KEEPS, _CHOICE_KEEPS = 4.0, 2.5
-"""Tensors of hidden width that a layer of `models.moe` keeps with checkpointing: it recomputes attention and experts,
-not routing. Inputs of attention and of the norm, the router's in fp32; and of each choice 1.25 times (the capacity
-factor) what goes to experts and what comes back."""
+_CHOICE_TENSORS = 4
+"""Tensors of hidden width that a layer of a mixture of experts also keeps of each of a token's choices: the tokens as
+they are sorted, what experts give, and both with their weights, gradients in flight included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +86,17 @@ def estimate_activations(
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
     again = recomputes(mode)
     inputs = itemsize * tokens * subject.hidden
-    kept = int((_MIXTURE_KEEPS + subject.top_k * _CHOICE_KEEPS) * inputs) if subject.top_k else inputs
-    saved = subject.layers * (kept if again else _layer(subject.hidden, subject.ffn, tokens, itemsize))
+    saved = subject.layers * (inputs if again else _layer(subject, tokens, itemsize))
     offloads = mode in ("offload", "recompute+offload")
     tensor = itemsize * running * (subject.hidden if again else max(subject.hidden, subject.ffn))
     if chunked_loss is None:
-        chunked_loss = not subject.top_k and chunking_helps(
-            subject.hidden, subject.ffn, subject.vocab, running, tokens, itemsize, again
-        )
+        chunked_loss = chunking_helps(subject.hidden, subject.ffn, subject.vocab, running, tokens, itemsize, again)
     largest = max(param.numel for param in subject.root.walk())
     tiled_layer = (subject.params - subject.vocab * subject.hidden) // subject.layers if running < tokens else 0
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
-        working=_layer(subject.hidden, subject.ffn, running, itemsize) if again else 0,
+        working=_layer(subject, running, itemsize) if again else 0,
         logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * subject.vocab,
         gradients=itemsize * max(2 * largest, tiled_layer),
     )
@@ -111,7 +107,7 @@ def estimate_sizes(subject: Subject, tokens: int, itemsize: int) -> StepSizes:
     `estimate_activations` counts it, without the loss."""
     hidden, ffn = (itemsize * tokens * width for width in (subject.hidden, subject.ffn))
     inputs, inner = Storages().with_one(hidden, LEAST_OFFLOADED_BYTES), Storages()
-    for nbytes in (*[hidden] * (_HIDDEN_TENSORS - 1), *[ffn] * _FFN_TENSORS):
+    for nbytes in (*[hidden] * (_hidden_tensors(subject) - 1), *[ffn] * _FFN_TENSORS):
         inner = inner.with_one(nbytes, LEAST_OFFLOADED_BYTES)
     blocks = (BlockSizes(inputs, inputs, inner),) * len(layers_of(subject.root))
     return StepSizes(blocks, (0,) * (len(blocks) + 1))
@@ -122,10 +118,14 @@ def chunking_helps(
 ) -> bool:
     """Whether the loss in one piece would be the peak of activations, and in chunks would not take as much."""
     logits = _LOGIT_BYTES * tokens * vocab
-    working = _layer(hidden, ffn, tile_tokens, itemsize) if checkpointing else 0
+    working = itemsize * tile_tokens * (_HIDDEN_TENSORS * hidden + _FFN_TENSORS * ffn) if checkpointing else 0
     return logits > working and logits > 2 * (2 * itemsize * tokens * hidden + _CHUNK_BYTES)
 
 
-def _layer(hidden: int, ffn: int, tokens: int, itemsize: int) -> int:
+def _layer(subject: Subject, tokens: int, itemsize: int) -> int:
     """What a layer of `tokens` tokens keeps for backward."""
-    return itemsize * tokens * (_HIDDEN_TENSORS * hidden + _FFN_TENSORS * ffn)
+    return itemsize * tokens * (_hidden_tensors(subject) * subject.hidden + _FFN_TENSORS * subject.ffn)
+
+
+def _hidden_tensors(subject: Subject) -> int:
+    return _HIDDEN_TENSORS + _CHOICE_TENSORS * subject.top_k

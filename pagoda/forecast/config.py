@@ -11,7 +11,7 @@ from pagoda.errors import ConfigError
 from pagoda.plan.batch_tiles import tile_tokens
 
 if TYPE_CHECKING:
-    from pagoda.optim.rule import StateSpec
+    from pagoda.optim.rule import Rule, StateSpec
 
 _MOST_TOKENS = 1 << 40
 """Of one forward pass: the sizes of more could not be counted in 64 bits."""
@@ -61,6 +61,11 @@ class PlanConfig(Run):
         Raises ConfigError where there is no optimizer of that name, it has not one of the settings, or it takes
         parameters whole and they are to be in tiles.
         """
+        return self.rule.states(self.precision)
+
+    @property
+    def rule(self) -> "Rule":
+        """The update rule. Raises ConfigError for settings that it does not have."""
         from pagoda.construction.rule_checks import check_rule
         from pagoda.optim.named import parsed_options, rule_named
 
@@ -69,7 +74,7 @@ class PlanConfig(Run):
         require(bool(moments) or kept == "fp32", "optim.moments", kept, "fp32 for optimizers other than adamw")
         rule = rule_named(self.optimizer, moments | parsed_options(self.optim.options))
         check_rule(rule, tiled=self.tile_limit is not None)
-        return rule.states(self.precision)
+        return rule
 
     @property
     def tile_elements(self) -> int | None:

@@ -5,11 +5,11 @@ have no children (a norm, a matrix, one expert's matrix), so that units may be c
 module, and a unit's are the sum over the modules it holds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pagoda.models.papers import RELATIVE_BUCKETS, PaperShape
-from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec
+from pagoda.plan.units import ModuleSpec, ParamSpec
 
 EMBEDDING = "embedding"
 """The module that holds the token embedding; the head, and the decoder of an encoder-decoder, use it again."""
@@ -69,13 +69,6 @@ def exchanged_elements(shape: PaperShape, tokens: int, expert_parallel: int) -> 
     elsewhere = tokens * shape.top_k * shape.hidden * (expert_parallel - 1) // expert_parallel
     routers = (layer.name for layer in _layers(shape, 1, expert_parallel) if layer.name.endswith(".router"))
     return {router.removesuffix("router") + "experts": elsewhere for router in routers}
-
-
-def unit_flops(unit: UnitSpec, flops: Mapping[str, float]) -> float:
-    """The part of `forward_flops` that is done with a unit's parameters. The head, whose parameters are the
-    embedding's, is in no unit."""
-    layers = dict.fromkeys(slot.param.name.rpartition(".")[0] for slot in unit.slots)
-    return sum(flops[layer] for layer in layers)
 
 
 def _layers(shape: PaperShape, tiles: int, expert_parallel: int) -> Iterator[_Layer]:

@@ -11,6 +11,7 @@ from pagoda.forecast.machine import Machine, budgets_for
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Choice, search
 from pagoda.forecast.subject import Subject, find_subject
+from pagoda.optim.rule import TensorRule
 from pagoda.plan.activations import Policy, SavedBlocks, recomputes
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
@@ -54,6 +55,7 @@ def subject_of(config: PlanConfig, count_flops: bool = True) -> Subject:
         count_flops=count_flops,
         expert_parallel=config.expert_parallel,
         tile_elements=config.tile_elements,
+        cuts_stacks=not isinstance(config.rule, TensorRule),
     )
 
 

@@ -16,24 +16,19 @@ from pagoda.forecast.subject import Subject
 from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_count
 
-_OF_MIXTURES: tuple[ActivationMode, ...] = ("keep", "recompute")
-"""A mixture of experts recomputes by itself."""
-
 
 def resolve_auto(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[PlanConfig, tuple[str, ...]]:
     """`config` with nothing left open, and why.
 
-    Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still, "auto",
-    which means one of its own for each layer. Micro-batches: as few as keep products of matrices at full speed and
-    small, or as many more as it takes for a plan to fit.
-
-    Raises ConfigError for a policy that a mixture of experts cannot have.
+    Activations: the policy whose usual plan is fastest, the same for all layers; or, if that is faster still and `wrap`
+    takes it, "auto", which means one of its own for each layer. Micro-batches: as few as keep products of matrices at
+    full speed and small, or as many more as it takes for a plan to fit.
     """
     closed = {each.activations: each for each in alternatives(config, machine, subject)}
     if len(closed) == 1:
         (only,) = closed.values()
         return only, _said_of_tiles(config, only)
-    if not subject.top_k:
+    if config.expert_parallel == 1:  # ranks that divide experts recompute alike, as `wrap` says
         closed["auto"] = replace(closed["recompute"], activations="auto")
     seconds = {mode: _step_s(each, machine, subject) for mode, each in closed.items()}
     best = min(closed, key=lambda mode: seconds[mode])
@@ -58,17 +53,9 @@ def inputs_with_policies(config: PlanConfig, machine: Machine, subject: Subject)
 
 
 def alternatives(config: PlanConfig, machine: Machine, subject: Subject) -> list[PlanConfig]:
-    """`config` with nothing left open, in every way that has one policy for all layers.
-
-    Raises ConfigError for a policy that a mixture of experts cannot have.
-    """
-    modes = _OF_MIXTURES if subject.top_k else tuple(m for m in get_args(ActivationMode) if m != "auto")
+    """`config` with nothing left open, in every way that has one policy for all layers."""
+    modes = tuple(m for m in get_args(ActivationMode) if m != "auto")
     if config.activations != "auto":
-        if config.activations not in modes:
-            raise ConfigError(
-                f"--activations is {config.activations}, but those of a mixture of experts ({subject.name}) are kept "
-                "or recomputed: use keep or recompute"
-            )
         modes = (config.activations,)
     if "auto" in (config.activations, config.batch_tiles):
         config = _with_loss(config, subject)
@@ -77,7 +64,7 @@ def alternatives(config: PlanConfig, machine: Machine, subject: Subject) -> list
 
 def _with_loss(config: PlanConfig, subject: Subject) -> PlanConfig:
     """Whether the loss is in chunks, which rounds, decided by what was asked for alone, as a run decides it."""
-    if config.chunked_loss is not None or subject.top_k:
+    if config.chunked_loss is not None:
         return config
     chunks = chunking_helps(
         subject.hidden,

@@ -9,17 +9,18 @@ from pagoda.errors import ConfigError
 _PREFIXES = ("K", "M", "G", "T", "P")
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, 1)}
+_UNITS |= {prefix: 1024**power for power, prefix in enumerate(_PREFIXES, 1)}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, 1)}
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str | int, what: str = "size") -> int:
-    """The bytes in `text`: "20GiB", "512 MiB", "1.5GB" (decimal), "4096" or an int, in any case.
+    """The bytes in `text`: "20GiB", "20G" (the same, as for Slurm and Docker), "512 MiB", "1.5GB" (decimal),
+    "4096" or an int, in any case.
 
     A fraction of a byte is dropped. `what` names the setting in the error. Raises ConfigError when the text
-    is not a size, when its unit is unknown (a bare "G" is refused: 20GiB and 20GB differ by 7%), or when it
-    is below one byte.
+    is not a size, when its unit is unknown, or when it is below one byte.
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise ConfigError(f"{what}: {text!r} is not a size; write bytes as an int or text such as '20GiB'")
@@ -33,7 +34,7 @@ def parse_bytes(text: str | int, what: str = "size") -> int:
         if unit.upper() not in _UNITS:
             raise ConfigError(
                 f"{what}: {text!r} has the unknown unit {unit!r}; use B, "
-                f"{', '.join(p + 'iB' for p in _PREFIXES)} (powers of 1024) or "
+                f"{', '.join(p + 'iB' for p in _PREFIXES)} or {', '.join(_PREFIXES)} (powers of 1024) or "
                 f"{', '.join(p + 'B' for p in _PREFIXES)} (powers of 1000)"
             )
         nbytes = int(Fraction(number) * _UNITS[unit.upper()])

@@ -1,19 +1,18 @@
 """Builds a language model from a built-in name or a local Hugging Face directory."""
 
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import ConfigError
-from pagoda.models.mixture_shapes import MIXTURE_SHAPES, mixture_shape
-from pagoda.models.shapes import SHAPES, Shape, find_shape, is_sized_gpt
+from pagoda.models.shapes import SHAPES, Shape, find_shape, is_built_in, is_sized_gpt
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pagoda.models.mixture import TokenExchange
-    from pagoda.models.mixture_shapes import RoutingConfig
 
-
+_CAPACITY_FACTOR = 1.25
+"""Of its even share, what an expert takes at most, as in Switch Transformer (arXiv 2101.03961)."""
 _MOST_LAYERS = 10_000
 """More than any model has: a configuration that says more is broken, and would be built for hours."""
 
@@ -24,45 +23,33 @@ def build_model(
     seq_len: int,
     gradient_checkpointing: bool = False,
     layers: int | None = None,
-    routing: "RoutingConfig | None" = None,
-    exchange: "TokenExchange | None" = None,
 ) -> "nn.Module":
-    """Builds a language model in training mode, its parameters fp32: one of transformers, or a mixture of experts.
+    """Builds a language model of transformers in training mode, its parameters fp32.
 
     Call it inside `pagoda.init()` to keep parameters on the meta device. Nothing is downloaded and no code
-    from the directory runs. Built-in shapes attend with torch's `scaled_dot_product_attention`; the key-value
-    cache is off.
+    from the directory runs. The key-value cache is off.
 
     Args:
-        name_or_dir: a name in `SHAPES` or `MIXTURE_SHAPES`, a paper's shape with experts, `gpt-<layers>x<hidden>`, or
-            a directory that holds a Hugging Face `config.json`.
-        seq_len: tokens per sequence the model must accept; the positions of `gpt-<layers>x<hidden>` grow with it.
+        name_or_dir: a name in `SHAPES`, a paper's shape with experts, `gpt-<layers>x<hidden>`, or a directory that
+            holds a Hugging Face `config.json`.
+        seq_len: tokens per sequence the model must accept; the positions of `gpt-<layers>x<hidden>` grow with it, and
+            an expert of a built-in T5-MoE takes 1.25 times its even share of so many.
         gradient_checkpointing: let the model itself recompute each layer in backward (non-reentrant) instead of
             saving its activations, for plain PyTorch; under `wrap`, that is `activations`.
         layers: layers of the decoder, instead of the model's own; the kinds of its first ones, over again if
-            need be, where it mixes kinds. Not of a mixture of experts.
-        routing: how a mixture of experts routes, instead of its own way.
-        exchange: of a mixture of experts, how its experts are divided over ranks; it then has this rank's.
+            need be, where it mixes kinds.
 
     Raises:
         ConfigError: unknown name, unusable `config.json`, `seq_len` above the model's positions, a model
-            without gradient checkpointing, `routing` or `exchange` for a model that is no built-in mixture of experts
-            or has too few of them, or transformers is not installed.
+            without gradient checkpointing, or transformers is not installed.
     """
     import torch
 
-    if is_mixture(name_or_dir):
-        if layers is not None:
-            raise ConfigError(f"model {name_or_dir!r} is a mixture of experts, whose number of layers is its own")
-        return _build_mixture(name_or_dir, seq_len, gradient_checkpointing, routing, exchange)
-    if routing is not None or exchange is not None:
-        raise ConfigError(
-            f"model {name_or_dir!r} is no built-in mixture of experts, so it has no routing to set and no experts to "
-            f"divide; these are: {', '.join(MIXTURE_SHAPES)}"
-        )
     config = _configuration(name_or_dir)
     if is_sized_gpt(name_or_dir):
         config.n_positions = max(config.n_positions, seq_len)
+    if is_built_in(name_or_dir) and hasattr(config, "expert_capacity"):
+        config.expert_capacity = ceil(_CAPACITY_FACTOR * seq_len / config.num_experts)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         raise ConfigError(
@@ -79,34 +66,12 @@ def build_model(
     return trained
 
 
-def is_mixture(name_or_dir: str) -> bool:
-    """Whether a name is that of a mixture of experts that is built here."""
-    return mixture_shape(name_or_dir) is not None
-
-
 def is_encoder_decoder(name_or_dir: str) -> bool:
-    """Whether a name is that of a model whose decoder continues what its encoder has read."""
-    shape = mixture_shape(name_or_dir)
-    return shape is not None and shape.family == "t5"
+    """Whether a name is that of a model whose decoder continues what its encoder has read.
 
-
-def _build_mixture(
-    name: str,
-    seq_len: int,
-    gradient_checkpointing: bool,
-    routing: "RoutingConfig | None",
-    exchange: "TokenExchange | None",
-) -> "nn.Module":
-    from pagoda.models.moe import build_mixture
-
-    shape = mixture_shape(name)
-    assert shape is not None
-    if shape.family == "gpt" and seq_len > shape.seq_len:
-        raise ConfigError(
-            f"seq_len {seq_len} is above the {shape.seq_len} positions of model {name!r}:"
-            f" use --seq-len {shape.seq_len} or less"
-        )
-    return build_mixture(shape, routing, gradient_checkpointing=gradient_checkpointing, exchange=exchange)
+    Raises ConfigError as `build_model`.
+    """
+    return bool(getattr(_configuration(name_or_dir), "is_encoder_decoder", False))
 
 
 def layer_count(name_or_dir: str) -> int:
@@ -126,8 +91,6 @@ def parameter_count(name_or_dir: str) -> int:
     """
     import torch
 
-    if (shape := mixture_shape(name_or_dir)) is not None:
-        return shape.params
     with torch.device("meta"):
         model = _instantiate(name_or_dir, _configuration(name_or_dir), dtype=torch.float32)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -158,15 +121,13 @@ def model_directory(name_or_dir: str) -> Path | None:
         ConfigError: neither a built-in name nor a directory with a config.json.
     """
     directory = Path(name_or_dir)
-    if is_mixture(name_or_dir):
-        return None
-    if name_or_dir in SHAPES or is_sized_gpt(name_or_dir) or not directory.exists():
+    if is_built_in(name_or_dir) or not directory.exists():
         find_shape(name_or_dir)
         return None
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"model {name_or_dir!r} is not a directory with a Hugging Face config.json:"
-            f" give such a directory or one of {', '.join((*SHAPES, *MIXTURE_SHAPES))}"
+            f" give such a directory or one of {', '.join(SHAPES)}"
         )
     return directory
 
@@ -225,19 +186,19 @@ def _read_configuration(directory: Path) -> Any:
 
 def _shape_configuration(shape: Shape) -> Any:
     transformers = import_transformers()
-    family = {"llama": transformers.LlamaConfig, "gpt2": transformers.GPT2Config}[shape.family]
-    config = family(**shape.settings)
-    config._attn_implementation = "sdpa"
-    return config
+    return transformers.AutoConfig.for_model(shape.family, **shape.settings)
 
 
 def _instantiate(name_or_dir: str, config: Any, **options: Any) -> Any:
+    transformers = import_transformers()
+    pairs = getattr(config, "is_encoder_decoder", False)
+    kind = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
     try:
-        return import_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        return kind.from_config(config, trust_remote_code=False, **options)
     except Exception as error:  # sizes that make no model fail wherever they are used first
         raise ConfigError(
-            f"model {name_or_dir!r} (model_type {config.model_type!r}) cannot be built as a causal language"
-            f" model: {_first_line(error)}"
+            f"model {name_or_dir!r} (model_type {config.model_type!r}) cannot be built as a language model: "
+            f"{_first_line(error)}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,15 +27,17 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
 
     A product of matrices costs 2 FLOPs per multiplication; norms, activations and look-ups cost none. Attention is
     the full square, causal or not, as in `forecast.describe.forward_flops`; it is done by a module that has parts and
-    booked on the last of them that holds parameters, which takes its result. So every module here is without children.
+    booked on the last of them that holds parameters, which takes its result. So every module here holds parameters or
+    is without children. Experts do not run: their tokens are taken to be spread evenly.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
     training = model.training
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.eval()(input_ids=ids, use_cache=False)
+    decoder = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), _even_experts(model) as of_experts:
+        model.eval()(input_ids=ids, use_cache=False, **decoder)
     model.train(training)
     counts: dict[str, dict[Any, int]] = counter.get_flop_counts()
     root = type(model).__name__
@@ -48,7 +51,38 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
         if total > parts:
             taker = _last_holder(name, modules)
             booked[taker] = booked.get(taker, 0.0) + total - parts
+    booked |= of_experts
     return {name: booked[name] for name in modules if name in booked}
+
+
+@contextmanager
+def _even_experts(model: "nn.Module") -> Iterator[dict[str, float]]:
+    """Inside, experts give zeros in place of their results, and what they would compute is in the dictionary, by
+    module. Of those that ranks divide, one rank computes for the tokens of all of them."""
+    from pagoda.models.experts import RoutedExperts, is_expert_stack
+
+    flops: dict[str, float] = {}
+
+    def stand_in(name: str, experts: Any, hidden: Any, chosen: Any, _weights: Any) -> Any:
+        ranks = 1 if getattr(experts, "exchange", None) is None else experts.exchange.ranks
+        met = chosen.shape[0] * chosen.shape[1] * ranks / experts.num_experts
+        for inside, module in experts.named_modules(prefix=name):
+            elements = sum(param.numel() for param in module.parameters(recurse=False))
+            if elements:
+                flops[inside] = 2.0 * met * elements
+        return hidden.new_zeros(hidden.shape)
+
+    rows = [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+    inside = {module for _, row in rows for module in row.modules()}
+    whole = [(name, m) for name, m in model.named_modules() if is_expert_stack(m) and m not in inside]
+    found = rows + whole
+    for name, module in found:
+        module.__dict__["forward"] = partial(stand_in, name, module)
+    try:
+        yield flops
+    finally:
+        for _, module in found:
+            del module.__dict__["forward"]
 
 
 def _nearest_counted(name: str, within: dict[str, int], modules: dict[str, Any]) -> Iterator[str]:

@@ -49,7 +49,8 @@ class LoraConfig:
 def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
     """`model`, of transformers, frozen and with adapters, in training mode. Its weights may wait on meta.
 
-    Raises ConfigError where peft is not installed, or finds none of the targets.
+    Raises ConfigError where peft is not installed, finds none of the targets, or would adapt experts or routers as a
+    whole.
     """
     assert lora.rank is not None
     peft = import_peft()
@@ -64,7 +65,26 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
         adapted: nn.Module = peft.get_peft_model(model, settings)
     except ValueError as error:  # peft's word for what it cannot adapt
         raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
+    if (refusal := _of_mixtures(adapted, settings)) is not None:
+        raise ConfigError(f"--lora.targets is {' '.join(lora.targets)}: {refusal}")
     return adapted.train()
+
+
+def _of_mixtures(adapted: "nn.Module", settings: Any) -> str | None:
+    """Why adapters in a mixture of experts cannot be trained; None where they can."""
+    from pagoda.models.experts import is_switch
+
+    if settings.target_parameters:
+        return (
+            f"peft would adapt {', '.join(sorted(settings.target_parameters))} of all experts or of routers at once, "
+            "not a linear layer. Name linear layers, such as q_proj k_proj v_proj o_proj"
+        )
+    if any(is_switch(module, "Top1Router") and hasattr(module.classifier, "lora_A") for module in adapted.modules()):
+        return (
+            "transformers casts the linear layer of a router in place, so it takes no adapter. Name others, such as "
+            "q k v o wi wo"
+        )
+    return None
 
 
 def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:

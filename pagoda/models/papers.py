@@ -1,5 +1,5 @@
-"""The shapes of the papers that Pagoda follows, as data to plan with. Only those with experts are built (by `moe`): see
-`shapes` and `mixture_shapes` for what else is.
+"""The shapes of the papers that Pagoda follows, as data to plan with. Only those with experts are built, as
+Switch Transformers: see `shapes` for what else is.
 
 Two families. `gpt` is GPT-2's block: learned positions, biases everywhere, the head tied to the embedding. `t5` is
 T5 1.0: an encoder and a decoder, no biases, norms with a scale only, ReLU, relative positions, one embedding for
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from pagoda.errors import ConfigError, unknown_name
+from pagoda.errors import ConfigError
 
 PaperFamily = Literal["gpt", "t5"]
 
@@ -190,14 +190,3 @@ def gpt_of_step(step: int, seq_len: int = 1024) -> PaperShape:
     layers, hidden = grown - units, 64 * units
     shape = _gpt(f"gpt-{layers}x{hidden}", 0.0, layers, hidden, units, "Pagoda's own family", seq_len)
     return replace(shape, nominal=float(shape.params))
-
-
-def find_paper_shape(name: str) -> PaperShape:
-    """The paper's shape called `name`.
-
-    Raises ConfigError: no such shape; the message lists the names and the closest one.
-    """
-    if name not in PAPER_SHAPES:
-        offer = f"The papers' shapes: {', '.join(PAPER_SHAPES)}."
-        raise unknown_name(name, PAPER_SHAPES, f"unknown shape {name!r}.", offer)
-    return PAPER_SHAPES[name]

@@ -12,10 +12,12 @@ from types import MappingProxyType
 from typing import Literal
 
 from pagoda.errors import ConfigError, unknown_name
-from pagoda.models.mixture_shapes import MIXTURE_SHAPES
-from pagoda.models.papers import GPT_VOCAB
+from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, T5_VOCAB
 
-Family = Literal["llama", "gpt2"]
+Family = Literal["llama", "gpt2", "mixtral", "qwen3_moe", "switch_transformers"]
+_SMALL_VOCAB = 512
+"""Byte-level text uses 256 entries; of a larger table, small mixtures would mostly consist."""
+
 Setting = int | float | bool | str | dict[str, float | str]
 
 
@@ -60,6 +62,72 @@ def _gpt2(name: str, hidden: int, layers: int, heads: int) -> Shape:
     return Shape(name=name, family="gpt2", settings=MappingProxyType(settings))
 
 
+def _mixture(
+    family: Family,
+    name: str,
+    hidden: int,
+    layers: int,
+    heads: tuple[int, int],
+    experts: tuple[int, int, int],
+    *,
+    vocab: int = _SMALL_VOCAB,
+    tied: bool = True,
+    max_positions: int = 8_192,
+    **others: Setting,
+) -> Shape:
+    """A Mixtral or a Qwen3-MoE. `heads`: of queries, of keys; `experts`: how many, of a token, width."""
+    count, chosen, width = experts
+    named = {
+        "mixtral": {"num_local_experts": count, "intermediate_size": width},
+        "qwen3_moe": {"num_experts": count, "moe_intermediate_size": width, "norm_topk_prob": True},
+    }
+    settings: dict[str, Setting] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "num_experts_per_tok": chosen,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        "output_router_logits": True,  # the loss then has the load-balancing loss
+        **named[family],
+        **others,
+    }
+    return Shape(name=name, family=family, settings=MappingProxyType(settings))
+
+
+def _switch(
+    name: str,
+    hidden: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    experts: int,
+    *,
+    vocab: int = _SMALL_VOCAB,
+    every: int = 2,
+) -> Shape:
+    """A T5 with `layers` in the encoder and as many in the decoder, of which each `every`th one has experts."""
+    settings: dict[str, Setting] = {
+        "vocab_size": vocab,
+        "d_model": hidden,
+        "d_kv": hidden // heads,
+        "d_ff": ffn,
+        "num_heads": heads,
+        "num_layers": layers,
+        "num_decoder_layers": layers,
+        "num_sparse_encoder_layers": layers // every,
+        "num_sparse_decoder_layers": layers // every,
+        "num_experts": experts,
+        "decoder_start_token_id": 0,
+        "dropout_rate": 0.0,
+        "router_jitter_noise": 0.0,
+        "router_aux_loss_coef": 0.01,
+    }
+    return Shape(name=name, family="switch_transformers", settings=MappingProxyType(settings))
+
+
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         shape.name: shape
@@ -76,6 +144,39 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             _gpt2("gpt2-medium", 1_024, 24, 16),
             _gpt2("gpt2-large", 1_280, 36, 20),
             _gpt2("gpt2-xl", 1_600, 48, 25),
+            #                     name          hidden layers heads experts
+            _mixture("mixtral", "mixtral-15m", 192, 6, (6, 2), (8, 2, 512)),
+            _mixture("mixtral", "mixtral-120m", 384, 6, (6, 2), (16, 2, 1_024)),
+            _mixture("mixtral", "mixtral-1b", 768, 12, (12, 4), (16, 2, 2_048), vocab=32_000),
+            _mixture(
+                "mixtral",
+                "mixtral-8x7b",
+                4_096,
+                32,
+                (32, 8),
+                (8, 2, 14_336),
+                vocab=32_000,
+                tied=False,
+                max_positions=32_768,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            ),
+            _mixture("qwen3_moe", "qwen3-moe-15m", 192, 6, (6, 2), (32, 4, 128), head_dim=32),
+            _mixture(
+                "qwen3_moe",
+                "qwen3-moe-30b",
+                2_048,
+                48,
+                (32, 4),
+                (128, 8, 768),
+                vocab=151_936,
+                tied=False,
+                max_positions=40_960,
+                head_dim=128,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            ),
+            _switch("t5-moe-15m", 192, 4, 6, 896, 8),
+            _switch("t5-moe-120m", 384, 4, 6, 2_048, 16),
+            _switch("t5-moe-1b", 768, 6, 12, 3_072, 32, vocab=T5_VOCAB),
         )
     }
 )
@@ -86,13 +187,19 @@ _GPT = re.compile(r"gpt-([1-9][0-9]*)x([1-9][0-9]*)")
 _HEAD_WIDTH = 64
 
 
+def is_built_in(name: str) -> bool:
+    """Whether `find_shape` has a shape of this name."""
+    paper = PAPER_SHAPES.get(name)
+    return name in SHAPES or is_sized_gpt(name) or (paper is not None and paper.experts > 0)
+
+
 def is_sized_gpt(name: str) -> bool:
     """Whether `name` is of the form `gpt-<layers>x<hidden>`."""
     return _GPT.fullmatch(name) is not None
 
 
 def find_shape(name: str) -> Shape:
-    """The built-in shape called `name`, or the GPT that `gpt-<layers>x<hidden>` describes.
+    """The built-in shape called `name`, a paper's with experts, or the GPT that `gpt-<layers>x<hidden>` describes.
 
     Such a GPT is a GPT-2 with heads of 64 and the vocabulary of `models.papers`, whose `gpt_shape` has the same
     parameters under the same name.
@@ -102,6 +209,9 @@ def find_shape(name: str) -> Shape:
     """
     if name in SHAPES:
         return SHAPES[name]
+    if (paper := PAPER_SHAPES.get(name)) is not None and paper.experts:
+        sizes = (paper.hidden, paper.layers, paper.heads, paper.ffn, paper.experts)
+        return _switch(name, *sizes, vocab=paper.vocab, every=1)
     if (sized := _GPT.fullmatch(name)) is not None:
         layers, hidden = int(sized[1]), int(sized[2])
         if hidden % _HEAD_WIDTH:
@@ -109,5 +219,4 @@ def find_shape(name: str) -> Shape:
         gpt = _gpt2(name, hidden, layers, hidden // _HEAD_WIDTH)
         return replace(gpt, settings=MappingProxyType({**gpt.settings, "vocab_size": GPT_VOCAB}))
     refusal = f"unknown model {name!r}: neither a built-in shape nor a directory with a config.json."
-    known = (*SHAPES, *MIXTURE_SHAPES)
-    raise unknown_name(name, known, refusal, f"Built-in shapes: {', '.join(known)}, and gpt-<layers>x<hidden>.")
+    raise unknown_name(name, SHAPES, refusal, f"Built-in shapes: {', '.join(SHAPES)}, and gpt-<layers>x<hidden>.")

@@ -4,7 +4,7 @@ ZeRO-Infinity calls it memory-centric tiling (arXiv 2104.07857, section 5.1.3).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -67,11 +67,15 @@ class EmbeddingTile(nn.Module):
 class Tiled(nn.Module):
     """A layer in tiles. Its state dict is that of the whole layer."""
 
-    def __init__(self, tiles: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, tiles: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]], first_row: int = 0
+    ) -> None:
+        """`tiles` have consecutive rows, from `first_row` on; all of the layer's, or those of this rank."""
         super().__init__()
-        self.tiles = nn.ModuleList(tiles)
+        self.tiles = nn.ModuleDict(tiles)
         self.shapes = dict(shapes)
         """Parameter of the whole layer -> shape; each is cut along its first dimension."""
+        self._first_row = first_row
         self._loads: str | None = None
         self.register_state_dict_post_hook(Tiled._join)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(Tiled._cut)  # type: ignore[no-untyped-call]
@@ -82,30 +86,40 @@ class Tiled(nn.Module):
         shape = self.__dict__.get("shapes", {}).get(name)
         if shape is None:
             return super().__getattr__(name)
-        some = self.tiles[0].get_parameter(name)
+        some = next(iter(self.tiles.values())).get_parameter(name)
         return hide(torch.full((), torch.nan, dtype=some.dtype, device=some.device).expand(shape), name)
 
     def parts(self, name: str) -> Iterator[tuple[nn.Parameter, int]]:
         """The tiles' parts of a parameter, each with its first element in the whole one."""
-        start = 0
-        for tile in self.tiles:
+        shape = self.shapes[name]
+        start = self._first_row * prod(shape[1:])
+        for tile in self.tiles.values():
             part = tile.get_parameter(name)
             yield part, start
             start += part.numel()
 
     def _join(self, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Where all of a parameter is here. Of one that ranks divide, each has its tiles, by their names."""
         for name, shape in self.shapes.items():
-            keys = [f"{prefix}tiles.{index}.{name}" for index in range(len(self.tiles))]
-            if all(key in state_dict for key in keys):
+            keys = self._keys(prefix, name)
+            if all(key in state_dict for key in keys) and self.is_whole(name):
                 state_dict[prefix + name] = _joined([state_dict.pop(key) for key in keys], shape)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether all of a parameter is here, not a rank's part of it."""
+        return sum(part.numel() for part, _ in self.parts(name)) == prod(self.shapes[name])
+
+    def _keys(self, prefix: str, name: str) -> list[str]:
+        return [f"{prefix}tiles.{tile}.{name}" for tile in self.tiles]
 
     def _cut(self, state_dict: dict[str, Any], prefix: str, _metadata: Any, *reports: Any) -> None:
         self._loads = prefix
         _strict, missing, _unexpected, errors = reports
         for name, shape in self.shapes.items():
-            whole = state_dict.pop(prefix + name, None)
+            whole, keys = state_dict.pop(prefix + name, None), self._keys(prefix, name)
             if whole is None:
-                missing.append(prefix + name)
+                if self.is_whole(name) or not all(key in state_dict for key in keys):
+                    missing.append(prefix + name)
             elif tuple(whole.shape) != shape:
                 errors.append(
                     f"size mismatch for {prefix}{name}: copying a param with shape {whole.shape} from checkpoint, the "
@@ -113,9 +127,8 @@ class Tiled(nn.Module):
                 )
             else:
                 flat = whole.reshape(-1)
-                for index, (part, start) in enumerate(self.parts(name)):
-                    cut = flat[start : start + part.numel()].view(part.shape)
-                    state_dict[f"{prefix}tiles.{index}.{name}"] = cut
+                for key, (part, start) in zip(keys, self.parts(name), strict=True):
+                    state_dict[key] = flat[start : start + part.numel()].view(part.shape)
 
     def _report(self, incompatible: Any) -> None:
         """What is missing is the whole layer's, and has been said."""
@@ -128,11 +141,12 @@ class TiledLinear(Tiled):
     is a sum over tiles, each rounded to its dtype."""
 
     def __init__(self, tiles: Sequence[LinearTile], in_features: int, out_features: int, bias: bool) -> None:
-        super().__init__(tiles, {"weight": (out_features, in_features), **({"bias": (out_features,)} if bias else {})})
+        shapes = {"weight": (out_features, in_features), **({"bias": (out_features,)} if bias else {})}
+        super().__init__(_numbered(tiles), shapes)
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
-        outputs = [tile(hidden, visit) for tile in self.tiles]
+        outputs = [tile(hidden, visit) for tile in self.tiles.values()]
         return None if visit is not None else torch.cat(outputs, -1)
 
 
@@ -140,15 +154,19 @@ class TiledEmbedding(Tiled):
     """An embedding in tiles of vectors: the same vectors and gradients."""
 
     def __init__(self, tiles: Sequence[EmbeddingTile], num_embeddings: int, embedding_dim: int) -> None:
-        super().__init__(tiles, {"weight": (num_embeddings, embedding_dim)})
+        super().__init__(_numbered(tiles), {"weight": (num_embeddings, embedding_dim)})
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor | None = None
-        for tile in self.tiles:
+        for tile in self.tiles.values():
             out = tile(ids, out)
         assert out is not None
         return out
+
+
+def _numbered(tiles: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    return {str(index): tile for index, tile in enumerate(tiles)}
 
 
 def _joined(values: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:

@@ -10,12 +10,12 @@ plain torch. The last three are imported by name, so that reading a config does 
 from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.adam import Adam
 from pagoda.optim.adamw import MOMENT_NAMES, AdamW, Scalars
-from pagoda.optim.adapter import Optim
 from pagoda.optim.codecs import Key, Moments
 from pagoda.optim.lion import Lion
 from pagoda.optim.muon import Muon
 from pagoda.optim.rule import ElementwiseRule, Hyper, Rule, StateSpec, TensorRule, gradient_dtype
 from pagoda.optim.sgd import SGD
+from pagoda.optim.torch_optimizer import Optim
 
 __all__ = [
     "MOMENT_NAMES",

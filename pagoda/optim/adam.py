@@ -12,26 +12,11 @@ Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015).
     w     = w - step_size * (m / denom)
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from pagoda.optim.adamw import AdamW, check_adam_settings
+from pagoda.optim.adamw import AdamW, Scalars, check_adam_settings
 from pagoda.optim.rule import ElementwiseRule, StateSpec, fp32
-
-
-class AdamScalars(NamedTuple):
-    """The scalars of the contract, in the order of the kernels' arguments; each is exactly an fp32 value."""
-
-    grad_scale: float
-    weight_decay: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    bias2_sqrt: float
-    eps: float
-    step_size: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +52,7 @@ class Adam(ElementwiseRule):
     def kernel_name(self) -> str:
         return "adam"
 
-    def scalars(self, step: int, grad_scale: float = 1.0) -> AdamScalars:
-        """With t the step, ``step_size = lr / (1 - beta1**t)`` and ``bias2_sqrt = sqrt(1 - beta2**t)``."""
-        beta1, beta2 = self.betas
-        exact = AdamScalars(
-            grad_scale=grad_scale,
-            weight_decay=self.weight_decay,
-            beta1=beta1,
-            one_minus_beta1=1.0 - beta1,
-            beta2=beta2,
-            one_minus_beta2=1.0 - beta2,
-            bias2_sqrt=math.sqrt(1.0 - beta2**step),
-            eps=self.eps,
-            step_size=self.lr / (1.0 - beta1**step),
-        )
-        return AdamScalars(*map(fp32, exact))
+    def scalars(self, step: int, grad_scale: float = 1.0) -> Scalars:
+        """Those of AdamW, whose ``decay`` is ``weight_decay`` here."""
+        decoupled = AdamW(lr=self.lr, betas=self.betas, eps=self.eps).scalars(step, grad_scale)
+        return decoupled._replace(decay=fp32(self.weight_decay))

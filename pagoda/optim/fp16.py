@@ -27,9 +27,6 @@ from numba.extending import intrinsic
 from pagoda.jit import kernel, part
 from pagoda.optim.jit import bits_to_fp32, fp32_to_bits, pointer
 
-LARGEST = 65504.0
-"""The largest finite fp16 value."""
-
 
 def _extend_intrinsic(_context: Any, _half: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:

@@ -12,11 +12,11 @@ from pagoda.errors import ConfigError
 from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.adam import Adam
 from pagoda.optim.adamw import AdamW
-from pagoda.optim.adapter import Optim
 from pagoda.optim.lion import Lion
 from pagoda.optim.muon import Muon
 from pagoda.optim.rule import Rule
 from pagoda.optim.sgd import SGD
+from pagoda.optim.torch_optimizer import Optim
 
 RULES: Mapping[str, Callable[..., Rule]] = {
     "adamw": AdamW,

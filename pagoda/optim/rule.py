@@ -241,7 +241,9 @@ def plain_setting(value: Any, like: Any) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether a setting is a finite number."""
+    """Whether a setting is a finite number, be it in a tensor of one element."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and bool(torch.isfinite(value))
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -1,4 +1,4 @@
-"""AdamW on a GPU: the contract of `adamw` in Triton, with every way to keep moments that `codecs` has.
+"""AdamW and Adam on a GPU: the contracts of `adamw` and `adam` in Triton, with every way of `codecs` to keep moments.
 
 A kernel takes pointers to the first of `n` elements: bf16 and int16 halves as int16, codes as uint8, fp32 as fp32.
 """
@@ -33,8 +33,7 @@ def _element(
     w: tl.tensor,
     m: tl.tensor,
     v: tl.tensor,
-    gradient: tl.tensor,
-    grad_scale: tl.tensor,
+    g: tl.tensor,
     decay: tl.tensor,
     beta1: tl.tensor,
     one_minus_beta1: tl.tensor,
@@ -43,9 +42,12 @@ def _element(
     bias2_sqrt: tl.tensor,
     eps: tl.tensor,
     step_size: tl.tensor,
+    decoupled: tl.constexpr,
 ) -> tl.tensor:
-    g = gradient * grad_scale
-    w = w * decay
+    if decoupled:
+        w = w * decay
+    else:
+        g = g + w * decay
     m = m * beta1 + g * one_minus_beta1
     v = v * beta2 + (g * g) * one_minus_beta2
     w = w - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), bias2_sqrt) + eps)
@@ -74,21 +76,23 @@ def adamw(
     step_size: tl.tensor,
     split: tl.constexpr,
     noisy: tl.constexpr,
+    decoupled: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
     """One step on ``n`` elements, `size` a program: of a split master or (not `split`) of fp32 weights, where
-    `weight_low` is not touched; of fp32 moments or (`noisy`) of bf16 ones.
+    `weight_low` is not touched; of fp32 moments or (`noisy`) of bf16 ones. Where the decay is not `decoupled` from the
+    gradient, it is Adam's.
 
     `index` is the first element's in its parameter, the keys are those of `Key`, each as an int32 of the same bits.
     """
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
-    w, grad = load_master(weight, weight_low, at, mask, split), load_gradient(gradient, at, mask, split)
+    w, g = load_master(weight, weight_low, at, mask, split), load_gradient(gradient, at, mask, split) * grad_scale
     m, v = tl.load(exp_avg + at, mask, 0), tl.load(exp_avg_sq + at, mask, 0)
     if noisy:
         m, v = bf16_to_fp32(m), bf16_to_fp32(v)
     w, m, v = _element(
-        w, m, v, grad, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size
+        w, m, v, g, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size, decoupled
     )
     if noisy:
         number = tl.add(index.to(tl.uint32), at.to(tl.uint32), sanitize_overflow=False)
@@ -129,11 +133,11 @@ def adamw_8bit(
     at = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = at < n
     there = row * _BLOCK < n
-    w, grad = load_master(weight, weight_low, at, mask, split), load_gradient(gradient, at, mask, split)
+    w, g = load_master(weight, weight_low, at, mask, split), load_gradient(gradient, at, mask, split) * grad_scale
     m = decode_signed(tl.load(exp_avg + at, mask, 0)) * tl.load(exp_avg_scale + row, there, 0.0)[:, None]
     v = decode_unsigned(tl.load(exp_avg_sq + at, mask, 0)) * tl.load(exp_avg_sq_scale + row, there, 0.0)[:, None]
     w, m, v = _element(
-        w, m, v, grad, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size
+        w, m, v, g, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size, True
     )
     store_master(weight, weight_low, at, w, mask, split)
     scale = scale_of(tl.max(tl.where(mask, magnitude(m), 0), axis=1))

@@ -38,10 +38,10 @@ class _Kernel(NamedTuple):
 
 
 _UPDATES = {
-    "adamw": _Kernel(triton_adamw.adamw, 3, (("noisy", False),)),
-    "adamw_moments_bf16": _Kernel(triton_adamw.adamw, 3, (("noisy", True),)),
+    "adamw": _Kernel(triton_adamw.adamw, 3, (("noisy", False), ("decoupled", True))),
+    "adamw_moments_bf16": _Kernel(triton_adamw.adamw, 3, (("noisy", True), ("decoupled", True))),
     "adamw_moments_8bit": _Kernel(triton_adamw.adamw_8bit),
-    "adam": _Kernel(triton_momentum.adam),
+    "adam": _Kernel(triton_adamw.adamw, 3, (("noisy", False), ("decoupled", False))),
     "sgd": _Kernel(triton_momentum.sgd),
     "sgd_momentum": _Kernel(triton_momentum.sgd_momentum),
     "lion": _Kernel(triton_momentum.lion),

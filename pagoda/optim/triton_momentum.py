@@ -1,42 +1,8 @@
-"""Adam, SGD and Lion on a GPU: the CPU's contracts in Triton, called as the kernels of `triton_adamw`."""
+"""SGD and Lion on a GPU: the CPU's contracts in Triton, called as the kernels of `triton_adamw`."""
 
 import triton.language as tl
 
 from pagoda.optim.triton_parts import jit, load_gradient, load_master, store_master
-
-
-@jit(do_not_specialize=("n",))
-def adam(
-    weight: tl.tensor,
-    weight_low: tl.tensor,
-    exp_avg: tl.tensor,
-    exp_avg_sq: tl.tensor,
-    gradient: tl.tensor,
-    n: tl.tensor,
-    grad_scale: tl.tensor,
-    weight_decay: tl.tensor,
-    beta1: tl.tensor,
-    one_minus_beta1: tl.tensor,
-    beta2: tl.tensor,
-    one_minus_beta2: tl.tensor,
-    bias2_sqrt: tl.tensor,
-    eps: tl.tensor,
-    step_size: tl.tensor,
-    split: tl.constexpr,
-    size: tl.constexpr,
-) -> None:
-    """Adam with coupled weight decay."""
-    at = tl.program_id(0) * size + tl.arange(0, size)
-    mask = at < n
-    w = load_master(weight, weight_low, at, mask, split)
-    g = load_gradient(gradient, at, mask, split) * grad_scale
-    g = g + w * weight_decay
-    m = tl.load(exp_avg + at, mask, 0.0) * beta1 + g * one_minus_beta1
-    v = tl.load(exp_avg_sq + at, mask, 0.0) * beta2 + (g * g) * one_minus_beta2
-    w = w - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), bias2_sqrt) + eps)
-    tl.store(exp_avg + at, m, mask)
-    tl.store(exp_avg_sq + at, v, mask)
-    store_master(weight, weight_low, at, w, mask, split)
 
 
 @jit(do_not_specialize=("n",))

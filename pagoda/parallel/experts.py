@@ -16,7 +16,7 @@ from pagoda.parallel.mesh import Jointly, Mesh
 
 
 class ExpertExchange:
-    """Sends tokens to experts that other ranks of a group have; what `pagoda.models.mixture` asks of several ranks."""
+    """Sends tokens to experts that other ranks of a group have; what `pagoda.models.experts` asks of several ranks."""
 
     def __init__(self, group: dist.ProcessGroup, jointly: Jointly) -> None:
         """`group`: the ranks over which experts are divided. `jointly` runs a collective that all ranks run at the same

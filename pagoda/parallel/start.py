@@ -5,12 +5,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
 
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.sizes import format_bytes
-from pagoda.models.mixture import Experts
-from pagoda.parallel.mesh import Mesh
 from pagoda.parallel.wire import Wire
 from pagoda.plan.layout import PIECE_ELEMENTS, WEIGHT
 from pagoda.plan.ops import HOST, SSD
@@ -20,6 +17,7 @@ from pagoda.plan.units import ModuleSpec
 
 _NONE = -1
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_START = re.compile(r"start=\d+")
 
 
 def least_budgets(wire: Wire, mine: Budgets) -> Budgets:
@@ -53,29 +51,17 @@ def _readable(value: object) -> str:
 
 
 def on_any_rank(thing: object, root: ModuleSpec) -> str:
-    """How something of a model reads on every rank: with experts by their place in a rank's part, not by number."""
+    """How something of a model reads on every rank: experts by their place in a rank's part, not by number, and
+    tiles without their first element, which follows from the sizes of those before."""
+    text = _START.sub("start=", repr(thing))
     first: dict[str, int] = {}
     for expert in root.experts():
-        row, _, number = expert.rpartition(".")
-        first.setdefault(row, int(number))
+        row = expert.rstrip("0123456789")
+        first.setdefault(row, int(expert[len(row) :]))
     if not any(first.values()):
-        return repr(thing)
-    numbered = re.compile(rf"({'|'.join(map(re.escape, first))})\.(\d+)")
-    return numbered.sub(lambda found: f"{found[1]}.{int(found[2]) - first[found[1]]}", repr(thing))
-
-
-def check_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Raises ConfigError where experts are not divided over as many ranks as the mesh says."""
-    wanted = mesh.ranks.expert_parallel
-    found = {name: module.ranks for name, module in model.named_modules() if isinstance(module, Experts)}
-    if wanted > 1 and not found:
-        raise ConfigError(f"expert_parallel is {wanted}, but the model has no experts to divide.")
-    for name, ranks in found.items():
-        if ranks != wanted:
-            raise ConfigError(
-                f"The experts of {name!r} are divided in {ranks}, but expert_parallel of the mesh is {wanted}: build "
-                "the model with an ExpertExchange of the mesh that wrap is given."
-            )
+        return text
+    numbered = re.compile(rf"({'|'.join(map(re.escape, first))})(\d+)")
+    return numbered.sub(lambda found: f"{found[1]}{int(found[2]) - first[found[1]]}", text)
 
 
 def check_for_ranks(asynchronous: bool, speculate: bool | None) -> None:

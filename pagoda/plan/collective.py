@@ -7,8 +7,6 @@ from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT, Layout
 from pagoda.plan.slices import slice_elements
 from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align
 
-MOST_SUM_BYTES = 4 * BLOCK_ELEMENTS
-"""Most of what the fp32 sums take, for any number of ranks."""
 MESSAGE_BYTES = 4 << 20
 """A slice on SSD is handed on in messages of at most this many bytes."""
 NUMBER_BYTES = 4
@@ -37,10 +35,6 @@ class ReduceBuffers:
     """fp32 sums of a piece that there are at once: one; with replicas, one more for each of them."""
     pages: int
     """In all."""
-
-    def row_bytes(self, elements: int, itemsize: int) -> int:
-        """What a rank sends another one for a slice of so many elements."""
-        return self.header_bytes + elements * itemsize
 
 
 def reduce_buffers(layout: Layout) -> ReduceBuffers | None:

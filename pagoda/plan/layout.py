@@ -8,7 +8,7 @@ import torch
 
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.packed import Packed, Span
+from pagoda.plan.packed import Packed, ShapedSpan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Slices, slice_elements
 from pagoda.plan.units import UnitSpec, enclosing
@@ -103,7 +103,7 @@ class Layout:
             if state.per > 1 or (state.shape_of is not None and self._packed[state.name].total <= most)
         )
 
-    def span(self, unit: UnitSpec, slot: int, state: StateSpec) -> Span | None:
+    def span(self, unit: UnitSpec, slot: int, state: StateSpec) -> ShapedSpan | None:
         """What a parameter has of a state; None where it has none."""
         if state.shape_of is not None:
             return self._packed[state.name].span(unit, slot)
@@ -112,7 +112,7 @@ class Layout:
             return None
         shape = state.shape(placed.param.name, placed.param.shape)
         assert shape is not None, "only a state with shapes of its own may lack one"
-        return Span(state.elements(placed.offset), state.elements(placed.param.numel), shape)
+        return ShapedSpan(state.elements(placed.offset), state.elements(placed.param.numel), shape)
 
     @cached_property
     def _packed(self) -> dict[str, Packed]:
@@ -146,7 +146,7 @@ class Layout:
                 cuts += [Cut(at, min(part.stop, at + step), slot, whole) for at in starts]
         return cuts
 
-    def part(self, unit: UnitSpec, cut: Cut, state: StateSpec) -> Span | None:
+    def part(self, unit: UnitSpec, cut: Cut, state: StateSpec) -> ShapedSpan | None:
         """Where what a cut has of a state lies in this rank's extent; None where its parameter has none."""
         span = self.span(unit, cut.slot, state)
         if span is None:
@@ -155,7 +155,7 @@ class Layout:
         if cut.whole:
             return replace(span, first=first)
         count = cut.stop - cut.start
-        return Span(first + cut.start - unit.slots[cut.slot].offset, count, (count,))
+        return ShapedSpan(first + cut.start - unit.slots[cut.slot].offset, count, (count,))
 
     def _begin(self, unit: UnitSpec, state: str) -> int:
         """Element of a state with which this rank's extent of it begins."""
@@ -305,7 +305,7 @@ class Layout:
                         pages[state.name] = max(pages[state.name], self.window(part, state)[1] // self.page_bytes)
         return pages
 
-    def window(self, part: Span, state: StateSpec) -> tuple[int, int]:
+    def window(self, part: ShapedSpan, state: StateSpec) -> tuple[int, int]:
         """(offset, bytes) of the whole pages of an extent that hold a part of it."""
         first, end = part.first * state.dtype.itemsize, (part.first + part.count) * state.dtype.itemsize
         offset = first // self.page_bytes * self.page_bytes

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pagoda.plan.trace import Trace
+from pagoda.plan.trace import Phase, Trace
 from pagoda.plan.units import UnitSpec, is_within
 
 DEVICE, HOST, SSD = "device", "host", "ssd"
@@ -41,14 +41,16 @@ class Op:
     tick: int
 
 
-def exchange_ops(units: Sequence[UnitSpec], exchanges: Mapping[str, int], trace: Trace) -> Iterator[Op]:
+def exchange_ops(
+    units: Sequence[UnitSpec], exchanges: Mapping[str, int], trace: Trace, recomputes: bool
+) -> Iterator[Op]:
     """Tokens go to the ranks that have their experts, and come back, at the first access of a row of experts in each
-    pass. `exchanges` are the plan's."""
+    pass; with `recomputes`, twice in backward. `exchanges` are the plan's."""
     before = None
     for tick, access in enumerate(trace.accesses[:-1]) if exchanges else ():
         module = units[access.unit].module
         experts = next((row for row in exchanges if is_within(module, (row,))), None)
         if experts is not None and (experts, access.phase) != before:
-            for _ in range(2):
+            for _ in range(4 if recomputes and access.phase is Phase.BACKWARD else 2):
                 yield Op(OpKind.ALL_TO_ALL, access.unit, COLLECTIVE, exchanges[experts], tick)
         before = (experts, access.phase)

@@ -12,7 +12,7 @@ PACK_ELEMENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ShapedSpan:
     """What a parameter, or a block of one, has of a state: elements [first, first + count) of all that the unit has."""
 
     first: int
@@ -26,11 +26,11 @@ class Packed:
     def __init__(self, units: Sequence[UnitSpec], shape_of: Callable[[str, Shape], Shape | None]) -> None:
         self._units = [_pack(unit, shape_of) for unit in units]
 
-    def span(self, unit: UnitSpec, slot: int) -> Span | None:
+    def span(self, unit: UnitSpec, slot: int) -> ShapedSpan | None:
         """What a parameter has of it; None where it has none."""
         return self._units[unit.index][0][slot]
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[ShapedSpan]:
         """Of every parameter that has some."""
         return (span for spans, _ in self._units for span in spans if span is not None)
 
@@ -55,15 +55,15 @@ class Packed:
         return total
 
 
-def _pack(unit: UnitSpec, shape_of: Callable[[str, Shape], Shape | None]) -> tuple[list[Span | None], int]:
+def _pack(unit: UnitSpec, shape_of: Callable[[str, Shape], Shape | None]) -> tuple[list[ShapedSpan | None], int]:
     """The span of each slot of a unit, and the elements of all."""
-    spans: list[Span | None] = []
+    spans: list[ShapedSpan | None] = []
     end = 0
     for placed in unit.slots:
         shape = shape_of(placed.param.name, placed.param.shape) if placed.param.trainable else None
         if shape is None:
             spans.append(None)
             continue
-        spans.append(Span(end, prod(shape), shape))
+        spans.append(ShapedSpan(end, prod(shape), shape))
         end += -(-prod(shape) // PACK_ELEMENTS) * PACK_ELEMENTS
     return spans, end

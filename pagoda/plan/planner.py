@@ -9,7 +9,7 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks
+from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks, recomputes
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_no_device_updates
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
@@ -86,7 +86,7 @@ class Plan:
     @cached_property
     def exchanges_at(self) -> Mapping[int, tuple[Op, ...]]:
         """tick -> ALL_TO_ALL ops of that access."""
-        return _by_tick(exchange_ops(self.units, self.exchanges, self.trace))
+        return _by_tick(exchange_ops(self.units, self.exchanges, self.trace, recomputes(self.options.activations)))
 
     @cached_property
     def activations_at(self) -> Mapping[int, tuple[Op, ...]]:
@@ -266,7 +266,7 @@ def _with_advice(refusal: BudgetError, units: tuple[UnitSpec, ...], itemsize: in
         return refusal
     return BudgetError(
         f"{refusal} The layer {largest.name!r} alone takes {format_bytes(nbytes)}: with pagoda.Tiles(tile_limit=...), "
-        "linear layers, embeddings and stacks of experts are fetched in tiles.",
+        "linear layers and embeddings are fetched in tiles.",
         tier=refusal.tier,
         needed_bytes=refusal.needed_bytes,
     )

@@ -43,16 +43,17 @@ def find_blocks(model: nn.Module) -> list[Block]:
     blocks: list[Block] = []
 
     def visit(module: nn.Module, name: str) -> None:
+        if module._compiled_call_impl is not None:
+            return  # nothing can be put around the parts of what is compiled as one
         children = list(module.named_children())
-        kinds = Counter(type(_original(child)) for _, child in children)
+        kinds = Counter(type(child) for _, child in children)
         repeats = isinstance(module, nn.ModuleList | nn.Sequential)
         for short, child in children:
             child_name = f"{name}.{short}" if name else short
-            inner = _original(child)
             if child in seen:
                 continue
-            has_parts = any(True for _ in inner.children())
-            if _is_transformers_layer(inner) or (repeats and has_parts and kinds[type(inner)] > 1):
+            has_parts = any(True for _ in child.children())
+            if _is_transformers_layer(child) or (repeats and has_parts and kinds[type(child)] > 1):
                 seen.add(child)
                 blocks.append(Block(child_name, child))
             else:
@@ -76,7 +77,6 @@ def without_cache(module: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
     """The arguments of a layer of transformers that is about to be recomputed, without a key-value cache that is
     empty: it would only keep activations. One that holds something, such as a trained prefix, is attended to."""
     changed = dict(kwargs)
-    module = _original(module)
     if not _is_transformers_layer(module):
         return changed
     if changed.get("use_cache"):
@@ -103,16 +103,6 @@ def copied(cache: Any) -> Any:
         elif isinstance(value, list):
             setattr(made, name, [copy(layer) if hasattr(layer, "keys") else layer for layer in value])
     return made
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module run compiled code, by `torch.compile(module)` or `module.compile()`."""
-    return module._compiled_call_impl is not None or _original(module) is not module
-
-
-def _original(module: nn.Module) -> nn.Module:
-    """What `torch.compile` was called on, or the module itself."""
-    return module.get_submodule("_orig_mod") if type(module).__name__ == "OptimizedModule" else module
 
 
 def _is_transformers_layer(module: nn.Module) -> bool:

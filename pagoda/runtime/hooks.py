@@ -10,10 +10,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
-from pagoda.models.expert_tiles import TiledExperts
+from pagoda.models.experts import RoutedExperts
 from pagoda.models.hidden import as_plain
-from pagoda.models.mixture import Experts
-from pagoda.runtime.blocks import Block, find_blocks, is_compiled, refuse_compiling
+from pagoda.runtime.blocks import Block, find_blocks, refuse_compiling
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.markers import GradientMarker
 from pagoda.runtime.next_update import check_is_ours
@@ -47,8 +46,10 @@ class ModelHooks:
             if module._compiled_call_impl is None:
                 self._bracket(module, units, root=module is model)
             else:
-                self._bracket_compiled(module, module._compiled_call_impl, units)
-        inside_compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
+                self._bracket_compiled(module, module._compiled_call_impl, units, root=module is model)
+        inside_compiled = {
+            inner for module in model.modules() if module._compiled_call_impl for inner in module.modules()
+        }
         owner = {id(param): unit for unit in engine.units for param in unit.params}
         for module in model.modules():
             if module not in inside_compiled:
@@ -60,7 +61,7 @@ class ModelHooks:
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
         for module in model.modules():
-            if isinstance(module, Experts | TiledExperts):
+            if isinstance(module, RoutedExperts):
                 self._announce_chosen(module, needed)
 
     def close(self) -> None:
@@ -83,21 +84,30 @@ class ModelHooks:
     def _before(self, units: list[LiveUnit], root: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_dynamo_compiling():
             refuse_compiling()
-        brackets = self._engine.brackets
         if root:
-            brackets.drop_interrupted(calling=module)
-            if not brackets.in_forward and torch.is_grad_enabled():
-                self._engine.graphs.begin_forward((args, kwargs))
-        brackets.open(module, units)
+            self._begin(module, args, kwargs)
+        self._engine.brackets.open(module, units)
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A forward of the whole model begins, or of it within itself."""
+        brackets = self._engine.brackets
+        brackets.drop_interrupted(calling=model)
+        if not brackets.in_forward and torch.is_grad_enabled():
+            self._engine.graphs.begin_forward((args, kwargs))
 
     def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:
         self._engine.brackets.close(module)
 
-    def _bracket_compiled(self, module: nn.Module, call: Callable[..., Any], units: list[LiveUnit]) -> None:
+    def _bracket_compiled(self, module: nn.Module, call: Callable[..., Any], units: list[LiveUnit], root: bool) -> None:
         """Bracket a module that was compiled in place, whose own hooks are part of what was compiled."""
-        brackets = self._engine.brackets
+        module.__dict__["_compiled_call_impl"] = partial(self._run_compiled, module, call, units, root)
 
-        module.__dict__["_compiled_call_impl"] = partial(brackets.run, module, units, call)
+    def _run_compiled(
+        self, module: nn.Module, call: Callable[..., Any], units: list[LiveUnit], root: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        if root:
+            self._begin(module, args, kwargs)
+        return self._engine.brackets.run(module, units, call, *args, **kwargs)
 
     def _bracket_methods(self, module: nn.Module, owner: dict[int, LiveUnit]) -> None:
         """Bracket the methods that read parameters: they may be called outside every forward, as `encode` often is."""
@@ -117,13 +127,13 @@ class ModelHooks:
 
         block.wrap(run)
 
-    def _announce_chosen(self, experts: Experts | TiledExperts, needed: dict[nn.Module, list[LiveUnit]]) -> None:
+    def _announce_chosen(self, experts: RoutedExperts, needed: dict[nn.Module, list[LiveUnit]]) -> None:
         units_of = {
             expert: list(dict.fromkeys(unit for module in expert.modules() for unit in needed.get(module, [])))
-            for expert in (experts.values() if isinstance(experts, Experts) else experts.tiles)
+            for expert, _ in experts.pieces()
         }
 
-        def coming(chosen: Sequence[nn.Module], idle: Sequence[nn.Module] = ()) -> None:
+        def coming(chosen: Sequence[nn.Module], idle: Sequence[nn.Module]) -> None:
             self._engine.accesses.expect([unit for expert in chosen for unit in units_of[expert]])
             for expert in idle:
                 for unit in units_of[expert]:
@@ -203,7 +213,7 @@ def _units_of_modules(model: nn.Module, units: list[LiveUnit]) -> dict[nn.Module
             held = owner.get(id(param))
             if held is not None and held not in needed.setdefault(module, []):
                 needed[module].append(held)
-    for compiled in [module for module in model.modules() if is_compiled(module)]:
+    for compiled in [module for module in model.modules() if module._compiled_call_impl]:
         inside = [module for module in compiled.modules() if module is not compiled]
         used = [unit for module in inside for unit in needed.pop(module, [])]
         if used:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from pagoda.errors import ConfigError, StorageError
+from pagoda.errors import StorageError
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.optim.flat import split
 from pagoda.optim.rule import StateSpec
 from pagoda.parallel.shards import Shards
-from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, WEIGHT_BACK, before
+from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, before
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO, WORK
 from pagoda.plan.planner import Plan
@@ -206,12 +205,6 @@ class Store:
         """Whether some of the elements [start, stop) of a unit's state are on this rank."""
         return bool(self._held(unit, state, start, stop))
 
-    def holds_master(self, unit: UnitSpec, slot: int, first: int, count: int) -> bool:
-        """Whether some of a parameter's master weights [first, first + count) are on this rank."""
-        start = unit.slots[slot].offset + first
-        kept = (WEIGHT, LOW) if self.has_low and unit.slots[slot].param.trainable else (WEIGHT,)
-        return any(self.holds(unit, state, start, start + count) for state in kept)
-
     def _held(self, unit: UnitSpec, state: str, start: int, stop: int) -> list[Span]:
         """What of a state's elements [start, stop) is on this rank."""
         return [part for span in self.shards.held(unit, state) if (part := span.within(start, stop)) is not None]
@@ -243,35 +236,6 @@ class Store:
             yield
         finally:
             self._replacing = False
-
-    @property
-    def has_low(self) -> bool:
-        """True when the fp32 master is kept as two halves."""
-        return any(s.name == LOW for s in self.plan.layout.states)
-
-    def write_master(self, unit: UnitSpec, slot: int, values: torch.Tensor, first: int = 0) -> None:
-        """Make `values` (flat, any float dtype) a parameter's master weight, from its element `first` on.
-
-        A frozen parameter keeps only the compute dtype's rounding of it.
-        """
-        placed = unit.slots[slot]
-        for start in range(0, values.numel(), BLOCK_ELEMENTS):
-            master = values[start : start + BLOCK_ELEMENTS].float().contiguous()
-            at = placed.offset + first + start
-            if not self.has_low:
-                self.write(unit.index, WEIGHT, at, master)
-                continue
-            weight = torch.empty(master.shape, dtype=self.dtype(WEIGHT))
-            low = torch.empty(master.shape, dtype=torch.int16)
-            split(master, weight, low)
-            if weight.dtype is torch.float16 and bool((weight.isinf() & master.isfinite()).any()):
-                raise ConfigError(
-                    f"{placed.param.name!r} has a value of {master.abs().max():.5g}, and fp16 none above 65504: use "
-                    "precision='bf16' or 'fp32'."
-                )
-            self.write(unit.index, WEIGHT, at, weight)
-            if placed.param.trainable:
-                self.write(unit.index, LOW, at, low)
 
     def _open(self, unit: UnitSpec) -> None:
         """Take the pages of a unit's extents, and of what an update that may be undone changes in RAM."""

@@ -5,7 +5,7 @@ import torch
 from pagoda.optim.formats import halves
 from pagoda.optim.rule import StateSpec, TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.packed import Span
+from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.host_updates import HostPath, Part
@@ -47,7 +47,7 @@ class TensorPath(HostPath):
         """The first: others may share its pages."""
         return self.cuts(unit)[:1]
 
-    def _spans(self, unit: UnitSpec, start: int) -> dict[StateSpec, Span]:
+    def _spans(self, unit: UnitSpec, start: int) -> dict[StateSpec, ShapedSpan]:
         """What the cut from `start` on has of each state, of those that its parameter has."""
         spans = {state: self._layout.part(unit, self._cuts_of[unit.index][start], state) for state in self._states}
         return {state: span for state, span in spans.items() if span is not None}

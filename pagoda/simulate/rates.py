@@ -9,7 +9,6 @@ from pagoda.simulate.hardware import Figure, Hardware
 from pagoda.simulate.timeline import COMPUTE
 
 READ, WRITE, H2D, D2H, UPDATE, DEVICE_UPDATE = "ssd_read", "ssd_write", "h2d", "d2h", "update", "device_update"
-_PAIRS = ((READ, WRITE), (H2D, D2H))
 _LEAST_LEFT = 0.01
 """Of the CPU, for the lanes that make do with what transfers leave: else a step would never end."""
 

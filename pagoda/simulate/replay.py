@@ -53,9 +53,6 @@ class RecordedRates(Rates):
     def ring_seconds(self, sent: int, group: int) -> float:
         return self.seconds(COLLECTIVE, sent)
 
-    def gather_seconds(self, sent: int, group: int) -> float:
-        return self.seconds(COLLECTIVE, sent)
-
     def exchange_seconds(self, sent: int, group: int) -> float:
         return self.seconds(COLLECTIVE, sent)
 

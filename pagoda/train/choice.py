@@ -9,14 +9,12 @@ from rich.console import Console
 
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.config.run import Run
-from pagoda.config.training import ActivationMode
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.subject import widths
-from pagoda.models.build import is_mixture
 from pagoda.parallel.mesh import Mesh
 from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_tokens
@@ -26,27 +24,10 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.ranks import from_first
 
 
-def activations_of(config: TrainConfig) -> ActivationMode:
-    """What `wrap` does with activations. A mixture of experts recomputes by itself: attention, and each expert apart.
-
-    Raises ConfigError for what mixtures cannot do.
-    """
-    if not is_mixture(config.model):
-        return config.activations
-    if config.activations not in ("keep", "recompute"):
-        raise ConfigError(
-            f"--activations is {config.activations}, but those of a mixture of experts ({config.model}) are kept or "
-            "recomputed: use keep or recompute"
-        )
-    return "keep"
-
-
 def chunks_loss(config: TrainConfig, model: Any) -> bool:
     """Whether the loss of a run is computed in chunks: as asked, or where that lowers the peak of activations."""
     if config.chunked_loss is not None:
         return config.chunked_loss
-    if is_mixture(config.model):
-        return False  # its head is no layer of its own that could be run in chunks
     hidden, ffn, vocab = widths(model.config.get_text_config())
     tokens = config.batch_size * config.seq_len
     at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
@@ -76,11 +57,10 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> TrainConfi
         BudgetError: the search finds that nothing fits.
         ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
     """
-    asked = replace(config, activations=activations_of(config))
     searchable = mesh.size == 1 and config.lora.rank is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
-        return asked
+        return config
     started = time.perf_counter()
     try:
         changes, reasons = from_first(mesh, "the choice of a plan", lambda: _searched(config, mesh))
@@ -88,12 +68,12 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> TrainConfi
         if config.plan == "search":
             raise
         console.print(f"Plan: the usual one; no search, as {error}", soft_wrap=True, highlight=False)
-        return asked
+        return config
     took = time.perf_counter() - started
     lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
     memory = replace(config.memory, **changes.pop("memory"))
-    return replace(asked, memory=memory, **changes)
+    return replace(config, memory=memory, **changes)
 
 
 def _check_measured_for(mesh: Mesh) -> None:

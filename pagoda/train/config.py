@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pagoda.config.run import Checkpoints, Run, Sharding, StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
-from pagoda.models.build import is_mixture
 from pagoda.models.lora import LoraConfig
-from pagoda.models.mixture_shapes import RoutingConfig
 from pagoda.train.decode import decoded
 
 if TYPE_CHECKING:
@@ -94,17 +92,16 @@ class TrainConfig(Run):
 
     model: str
     """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
-    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN, and mixtures of experts: gpt-moe-15m, gpt-moe-120m, gpt-moe-1b,
-    t5-moe-15m, t5-moe-120m, t5-moe-1b), which starts from random weights, or a directory with a Hugging Face
-    config.json, which starts from the safetensors files beside it, or without any from random weights."""
+    gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN, and mixtures of experts: mixtral-15m, mixtral-120m, mixtral-1b,
+    mixtral-8x7b, qwen3-moe-15m, qwen3-moe-30b, t5-moe-15m, t5-moe-120m, t5-moe-1b), which starts from random weights,
+    or a directory with a Hugging Face config.json, which starts from the safetensors files beside it, or without any
+    from random weights."""
     data: str = "stdlib"
     """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
     steps: int
     """Optimizer steps in all, counted from the start of the run even when it is resumed."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    routing: RoutingConfig = field(default_factory=RoutingConfig)
-    """Of a built-in mixture of experts."""
     seed: int = 0
     """Seed of initialisation, data order and dropout."""
     out: Path
@@ -132,8 +129,6 @@ class TrainConfig(Run):
             raise ConfigError("--plan search plans the training of all weights: leave it out with --lora.rank")
         if self.tile_limit is not None:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
-        if is_mixture(self.model):
-            raise ConfigError(f"--lora.rank is for models of transformers, and {self.model} is none: leave it out")
 
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back to an equal one."""

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pagoda.api import plan_of, wrap
 from pagoda.checkpoint.directory import read_manifest
-from pagoda.checkpoint.groups import no_decay_groups
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
@@ -28,12 +27,11 @@ from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
-from pagoda.models.build import is_encoder_decoder, is_mixture, model_directory
+from pagoda.models.build import is_encoder_decoder, model_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.models.lora import LoraConfig, add_adapters
-from pagoda.models.mixture_shapes import RoutingConfig
+from pagoda.optim.param_groups import no_decay_groups
 from pagoda.optimizer import PagedOptimizer
-from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.mesh import Mesh, open_mesh
 from pagoda.parallel.world import was_restarted
 from pagoda.plan.planner import Plan
@@ -44,7 +42,7 @@ from pagoda.train.metrics import StepMetrics
 from pagoda.train.progress import Progress
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning, begin
-from pagoda.train.run_dir import Checkpoint, RunDir
+from pagoda.train.run_dir import RunCheckpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
 
 _TOKENIZERS = (
@@ -138,7 +136,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         console.print(hint, soft_wrap=True, highlight=False)
     chosen = choose_plan(config, console, mesh)
     _seed(config.seed)
-    built = _built_model(config, mesh)
+    built = _built_model(config)
     if checkpoint is None:
         _give_weights(config, built, console)
     if chunks_loss(config, built):
@@ -191,16 +189,17 @@ class _Loop:
         self.model = model
         self.optimizer = optimizer
         self.console = console
+        self.is_switch = getattr(model.config, "model_type", None) == "switch_transformers"
         self.scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
         self.device = next(model.parameters()).device
-        self.saved: Checkpoint | None = None
+        self.saved: RunCheckpoint | None = None
         self.ran = False
         """Whether the model has been run."""
         # Initialisation draws random numbers in an order that may follow the memory split; dropout must not. Ranks drop
         # elements of their own.
         _seed(config.seed + mesh.rank)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: RunCheckpoint) -> None:
         """Loads `checkpoint`. Raises CheckpointError where it is of another model or text."""
         self._check_model(checkpoint)
         extra = self.optimizer.load_checkpoint(checkpoint.path)
@@ -217,7 +216,7 @@ class _Loop:
             group["lr"] = base * factor
         self.console.print(f"Resuming {self.run_dir.path} after step {checkpoint.step}", highlight=False)
 
-    def _check_model(self, checkpoint: Checkpoint) -> None:
+    def _check_model(self, checkpoint: RunCheckpoint) -> None:
         """Raises CheckpointError where the model's own configuration is not that of the checkpoint."""
         saved, mine = read_manifest(checkpoint.path).get("model"), model_record(self.model)
         if saved is None or mine is None:
@@ -287,6 +286,7 @@ class _Loop:
 
     def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
         """Where compute runs. From pinned memory, so that what was queued before goes on meanwhile."""
+        tokens = tokens.contiguous()
         return tokens.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tokens
 
     def _step(self, step: int) -> StepMetrics:
@@ -294,17 +294,14 @@ class _Loop:
         started = time.perf_counter()
         passes = self.config.accumulation_steps
         loss_sum = torch.zeros((), device=self.device)
-        routing = dict.fromkeys(("aux_loss", "dropped"), torch.zeros((), device=self.device))
+        balance: torch.Tensor | None = None
         for index in range(passes):
             ids, labels = self.batches.batch(step, index)
             output = self._forward(self._on_device(ids), self._on_device(labels))
             self.optimizer.scale(output.loss / passes).backward()  # type: ignore[no-untyped-call]
             loss_sum += output.loss.detach().float()
-            routing = {
-                name: total + figure.detach().float() / passes
-                for name, total in routing.items()
-                if (figure := getattr(output, name, None)) is not None
-            }
+            if (figure := _balance_of(output)) is not None:
+                balance = figure / passes + (0 if balance is None else balance)
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -318,7 +315,7 @@ class _Loop:
             grad_norm=stats.grad_norm,
             loss_scale=stats.loss_scale,
             skipped=stats.skipped,
-            **{name: figure.item() for name, figure in routing.items()},
+            aux_loss=None if balance is None else balance.item(),
             lr=lr,
             step_s=step_s,
             tokens_per_s=self.batches.tokens_per_step / step_s,
@@ -336,8 +333,10 @@ class _Loop:
 
     def _forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
         """What the model says. Raises ConfigError where one from a directory cannot work as its config.json says."""
+        # Switch Transformers have no such setting in their config.json.
+        asked = {"output_router_logits": True} if self.is_switch else {}
         try:
-            return self.model(input_ids=ids, labels=labels)
+            return self.model(input_ids=ids, labels=labels, **asked)
         except (PagodaError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # sizes that do not fit each other show here at the earliest
@@ -375,7 +374,7 @@ class _Loop:
         keep = self.config.keep_checkpoints
         replaced = old[: max(0, len(old) + 1 - keep)] if keep else []
         self.optimizer.save_checkpoint(path, extra, wait=False, replaces=[checkpoint.path for checkpoint in replaced])
-        self.saved = Checkpoint(step, path)
+        self.saved = RunCheckpoint(step, path)
 
     def _show_end(self, result: TrainResult) -> None:
         lines = [
@@ -392,6 +391,13 @@ class _Loop:
             lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self.run_dir.path}")
         for line in lines:
             self.console.print(line, soft_wrap=True, highlight=False)
+
+
+def _balance_of(output: Any) -> torch.Tensor | None:
+    """The load-balancing loss in what a model gives, without its weight; None where it gives none."""
+    names = ("aux_loss", "encoder_aux_loss", "decoder_aux_loss")
+    found = [figure for name in names if isinstance(figure := getattr(output, name, None), torch.Tensor)]
+    return torch.stack(found).detach().float().mean() if found else None
 
 
 def _check_trace(config: TrainConfig, done: int) -> None:
@@ -422,16 +428,9 @@ def _check_tokens(config: TrainConfig) -> None:
         )
 
 
-def _built_model(config: TrainConfig, mesh: Mesh) -> nn.Module:
-    exchange = ExpertExchange.over(mesh) if config.expert_parallel > 1 else None
+def _built_model(config: TrainConfig) -> nn.Module:
     with init():
-        model = build_model(
-            config.model,
-            seq_len=config.seq_len,
-            gradient_checkpointing=is_mixture(config.model) and config.activations == "recompute",
-            routing=config.routing if is_mixture(config.model) or config.routing != RoutingConfig() else None,
-            exchange=exchange,
-        )
+        model = build_model(config.model, seq_len=config.seq_len)
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary < VOCABULARY:
         raise ConfigError(

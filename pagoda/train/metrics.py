@@ -27,9 +27,8 @@ class StepMetrics:
     """Global norm before clipping; None where the step was skipped."""
     lr: float
     aux_loss: float | None = None
-    """Load-balancing loss of a mixture of experts, mean over its blocks, without its weight; 1 is an even load."""
-    dropped: float | None = None
-    """Share of the tokens' choices for which no expert had room."""
+    """Load-balancing loss of a mixture of experts, as transformers computes it, without its weight. Where the load is
+    even, it is the number of experts that see a token. None where the model's config.json does not ask for it."""
     step_s: float
     """Seconds from the end of the step before to the end of this one, without checkpoints."""
     tokens_per_s: float

@@ -31,7 +31,6 @@ def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
         first,
         loss=math.fsum(metrics.loss for metrics in by_rank) / len(by_rank),
         aux_loss=_mean([metrics.aux_loss for metrics in by_rank]),
-        dropped=_mean([metrics.dropped for metrics in by_rank]),
         step_s=slowest,
         tokens_per_s=first.tokens_per_s * first.step_s / slowest,
         stall_s={lane: max(metrics.stall_s[lane] for metrics in by_rank) for lane in first.stall_s},

@@ -14,7 +14,7 @@ from pagoda.parallel.mesh import Mesh
 from pagoda.train.config import TrainConfig
 from pagoda.train.lock import locked
 from pagoda.train.ranks import from_all, from_first
-from pagoda.train.run_dir import Checkpoint, RunDir
+from pagoda.train.run_dir import RunCheckpoint, RunDir
 
 CONFIG = "config"
 """In what `pagoda train` adds to a checkpoint: the configuration that it was saved with."""
@@ -25,9 +25,9 @@ _KEYS = {"step": int, CONFIG: dict, "text": str, "samples": int}
 class Beginning:
     """What a run goes on from."""
 
-    checkpoint: Checkpoint | None = None
+    checkpoint: RunCheckpoint | None = None
     """None: it begins with the first step."""
-    damaged: tuple[Checkpoint, ...] = ()
+    damaged: tuple[RunCheckpoint, ...] = ()
     """Later checkpoints, which cannot be used. They are put aside once the run writes."""
 
     @property
@@ -53,7 +53,7 @@ def begin(
         CheckpointError: there are checkpoints, and none can be used.
     """
 
-    def claim() -> list[Checkpoint] | None:
+    def claim() -> list[RunCheckpoint] | None:
         run_dir.check_place()
         held.enter_context(locked(run_dir.path))
         if not (config.resume or (again and run_dir.config.exists())):
@@ -87,7 +87,7 @@ def begin(
     )
 
 
-def _examined(checkpoint: Checkpoint, places: Sequence[Path], mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
+def _examined(checkpoint: RunCheckpoint, places: Sequence[Path], mesh: Mesh) -> tuple[str | None, dict[str, Any]]:
     """Why a checkpoint cannot be used, or None, and what `pagoda train` added to it. Ranks divide the reading."""
     problem, extra = None, {}
     try:
@@ -109,7 +109,7 @@ def _not_ours(extra: object, step: int) -> str | None:
     return None
 
 
-def _check_belongs(config: TrainConfig, checkpoint: Checkpoint, extra: dict[str, Any], run_dir: RunDir) -> None:
+def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[str, Any], run_dir: RunDir) -> None:
     """Raises ConfigError where the checkpoint was saved with settings that decide other bits."""
     if differing := config.differing(TrainConfig.from_settings(extra[CONFIG]), "the checkpoint"):
         raise ConfigError(
@@ -118,7 +118,9 @@ def _check_belongs(config: TrainConfig, checkpoint: Checkpoint, extra: dict[str,
         )
 
 
-def _fallback(run_dir: RunDir, checkpoint: Checkpoint, damaged: Sequence[Checkpoint], problems: Sequence[str]) -> str:
+def _fallback(
+    run_dir: RunDir, checkpoint: RunCheckpoint, damaged: Sequence[RunCheckpoint], problems: Sequence[str]
+) -> str:
     again = damaged[-1].step - checkpoint.step
     lines = [
         *_numbered(reversed(damaged), problems),
@@ -128,7 +130,7 @@ def _fallback(run_dir: RunDir, checkpoint: Checkpoint, damaged: Sequence[Checkpo
     return "\n".join(lines)
 
 
-def _numbered(checkpoints: Iterable[Checkpoint], problems: Sequence[str]) -> list[str]:
+def _numbered(checkpoints: Iterable[RunCheckpoint], problems: Sequence[str]) -> list[str]:
     return [
         f"The checkpoint after step {checkpoint.step} ({checkpoint.path}) cannot be used: {problem}"
         for checkpoint, problem in zip(checkpoints, problems, strict=True)

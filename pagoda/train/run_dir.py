@@ -21,7 +21,7 @@ _HASH = "hash"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class RunCheckpoint:
     """A complete checkpoint: the state after `step` steps."""
 
     step: int
@@ -112,13 +112,13 @@ class RunDir:
         except ConfigError as error:
             raise ConfigError(f"{self.config}: {error}") from error
 
-    def all_checkpoints(self) -> list[Checkpoint]:
+    def all_checkpoints(self) -> list[RunCheckpoint]:
         """Every complete checkpoint, by steps. A checkpoint has its name only while it is complete."""
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
         steps = sorted(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name)))
-        return [Checkpoint(step, self.checkpoint(step)) for step in steps if self.checkpoint(step).is_dir()]
+        return [RunCheckpoint(step, self.checkpoint(step)) for step in steps if self.checkpoint(step).is_dir()]
 
-    def latest(self) -> Checkpoint:
+    def latest(self) -> RunCheckpoint:
         """The complete checkpoint with the most steps.
 
         Raises:
@@ -129,12 +129,12 @@ class RunDir:
             raise CheckpointError(f"no complete checkpoint in {self.checkpoints}: the run stopped before its first")
         return complete[-1]
 
-    def aside(self, damaged: Checkpoint) -> Path:
+    def aside(self, damaged: RunCheckpoint) -> Path:
         """The name under which a damaged checkpoint is kept, out of the way of the one that will replace it."""
         names = (f"{damaged.path.name}{_DAMAGED}{number}" for number in ("", *range(2, 10**6)))
         return next(path for name in names if not (path := self.checkpoints / name).exists())
 
-    def put_aside(self, damaged: Checkpoint) -> None:
+    def put_aside(self, damaged: RunCheckpoint) -> None:
         """Renames a damaged checkpoint, so that it is kept, and none of the run's.
 
         Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from pagoda.checkpoint.gathered import home_of
+from pagoda.checkpoint.state import state_of
 from pagoda.errors import ConfigError, UsageError
 
 Initialise = Callable[[], Any]
@@ -59,8 +59,8 @@ def guard_merging(model: nn.Module) -> None:
 
 
 def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    for home in map(home_of, module.parameters()):
-        if home is not None and home[2] not in home[1].gathered:
+    for state in map(state_of, module.parameters()):
+        if state is not None and state.slot not in state.unit.gathered:
             raise UsageError(
                 f"{name}() needs weights that are not in memory. Call what merges (merge_and_unload, merge_adapter, "
                 "merge) inside `with pagoda.gathered(model, modify=True):`, or merge one layer at a time, each inside "

@@ -1,65 +1,125 @@
-"""Operator tiling: layers too large to be fetched at once are replaced by tiles, before units are found."""
+"""Operator tiling: what is too large to be fetched at once is replaced by tiles, and experts by modules of their own,
+before units are found."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from pagoda.models import layers
-from pagoda.models.expert_tiles import TiledExperts, is_expert_stack, some_experts
+from pagoda.errors import ConfigError
+from pagoda.models.experts import (
+    ExpertStack,
+    RoutedExperts,
+    SwitchExperts,
+    SwitchRouter,
+    TokenExchange,
+    experts_of_stack,
+    is_expert_stack,
+    is_switch,
+    some_experts,
+)
 from pagoda.models.late_logits import LateHead, make_late
 from pagoda.models.tiles import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear, row_blocks
+from pagoda.parallel.tensors import as_dtensor
+from pagoda.plan.units import ALIGN_ELEMENTS
 
-_LINEARS = (nn.Linear, layers.Linear, LateHead)
-_EMBEDDINGS = (nn.Embedding, layers.Embedding)
-"""Subclasses may do anything; ours only initialise otherwise."""
+_LINEARS = (nn.Linear, LateHead)
+"""Subclasses may do anything."""
+_ADAPTED = "base_layer"
+"""The name under which peft's adapters hold what they adapt, whose parameters they read."""
 
 Place = tuple[nn.Module, str]
 """A module, and the name under which it holds another."""
 
 
 class Tiling:
-    """What was replaced in a model: every linear layer, embedding and stack of experts with more than some elements.
+    """What was replaced in a model: every linear layer and embedding with more than some elements, and all experts.
 
     Layers that share a weight share its tiles. A layer stays whole where something else uses its weight too, where it
-    is the model itself, has hooks, or does more than its class: a norm of vectors, sparse gradients.
+    is the model itself, has hooks, is compiled, or does more than its class: a norm of vectors, sparse gradients.
     """
 
-    def __init__(self, model: nn.Module, most_elements: int) -> None:
-        self._tiled: list[tuple[list[Place], nn.Module, Tiled]] = []
-        """(where it is, the whole layer, its tiles)"""
+    def __init__(
+        self,
+        model: nn.Module,
+        most_elements: int | None = None,
+        *,
+        cuts_stacks: bool = True,
+        exchange: TokenExchange | None = None,
+    ) -> None:
+        """
+        Args:
+            most_elements: of a tile. By default linear layers and embeddings stay whole, and each expert is a tile.
+            cuts_stacks: whether parameters that hold several experts may be cut.
+            exchange: divides the experts of each layer over ranks; the model then has this rank's.
+
+        Raises ConfigError, with nothing replaced, for experts that cannot be divided, or none.
+        """
+        self._most_elements = most_elements
+        self._exchange = exchange
+        self._replaced: list[tuple[list[Place], nn.Module, nn.Module]] = []
+        """(where it is, the whole layer, what takes its place)"""
         self._parts: dict[tuple[int, str], list[nn.Parameter]] = {}
         """(whole parameter, its name in a layer) -> its parts, which tied layers share."""
         self._whole: dict[int, tuple[nn.Parameter, int]] = {}
-        users: dict[int, list[nn.Module]] = {}
-        places: dict[nn.Module, list[Place]] = {}
+        self._users: dict[int, list[nn.Module]] = {}
+        self._places: dict[nn.Module, list[Place]] = {}
         for module in model.modules():
             for param in module.parameters(recurse=False):
-                users.setdefault(id(param), []).append(module)
+                self._users.setdefault(id(param), []).append(module)
             for name, child in module.named_children():
-                places.setdefault(child, []).append((module, name))
-        for module in list(model.modules()):
-            held = list(module.parameters(recurse=False))
-            if sum(param.numel() for param in held) <= most_elements or module not in places:
-                continue
-            if is_expert_stack(module):
-                if not _has_hooks(module) and all(users[id(param)] == [module] for param in held):
-                    self._tiled.append((places[module], module, self._tiles_of_experts(module, most_elements)))
-                continue
-            weight = module._parameters.get("weight")
-            if weight is None or weight.numel() <= most_elements:
-                continue
-            if all(_can_be_tiled(user) and user in places for user in users[id(weight)]):
-                self._tiled.append((places[module], module, self._tiles_of(module, weight, most_elements)))
+                self._places.setdefault(child, []).append((module, name))
+        self._replace_experts(model, cuts_stacks)
+        if most_elements is not None:
+            self._replace_large(model, most_elements)
         before = {id(param): name for name, param in model.named_parameters()}
-        for at, _, tiled in self._tiled:
-            _put(at, tiled)
+        for at, _, made in self._replaced:
+            _put(at, made)
         after = {id(param): name for name, param in model.named_parameters()}
-        self._renamed = {before[whole]: [after[id(part)] for part in cut] for (whole, _), cut in self._parts.items()}
+        self._renamed: dict[str, list[str]] = {name: [] for param, name in before.items() if param not in after}
+        for (whole, _), cut in self._parts.items():
+            self._renamed[before[whole]] = [after[id(part)] for part in cut]
+
+    def _replace_experts(self, model: nn.Module, cuts_stacks: bool) -> None:
+        """Find the experts of every layer; one that is compiled, or that an adapter reads, keeps its own."""
+        compiled = {
+            inner for module in model.modules() if module._compiled_call_impl is not None for inner in module.modules()
+        }
+        kept: list[str] = []
+        found = 0
+        for name, module in model.named_modules():
+            made: RoutedExperts | None = None
+            if is_switch(module, "Top1Router") and type(linear := module.get_submodule("classifier")) is nn.Linear:
+                self._replaced.append((self._places[linear], linear, SwitchRouter.of(linear)))
+            elif is_switch(module, "Experts") and self._is_free(module, compiled):
+                made = self._switch_experts(name, module)
+            elif is_expert_stack(module):
+                if cuts_stacks and self._is_free(module, compiled):
+                    made = self._expert_stack(name, module)
+                elif self._exchange is not None:
+                    kept.append(name)
+            if made is not None:
+                self._replaced.append((self._places[module], module, made))
+                found += 1
+        if self._exchange is not None and (kept or not found):
+            why = f"those of {kept[0]!r} cannot be divided" if kept else "the model has no experts to divide"
+            raise ConfigError(
+                f"expert_parallel is {self._exchange.ranks}, but {why}: it takes a mixture of experts of transformers, "
+                "without hooks, adapters or torch.compile on them, and a rule that does not take parameters whole."
+            )
+
+    def _replace_large(self, model: nn.Module, most_elements: int) -> None:
+        replaced = {whole for _, whole, _ in self._replaced}
+        for module in list(model.modules()):
+            weight = module._parameters.get("weight")
+            if weight is None or weight.numel() <= most_elements or module in replaced or module not in self._places:
+                continue
+            if all(_can_be_tiled(user) and user in self._places for user in self._users[id(weight)]):
+                self._replaced.append((self._places[module], module, self._tiles_of(module, weight, most_elements)))
 
     def renamed(self, names: Iterable[str]) -> list[str]:
-        """Parameters by their names now: of one that is in tiles, the names of its parts."""
+        """Parameters by their names now: of one that is in tiles, the names of its parts here."""
         return [new for name in names for new in self._renamed.get(name, [name])]
 
     def whole(self, param: nn.Parameter) -> tuple[nn.Parameter, int]:
@@ -73,12 +133,12 @@ class Tiling:
         try:
             yield
         finally:
-            for at, _, tiled in self._tiled:
-                _put(at, tiled)
+            for at, _, made in self._replaced:
+                _put(at, made)
 
     def undo(self) -> None:
         """Put the whole layers back."""
-        for at, layer, _ in self._tiled:
+        for at, layer, _ in self._replaced:
             _put(at, layer)
 
     def _tiles_of(self, layer: nn.Module, weight: nn.Parameter, most_elements: int) -> Tiled:
@@ -96,13 +156,54 @@ class Tiling:
             make_late(tiled)
         return tiled
 
-    def _tiles_of_experts(self, stack: nn.Module, most_elements: int) -> Tiled:
+    def _is_free(self, experts: nn.Module, compiled: Container[nn.Module]) -> bool:
+        """Whether nothing but its own forward uses the experts of a layer."""
+        held = list(experts.parameters(recurse=False))
+        return (
+            experts not in compiled
+            and experts in self._places
+            and all(name != _ADAPTED for _, name in self._places[experts])
+            and not _has_hooks(experts)
+            and all(self._users[id(param)] == [experts] and as_dtensor(param) is None for param in held)
+        )
+
+    def _expert_stack(self, name: str, stack: nn.Module) -> ExpertStack | None:
+        """The tiles of a stack that are this rank's; None where one would be all of it."""
         params = dict(stack.named_parameters())
-        count = len(next(iter(params.values())))
-        blocks = row_blocks(count, [param.numel() // count for param in params.values()], most_elements)
-        cut = [self._cut(name, param, blocks) for name, param in params.items()]
-        tiles = [some_experts(stack, dict(zip(params, parts, strict=True))) for parts in zip(*cut, strict=True)]
-        return TiledExperts(tiles, stack).train(stack.training)
+        count = experts_of_stack(stack)
+        here = self._here(name, count)
+        widths = [param.numel() // count for param in params.values()]
+        if any(here.start * width % ALIGN_ELEMENTS for width in widths):
+            raise ConfigError(
+                f"The experts of {name!r} cannot be divided over {count // len(here)} ranks: a rank's part of a "
+                f"parameter must start at a multiple of {ALIGN_ELEMENTS} elements."
+            )
+        most = sum(widths) if self._most_elements is None else self._most_elements
+        blocks = [(here.start + start, here.start + stop) for start, stop in row_blocks(len(here), widths, most)]
+        if len(blocks) == 1 and self._exchange is None:
+            return None
+        cut = [self._cut(short, param, blocks) for short, param in params.items()]
+        tiles = {
+            start: some_experts(stack, dict(zip(params, parts, strict=True)))
+            for (start, _), *parts in zip(blocks, *cut, strict=True)
+        }
+        return ExpertStack(tiles, stack, self._exchange).train(stack.training)
+
+    def _switch_experts(self, name: str, experts: nn.Module) -> SwitchExperts:
+        """The experts of a Switch Transformer that are this rank's."""
+        every = dict(experts.named_children())
+        here = self._here(name, len(every))
+        mine = dict(list(every.items())[here.start : here.stop])
+        return SwitchExperts(mine, len(every), self._exchange).train(experts.training)
+
+    def _here(self, name: str, count: int) -> range:
+        """The numbers of the experts of a layer that this rank has."""
+        if self._exchange is None:
+            return range(count)
+        ranks, rank = self._exchange.ranks, self._exchange.rank
+        if count % ranks:
+            raise ConfigError(f"expert_parallel is {ranks}, which does not divide the {count:,} experts of {name!r}.")
+        return range(rank * count // ranks, (rank + 1) * count // ranks)
 
     def _cut(self, name: str, whole: nn.Parameter, blocks: list[tuple[int, int]]) -> list[nn.Parameter]:
         """A parameter for each block of rows: views of the values where there are some."""
@@ -123,7 +224,7 @@ def _has_hooks(layer: nn.Module) -> bool:
 def _can_be_tiled(layer: nn.Module) -> bool:
     if _has_hooks(layer):
         return False
-    if isinstance(layer, nn.Embedding) and type(layer) in _EMBEDDINGS:
+    if type(layer) is nn.Embedding:
         return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
     return type(layer) in _LINEARS and layer.get_parameter("weight").layout is torch.strided
 

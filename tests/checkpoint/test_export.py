@@ -17,6 +17,7 @@ import pagoda
 from pagoda.checkpoint import export as module
 from pagoda.checkpoint.export import INDEX, export
 from pagoda.checkpoint.reader import Checkpoint
+from pagoda.checkpoint.tensors import TensorFile
 from pagoda.cli.main import main
 
 from .hf_models import MODELS, build, logits, train, wrapped
@@ -83,9 +84,9 @@ def test_the_master_is_exported_exactly(saved: Path, tmp_path: Path) -> None:
     assert "lm_head.weight" not in tensors, "tied"
     with Checkpoint(saved) as checkpoint:
         for name, spec in checkpoint.specs("weight").items():
-            high = checkpoint.read("weight", name, 0, tensors[name].numel()).view(torch.int16).int()
-            low = checkpoint.read("weight_low", name, 0, tensors[name].numel()).int()
-            assert torch.equal(tensors[name].reshape(-1).view(torch.int32), (high << 16) + low)
+            high = checkpoint.tensor("weight", name).whole().view(torch.int16).int()
+            low = checkpoint.tensor("weight_low", name).whole().int()
+            assert torch.equal(tensors[name].view(torch.int32), (high << 16) + low)
             assert tensors[name].shape == spec.shape
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype is torch.float32
@@ -119,16 +120,16 @@ def test_shards_stay_below_the_limit_and_the_index_lists_them(saved: Path, tmp_p
 def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts cut apart too: RAM does not follow the size of tensors."""
     checkpoint, _ = saved_run("mixtral", "ram", tmp_path)
-    read, most, whole = Checkpoint.read, 0, 0
+    read, most, whole = TensorFile.read, 0, 0
     piece = 512
 
-    def measured(self: Checkpoint, state: str, name: str, start: int, count: int) -> torch.Tensor:
+    def measured(self: TensorFile, name: str, start: int, count: int) -> torch.Tensor:
         nonlocal most, whole
         most, whole = max(most, count), whole + count
-        return read(self, state, name, start, count)
+        return read(self, name, start, count)
 
     monkeypatch.setattr(module, "chunks", lambda n: [(at, min(piece, n - at)) for at in range(0, n, piece)])
-    monkeypatch.setattr(Checkpoint, "read", measured)
+    monkeypatch.setattr(TensorFile, "read", measured)
     export(checkpoint, tmp_path / "out")
     assert most <= piece
     assert whole == sum(t.numel() for t in stored(tmp_path / "out").values()), "and each element is read once"

@@ -4,13 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from zoo import RESIDENT
+from zoo import LAYERS, RESIDENT
 
 import pagoda
 from pagoda.checkpoint.directory import MANIFEST, read_manifest, remove
 from pagoda.checkpoint.paged import PAGED
 from pagoda.checkpoint.reader import Checkpoint
-from pagoda.checkpoint.snapshot import Snapshot
+from pagoda.checkpoint.state import ParameterState
 from pagoda.cli.main import main
 from pagoda.memory.ssd.tier import SSDTier
 
@@ -46,7 +46,7 @@ def test_a_run_of_the_same_geometry_adopts_pages_without_reading_them(
     def never(*_: object) -> None:
         pytest.fail("a state was copied")
 
-    monkeypatch.setattr(Snapshot, "_copy_in", never)
+    monkeypatch.setattr(ParameterState, "copy_in", never)
     resumed = Run(LLAMA, memory, seed=1).load(tmp_path / "step")
     resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 
@@ -183,7 +183,7 @@ def test_inspect_shows_a_checkpoint_and_verifies_files_and_pages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = two_checkpoints(tmp_path)
-    for whole, pages in ((first, "0 are pages"), (second, "56 are pages")):
+    for whole, pages in ((first, "0 are pages"), (second, f"{9 * LAYERS + 2} are pages")):
         assert main(["inspect", str(whole), "--verify"]) == 0
         shown = capsys.readouterr().out
         assert pages in shown

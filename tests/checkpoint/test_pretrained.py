@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaModel
 
 import pagoda
-from pagoda.checkpoint import pretrained
+from pagoda.checkpoint import pretrained, state
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.cli.main import main
-from pagoda.construction import construct
 from pagoda.train.metrics import read_metrics
 
 from .hf_models import MODELS, build, ids, train, wrapped
@@ -107,7 +106,7 @@ def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.Mon
         counts.append(count)
         return read(self, start, count)
 
-    for module in (pretrained, construct):
+    for module in (pretrained, state):
         monkeypatch.setattr(module, "chunks", lambda n: [(at, min(piece, n - at)) for at in range(0, n, piece)])
     monkeypatch.setattr(LazyTensor, "read", measured)
     model, optimizer = wrapped(pagoda.load(directory), "ssd", tmp_path)

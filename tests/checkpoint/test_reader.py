@@ -51,9 +51,11 @@ def test_states_and_buffers_are_read_in_pieces(tmp_path: Path) -> None:
         assert checkpoint.steps == {"a": 3}
         assert list(checkpoint.specs("weight")) == ["a", "b"]
         assert checkpoint.specs(BUFFERS) == {"table": TensorSpec("table", torch.bool, (2,))}
-        assert checkpoint.read("weight", "a", 1, 3).tolist() == [1, 2, 3]
-        assert checkpoint.read("weight_low", "a", 4, 2).tolist() == [4, 5]
-        assert checkpoint.read(BUFFERS, "table", 0, 2).tolist() == [True, False]
+        assert checkpoint.tensor("weight", "a").read(1, 3).tolist() == [1, 2, 3]
+        assert checkpoint.tensor("weight_low", "a").read(4, 2).tolist() == [4, 5]
+        assert checkpoint.tensor(BUFFERS, "table").read(0, 2).tolist() == [True, False]
+        with pytest.raises(IndexError, match=r"elements 5 to 7 of a tensor of shape \[2, 3\]"):
+            checkpoint.tensor("weight", "a").read(5, 2)
 
 
 def test_tensors_that_differ_from_those_expected_are_named(tmp_path: Path) -> None:

@@ -191,9 +191,12 @@ def uninterrupted(recipe: Recipe) -> Result:
     return Run(recipe, RESIDENT).train(0, 2 * HALF).finish()
 
 
+NIGHTLY = [(LLAMA, "resident", "resident"), (LLAMA, "on_ssd", "on_ssd"), (LLAMA, "one_unit", "resident"), *CASES[-3:-1]]
+
+
 @pytest.mark.parametrize(
     ("recipe", "before", "after"),
-    CASES,
+    [pytest.param(*case, marks=[pytest.mark.slow] if case in NIGHTLY else []) for case in CASES],
     ids=[f"{recipe.model}-{recipe.moments}-{one}-{two}" for recipe, one, two in CASES],
 )
 def test_a_resumed_run_continues_bit_for_bit(recipe: Recipe, before: str, after: str, tmp_path: Path) -> None:
@@ -530,6 +533,16 @@ def test_parameters_that_are_not_floating_point_are_saved_and_restored(tmp_path:
     model, optimizer = build(torch.zeros_like(codes))
     optimizer.load_checkpoint(tmp_path / "step")
     assert torch.equal(model.codes, codes)
+    optimizer.close()
+
+
+def test_frozen_parameters_that_came_after_wrap_are_saved_and_restored(tmp_path: Path) -> None:
+    model, optimizer = wrapped_table(torch.zeros(3))
+    model.late = nn.Parameter(torch.tensor([1.5, -2.0]), requires_grad=False)
+    optimizer.save_checkpoint(tmp_path / "step")
+    model.late.zero_()
+    optimizer.load_checkpoint(tmp_path / "step")
+    assert model.late.tolist() == [1.5, -2.0]
     optimizer.close()
 
 

@@ -102,8 +102,12 @@ def test_a_state_of_another_model_is_refused_untouched(tmp_path: Path) -> None:
     with pytest.raises(pagoda.CheckpointError, match=r"'model\.norm\.weight' has shape \(3,\), and \(32,\)"):
         pagoda.ModelState(model).load_state_dict(wrong)
     groups = [{**before["optim"]["param_groups"][0], "params": []}]
-    with pytest.raises(pagoda.CheckpointError, match="groups have other parameters"):
+    with pytest.raises(pagoda.CheckpointError, match="only one of the two has 'model"):
         pagoda.OptimizerState(optimizer).load_state_dict({**before["optim"], "param_groups": groups})
+    name, entry = next(iter(before["optim"]["state"].items()))
+    more = {**before["optim"]["state"], name: {**entry, "max_exp_avg_sq": entry["exp_avg_sq"]}}
+    with pytest.raises(pagoda.CheckpointError, match="'max_exp_avg_sq of "):
+        pagoda.OptimizerState(optimizer).load_state_dict({**before["optim"], "state": more})
     assert_same({key: value.state_dict() for key, value in state_of(model, optimizer).items()}, before)
     optimizer.close()
     others.close()

@@ -22,7 +22,7 @@ OF_A_RUN = {
     "data", "steps", "seed", "out", "resume", "save_at_end", "trace_step",
     # Which values states take, not how many.
     "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay", "optim.decay", "optim.warmup_steps",
-    "optim.schedule", "optim.min_lr_ratio", "routing.top_k", "routing.capacity_factor", "routing.balance_coefficient",
+    "optim.schedule", "optim.min_lr_ratio",
     # Not planned.
     "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
 }  # fmt: skip

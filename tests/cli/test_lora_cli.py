@@ -73,11 +73,7 @@ def last_checkpoint(root: Path) -> Path:
 def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
     """What has had updates: name -> fp32 weights."""
     with Checkpoint(checkpoint) as opened:
-        specs = opened.specs("weight")
-        return {
-            name: opened.read("weight", name, 0, specs[name].shape[0] * specs[name].shape[1]).view(specs[name].shape)
-            for name in opened.steps
-        }
+        return {name: opened.tensor("weight", name).whole() for name in opened.steps}
 
 
 def test_adapters_train_over_weights_that_exceed_ram(trained: Path) -> None:
@@ -138,8 +134,12 @@ def test_a_run_of_a_whole_model_has_nothing_to_merge(
         (("--lora.rank", "None"), "--lora.rank is missing"),
         (("--plan", "search"), "leave it out with --lora.rank"),
         (("--tile-limit", "64KiB"), "leave out --tile-limit"),
-        (("--model", "gpt-moe-15m"), "is for models of transformers"),
         (("--lora.targets", "no_such_layer"), "--lora.targets is no_such_layer"),
+        (
+            ("--model", "mixtral-15m", "--lora.targets", "all-linear", "--lora.dropout", "0"),
+            "all experts or of routers",
+        ),
+        (("--model", "t5-moe-15m", "--lora.targets", "all-linear"), "casts the linear layer of a router"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(

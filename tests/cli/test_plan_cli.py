@@ -1,14 +1,18 @@
-"""`pagoda plan` as a process: what it prints, writes and exits with."""
+"""`pagoda plan`: what it prints, writes and exits with, as a process and inside this one."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pagoda.cli.main import main
 from pagoda.models.papers import gpt_of_step
 from tests.forecast.machines import SMALL
 
@@ -25,12 +29,30 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def plan(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pagoda", "plan", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+Command = Callable[..., Any]
 
 
-def test_it_prints_the_plan_the_figures_and_what_would_help(machine: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command of `pagoda` in this process: `returncode`, `stdout`, `stderr`."""
+
+    def run(name: str, *args: object) -> Any:
+        try:
+            code = main([name, *map(str, args)])
+        except SystemExit as exited:
+            code = int(exited.code or 0)
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
+
+    return run
+
+
+@pytest.fixture
+def plan(command: Command) -> Command:
+    return partial(command, "plan")
+
+
+def test_it_prints_the_plan_the_figures_and_what_would_help(plan: Command, machine: Path, tmp_path: Path) -> None:
     trace, plot = tmp_path / "trace.json", tmp_path / "step.png"
     done = plan(
         *("--model", "gpt-4x256", "--hardware", machine, "--seq-len", 128, "--memory.host", "150MiB"),
@@ -47,8 +69,9 @@ def test_it_prints_the_plan_the_figures_and_what_would_help(machine: Path, tmp_p
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_is_all_it_prints(machine: Path) -> None:
-    done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--json")
+def test_json_is_all_that_the_process_prints(machine: Path) -> None:
+    asked = ("--model", "gpt-2x192", "--hardware", str(machine), "--seq-len", "64", "--json")
+    done = subprocess.run([sys.executable, "-m", "pagoda", "plan", *asked], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     answer: dict[str, Any] = json.loads(done.stdout)
     assert set(answer) >= KEYS
@@ -56,7 +79,7 @@ def test_json_is_all_it_prints(machine: Path) -> None:
     assert answer["params"] == 10_745_088
 
 
-def test_formats_are_in_the_ledger(machine: Path) -> None:
+def test_formats_are_in_the_ledger(plan: Command, machine: Path) -> None:
     def bytes_of(*flags: str) -> dict[str, int]:
         done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--json", *flags)
         assert (done.returncode, done.stderr) == (0, "")
@@ -68,7 +91,7 @@ def test_formats_are_in_the_ledger(machine: Path) -> None:
     assert abs(wide["grad"] - 2 * half["grad"]) <= 0.03 * wide["grad"]
 
 
-def test_the_optimizer_decides_what_a_parameter_takes(machine: Path) -> None:
+def test_the_optimizer_decides_what_a_parameter_takes(plan: Command, machine: Path) -> None:
     asked = ("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--memory.host", "150MiB", "--json")
     done = plan(*asked, "--optimizer", "adafactor")
     assert (done.returncode, done.stderr) == (0, "")
@@ -79,7 +102,7 @@ def test_the_optimizer_decides_what_a_parameter_takes(machine: Path) -> None:
     assert plan(*asked, "--optimizer", "LBFGS").returncode == 2
 
 
-def test_experts_are_divided_over_as_many_ranks_as_asked() -> None:
+def test_experts_are_divided_over_as_many_ranks_as_asked(plan: Command) -> None:
     done = plan(
         *("--model", "t5-moe-1.2t", "--hardware", "a100-40g", "--nodes", 32, "--expert-parallel", 256),
         *("--batch-size", 16, "--seq-len", 512, "--json"),
@@ -90,7 +113,7 @@ def test_experts_are_divided_over_as_many_ranks_as_asked() -> None:
     assert any("experts over 256" in reason for reason in answer["reasons"])
 
 
-def test_what_does_not_fit_exits_with_1_and_says_what_would(machine: Path) -> None:
+def test_what_does_not_fit_exits_with_1_and_says_what_would(plan: Command, machine: Path) -> None:
     done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--memory.host", "1MiB", "--json")
     assert (done.returncode, done.stderr) == (1, "")
     answer = json.loads(done.stdout)
@@ -110,11 +133,11 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(machine: Path) -> No
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
         (("--model", "gpt2", "--hardware", "h100", "--memory.page-size", "3"), "memory.page_size is 3"),
         (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "tile_limit is '1'"),
-        (("--model", "gpt2", "--hardware", "h100", "--expert-parallel", "8"), "'gpt2' has no experts"),
+        (("--model", "gpt2", "--hardware", "h100", "--expert-parallel", "8"), "no experts to divide"),
         (("--model", "t5-moe-1.2t", "--hardware", "h100", "--expert-parallel", "3"), "does not divide the ranks"),
     ],
 )
-def test_settings_that_cannot_be_used_exit_with_2(args: tuple[str, ...], complaint: str) -> None:
+def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str, ...], complaint: str) -> None:
     done = plan(*args)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -123,7 +146,7 @@ def test_settings_that_cannot_be_used_exit_with_2(args: tuple[str, ...], complai
 
 
 def test_the_largest_model_trains_and_a_seventh_more_is_refused_before_anything_is_allocated(
-    machine: Path, tmp_path: Path
+    plan: Command, command: Command, machine: Path, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -133,10 +156,9 @@ def test_the_largest_model_trains_and_a_seventh_more_is_refused_before_anything_
     assert done.returncode == 0
     answer = json.loads(done.stdout)
 
-    def train(model: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pagoda", "train", "--model", model, "--steps", "2", "--batch-size", "1"]
-        out = ("--seq-len", "32", "--out", str(tmp_path / model))
-        return subprocess.run([*command, *out, *memory], capture_output=True, text=True, timeout=300)
+    def train(model: str) -> Any:
+        shape = ("--model", model, "--steps", 2, "--batch-size", 1, "--seq-len", 32)
+        return command("train", *shape, "--out", tmp_path / model, *memory)
 
     trained = train(answer["model"])
     assert trained.returncode == 0, trained.stderr
@@ -152,7 +174,7 @@ def test_the_largest_model_trains_and_a_seventh_more_is_refused_before_anything_
     assert not (tmp_path / larger.name).exists()
 
 
-def test_a_search_for_the_largest_ends_with_the_command_that_trains_it(machine: Path) -> None:
+def test_a_search_for_the_largest_ends_with_the_command_that_trains_it(plan: Command, machine: Path) -> None:
     done = plan(
         "--max-model", "--hardware", machine, "--seq-len", 32, "--memory.host", "200MiB", "--memory.ssd", "1GiB"
     )

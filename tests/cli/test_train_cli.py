@@ -20,7 +20,7 @@ from pagoda.train.metrics import read_metrics
 from tests.tiny import LLAMA, write_model
 
 KEYS = [
-    "step", "loss", "grad_norm", "lr", "aux_loss", "dropped", "step_s", "tokens_per_s", "stall_s",
+    "step", "loss", "grad_norm", "lr", "aux_loss", "step_s", "tokens_per_s", "stall_s",
     "bytes_moved", "peak_bytes", "accesses", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale",
     "skipped", "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip
@@ -118,6 +118,7 @@ def test_a_run_saves_at_its_end_unless_told_not_to(work: Workspace, capsys: pyte
     assert "--no-save-at-end" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_any_memory_split_gives_the_same_bits(work: Workspace) -> None:
     resident = work.train("resident", memory__host="1GiB", memory__ssd=None)
     ssd = work.train("ssd")
@@ -125,7 +126,7 @@ def test_any_memory_split_gives_the_same_bits(work: Workspace) -> None:
     assert curve(resident) == curve(ssd) == curve(arena)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_crashed_run_resumes_to_the_bits_of_an_unbroken_one(
     work: Workspace, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
@@ -173,6 +174,7 @@ def test_an_asynchronous_run_writes_how_far_weights_lag_and_goes_on_from_its_che
     assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "99", "--update", "sync"]) == 2
 
 
+@pytest.mark.slow
 def test_a_bound_of_zero_gives_the_bits_of_a_synchronous_run(work: Workspace) -> None:
     whole = work.train("sync")
     assert all(line["staleness"] == {} for line in whole)
@@ -414,7 +416,7 @@ def test_a_run_in_fp16_scales_its_loss_and_resumes_to_the_same_bits(work: Worksp
     assert curve(work.metrics("parts")) == curve(whole)
 
 
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+@pytest.mark.parametrize("moments", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 def test_compressed_moments_train_and_resume_to_the_same_bits(
     moments: str, work: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:

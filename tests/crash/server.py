@@ -45,7 +45,7 @@ def digest_of(run: Path) -> dict[str, Any]:
     with Checkpoint(RunDir(run).latest().path) as checkpoint:
         for state in (*checkpoint.states, BUFFERS):
             for name, spec in sorted(checkpoint.specs(state).items()):
-                values = checkpoint.read(state, name, 0, spec.nbytes // spec.dtype.itemsize)
+                values = checkpoint.tensor(state, name).whole().reshape(-1)
                 found.update(f"{state} of {name}: {spec}".encode())
                 found.update(tensor_bytes(values))
         rest = {key: checkpoint.manifest[key] for key in ("steps", "param_groups", "rng")}

@@ -17,7 +17,7 @@ from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, compute_memory, find_machine_for
 from pagoda.forecast.report import as_json
 from pagoda.forecast.subject import find_subject
-from pagoda.models.papers import find_paper_shape, gpt_of_step
+from pagoda.models.papers import PAPER_SHAPES, gpt_of_step
 from pagoda.optim import AdamW
 from pagoda.plan.options import Options
 from pagoda.plan.planner import make_plan
@@ -244,20 +244,25 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     settings: dict[str, Any] = {"model": "t5-moe-1.2t", "hardware": "a100-40g", "seq_len": 512, "batch_size": 4}
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)
     one = forecast(config, find_machine_for(config))
-    shape = find_paper_shape("t5-moe-1.2t")
+    shape = PAPER_SHAPES["t5-moe-1.2t"]
     assert one.subject.params == shape.params
     # A rank has the moments of its own experts whole, and a part of all others.
     experts = 16 * (2304 // 256) * 2 * shape.hidden * shape.ffn
     assert one.bytes["host"]["exp_avg"] == pytest.approx(4 * experts, rel=0.05)
     tokens = [op for ops in one.plan.exchanges_at.values() for op in ops]
-    assert len(tokens) == 4 * 16  # there and back, in forward and backward
+    assert len(tokens) == 6 * 16  # there and back, in forward, in its repetition and in backward
     assert {op.nbytes for op in tokens} == {2 * 4 * 512 * shape.hidden * 255 // 256}
     assert as_json(one, ()).keys() == as_json(made(), ()).keys()
 
 
 @pytest.mark.parametrize(
     ("model", "parallel", "complaint"),
-    [("gpt-13b", 2, "no experts"), ("gpt-2x192", 2, "no experts"), ("t5-moe-1.2t", 5, "does not divide 2,304")],
+    [
+        ("gpt-13b", 2, "no experts"),
+        ("gpt-2x192", 2, "no experts"),
+        ("t5-moe-1.2t", 5, "does not divide 2,304"),
+        ("mixtral-15m", 3, "not divide the 8"),
+    ],
 )
 def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
@@ -328,6 +333,7 @@ def test_no_model_fits_a_machine_without_room() -> None:
         largest_model(config, HERE_NOT)
 
 
+@pytest.mark.slow
 def test_a_papers_shape_is_planned_from_its_data() -> None:
     machine = Machine(find_machine("a100-40g").with_gpus(1), here=False)
     one = made(machine, model="t5-27b", batch_size=4, seq_len=512)

@@ -7,18 +7,18 @@ from pagoda.forecast.describe import module_spec
 from pagoda.forecast.subject import find_subject
 from pagoda.models import build_model
 from pagoda.models.flops import forward_flops, weightless
-from pagoda.models.mixture_shapes import MIXTURE_SHAPES
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.units import layers_of
 from pagoda.transforms.operator_tiles import Tiling
 
 
-@pytest.mark.parametrize(("name", "most"), [("gpt-5x192", None), ("gpt-5x192", 200_000), ("llama-15m", 100_000)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("gpt-5x192", None), ("gpt-5x192", 200_000), ("llama-15m", 100_000), ("mixtral-15m", None)]
+)
 def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, most: int | None) -> None:
     with weightless():
         whole = build_model(name, seq_len=32)
-        if most is not None:
-            Tiling(whole, most)
+        Tiling(whole, most)
         flops, root = forward_flops(whole, 2, 32), describe(whole)
     subject = find_subject(name, batch_size=2, seq_len=32, tile_elements=most)
     assert subject.root == root
@@ -26,9 +26,9 @@ def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, 
     assert subject.layers == len(layers_of(root))
 
 
-@pytest.mark.parametrize("name", ["gpt-13b", "t5-58b", "t5-moe-1.2t", "gpt-moe-15m"])
+@pytest.mark.parametrize("name", ["gpt-13b", "t5-58b", "t5-moe-1.2t"])
 def test_layers_are_the_outermost_rows(name: str) -> None:
-    shape = PAPER_SHAPES.get(name) or MIXTURE_SHAPES[name]
+    shape = PAPER_SHAPES[name]
     layers = layers_of(module_spec(shape))
     assert len(layers) == shape.layers + shape.decoder_layers
     assert not any(".mlp" in layer.name for layer in layers)

@@ -11,7 +11,7 @@ from pagoda.config.memory import Memory
 from pagoda.config.run import StatesConfig
 from pagoda.config.training import ActivationMode
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.forecast import problem as problems
+from pagoda.forecast import problem as problems, resolve_auto
 from pagoda.forecast.advice import advise
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import Forecast, forecast
@@ -108,8 +108,17 @@ def test_nowhere_to_offload_to_is_said() -> None:
     with pytest.raises(ConfigError, match="nowhere to offload to"):
         made(alone, activations="offload")
     assert made(alone, activations="auto").config.activations in ("keep", "recompute")
-    with pytest.raises(ConfigError, match="a mixture of experts"):
-        made(gpu(4 * GIB, 1e10, 1e12), model="gpt-moe-15m", activations="offload")
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+def test_ranks_that_divide_experts_have_one_policy_for_all_layers(
+    expert_parallel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one of its own for each layer would be the fastest."""
+    monkeypatch.setattr(resolve_auto, "_step_s", lambda config, *_: 1.0 + (config.activations != "auto"))
+    config = PlanConfig(model="mixtral-15m", seq_len=64, activations="auto", expert_parallel=expert_parallel)
+    resolved, _ = resolve_auto.resolve_auto(config, gpu(4 * GIB, 1e10, 1e12), subject_of(config))
+    assert (resolved.activations == "auto") == (expert_parallel == 1)
 
 
 def test_as_few_tiles_as_fit() -> None:
@@ -179,6 +188,7 @@ def test_a_forecast_and_its_advice_simulate_few_plans(monkeypatch: pytest.Monkey
     assert len(simulated) - searched <= 2 * 9
 
 
+@pytest.mark.slow
 def test_plans_of_many_units_are_compared_on_a_part_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "MOST_UNITS", 40)
     simulated = counted(monkeypatch, problems, "simulate")
@@ -203,6 +213,7 @@ def test_the_search_for_the_largest_builds_two_layers_at_most_and_simulates_noth
     assert all(kwargs["layers"] in (None, 2) for _, kwargs in built)
 
 
+@pytest.mark.slow
 def test_the_largest_with_activations_left_open_is_at_least_that_of_each_policy() -> None:
     machine = gpu(1.5 * GIB, 1e10, 1e12)
     config = PlanConfig(max_model=True, seq_len=512, batch_size=2, plan="usual")

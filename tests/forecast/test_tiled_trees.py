@@ -6,7 +6,7 @@ import pytest
 
 from pagoda.forecast.describe import forward_flops, module_spec
 from pagoda.forecast.tiles import tiled
-from pagoda.models.papers import find_paper_shape
+from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.units import ModuleSpec, discover, forward_uses
 
 
@@ -16,7 +16,7 @@ def modules(root: ModuleSpec) -> list[ModuleSpec]:
 
 @pytest.mark.parametrize("name", ["gpt-1b", "t5-27b"])
 def test_what_is_too_large_is_cut_and_nothing_is_lost(name: str) -> None:
-    shape, most = find_paper_shape(name), 4_000_000
+    shape, most = PAPER_SHAPES[name], 4_000_000
     root, flops = module_spec(shape), forward_flops(shape, 512, 512)
     cut, counted = tiled(root, flops, most)
     assert sum(param.numel for param in cut.walk()) == shape.params
@@ -37,6 +37,6 @@ def test_what_is_too_large_is_cut_and_nothing_is_lost(name: str) -> None:
 
 
 def test_without_anything_large_the_tree_stays() -> None:
-    shape = find_paper_shape("gpt-1b")
+    shape = PAPER_SHAPES["gpt-1b"]
     root, flops = module_spec(shape), forward_flops(shape, 512, 512)
     assert tiled(root, flops, shape.params) == (root, flops)

@@ -18,6 +18,8 @@ from pagoda.memory.sizes import format_at_least, format_bytes, parse_bytes
         (" 3 b ", 3),
         ("1kib", 1024),
         ("2KB", 2000),
+        ("8G", 8 * 2**30),
+        ("1.5m", 3 * 2**19),
         ("0.5TiB", 2**39),
         (7, 7),
     ],
@@ -26,7 +28,7 @@ def test_sizes_in_binary_and_decimal_units_and_any_case_are_read_exactly(text: s
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "20G", "1.5.2GB", "-4KiB", "1e9", "12 parsecs", "0", "0.2B", "٣GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "20X", "1.5.2GB", "-4KiB", "1e9", "12 parsecs", "0", "0.2B", "٣GiB"])
 def test_text_that_is_no_size_is_refused_naming_the_setting_and_the_text(text: str) -> None:
     with pytest.raises(ConfigError, match="host") as caught:
         parse_bytes(text, "host")

@@ -325,7 +325,7 @@ def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_ev
         try:
             rng, run, value = random.Random(seed), runs[seed], 0
             tier.store(run, 0, pattern(2, value))
-            for step in range(60):
+            for step in range(30):
                 action = rng.random()
                 if action < 0.5:
                     value = seed + 3 * step
@@ -348,7 +348,7 @@ def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_ev
     def freeze() -> None:
         try:
             into = Arena(2 * PAGE).view(0, 2 * PAGE)
-            for step in range(12):
+            for step in range(6):
                 with closing(tier.freeze_all()) as frozen:
                     reference = frozen.commit(*make_checkpoint(tmp_path / f"checkpoint{step}"))
                     for run in runs:

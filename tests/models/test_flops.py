@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pagoda.forecast import describe
+from pagoda.forecast.subject import find_subject
 from pagoda.models import build_model
 from pagoda.models.flops import forward_flops, weightless
 from pagoda.models.papers import gpt_of_step
@@ -43,3 +44,10 @@ def test_a_matrix_costs_two_flops_a_token_and_element_and_attention_is_the_full_
 def test_a_gpt_that_is_built_costs_what_its_shape_says() -> None:
     shape = gpt_of_step(1)
     assert sum(counted(shape.name)[1].values()) == sum(describe.forward_flops(shape, TOKENS, LENGTH).values())
+
+
+def test_experts_cost_as_much_whole_as_in_tiles() -> None:
+    """Also where they are one unit, as under Muon: transformers' kernel cannot run without values."""
+    whole, tiles = (find_subject("mixtral-15m", batch_size=2, seq_len=32, cuts_stacks=cut) for cut in (False, True))
+    assert sum(whole.forward_flops.values()) == pytest.approx(sum(tiles.forward_flops.values()))
+    assert len(whole.forward_flops) < len(tiles.forward_flops)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape, find_paper_shape, gpt_shape
+from pagoda.models.papers import GPT_VOCAB, PAPER_SHAPES, PaperShape, gpt_shape
 
 ASKED_FOR = [
     "gpt-1b",
@@ -104,12 +104,6 @@ def test_a_shape_of_the_family_is_a_gpt_of_the_sequence_length_asked_for() -> No
 def test_a_size_below_the_family_is_refused() -> None:
     with pytest.raises(ConfigError, match="smallest has 10,"):
         gpt_shape(1e6)
-
-
-def test_an_unknown_name_lists_the_shapes_and_the_closest() -> None:
-    assert find_paper_shape("gpt-55b") is PAPER_SHAPES["gpt-55b"]
-    with pytest.raises(ConfigError, match=r"Did you mean 'gpt3-175b'\?.*t5-moe-1\.2t"):
-        find_paper_shape("gpt-175b")
 
 
 @pytest.mark.parametrize(

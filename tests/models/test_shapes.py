@@ -20,6 +20,15 @@ PARAMETERS = {
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "mixtral-15m": 14_855_616,
+    "mixtral-120m": 115_843_968,
+    "mixtral-1b": 949_586_688,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-moe-15m": 14_883_648,
+    "qwen3-moe-30b": 30_532_122_624,
+    "t5-moe-15m": 14_264_832,
+    "t5-moe-120m": 114_262_656,
+    "t5-moe-1b": 1_001_595_648,
 }
 
 SMALLER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -78,7 +87,7 @@ def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
         build_model(str(tmp_path), seq_len=16)
 
 
-@pytest.mark.parametrize("text", ["not json", "{}", '{"model_type": "no-such-model"}', '{"model_type": "t5"}'])
+@pytest.mark.parametrize("text", ["not json", "{}", '{"model_type": "no-such-model"}', '{"model_type": "vit"}'])
 def test_an_unusable_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError):

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+import reference
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim import MOMENT_NAMES, flat, gradient_dtype, reference
+from pagoda.optim import MOMENT_NAMES, flat, gradient_dtype
 
 _MAGNITUDES = [0.0, 1e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, 1e-30, 1e-8, 0.5, 1.0, 1.00390625, 3.0]
 _MAGNITUDES += [65504.0, 1e18, 1e19, 1e30, 3.3e38, 3.4028235e38]

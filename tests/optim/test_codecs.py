@@ -3,12 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings, strategies as st
 
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
-from pagoda.optim import AdamW, Key, Moments, flat, kernels, reference
+from pagoda.optim import AdamW, Key, Moments, flat, kernels
 from pagoda.optim.codecs import BLOCK
 
 from .blocks import EDGES, copy_of, random_block, same_bits

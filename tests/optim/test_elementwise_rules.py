@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 import pytest
+import reference
 import torch
 
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
 from pagoda.jit import OPTIONS
-from pagoda.optim import SGD, Adam, ElementwiseRule, Lion, flat, kernels, reference
+from pagoda.optim import SGD, Adam, ElementwiseRule, Lion, flat, kernels
 
 from .blocks import EDGES, copy_of, random_block, same_bits
 

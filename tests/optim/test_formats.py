@@ -4,12 +4,13 @@ from typing import get_args
 
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given, strategies as st
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel
-from pagoda.optim import SGD, Adam, AdamW, Lion, flat, fp16, reference
+from pagoda.optim import SGD, Adam, AdamW, Lion, flat, fp16
 from pagoda.optim.codecs import Key
 from pagoda.optim.jit import bits_to_fp32, fp32_to_bits
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype, weight_states

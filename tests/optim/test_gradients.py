@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given, settings, strategies as st
 
 from pagoda.config.training import Precision
-from pagoda.optim import flat, gradient_dtype, reference
+from pagoda.optim import flat, gradient_dtype
 
 from .blocks import EDGES, bits, random_block, same_bits
 

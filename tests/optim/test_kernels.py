@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import pytest
+import reference
 import torch
 from hypothesis import given, settings, strategies as st
 
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
 from pagoda.jit import OPTIONS
-from pagoda.optim import AdamW, Scalars, flat, fp16, kernels, reference
+from pagoda.optim import AdamW, Scalars, flat, fp16, kernels
 from pagoda.optim.elements import BF16, FP16, FP32
 from pagoda.optim.gradient_kernels import gradient_kernels
 

@@ -121,10 +121,11 @@ for split in (0, 1, 2):
     half = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*i16")
     codes = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*u8")
     codes |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), "*fp32")
-    print(ptx(triton_adamw.adamw, fp32, split=split, noisy=False, size=1024))
-    print(ptx(triton_adamw.adamw, half, split=split, noisy=True, size=1024))
+    for decoupled in (True, False):
+        print(ptx(triton_adamw.adamw, fp32, split=split, noisy=False, decoupled=decoupled, size=1024))
+    print(ptx(triton_adamw.adamw, half, split=split, noisy=True, decoupled=True, size=1024))
     print(ptx(triton_adamw.adamw_8bit, codes, split=split, size=1024))
-    for kernel in (triton_momentum.adam, triton_momentum.sgd, triton_momentum.sgd_momentum, triton_momentum.lion):
+    for kernel in (triton_momentum.sgd, triton_momentum.sgd_momentum, triton_momentum.lion):
         print(ptx(kernel, fp32, split=split, size=1024))
     print(ptx(triton_squares.square_sums, types | {"sums": "*fp64"}, piece=1 << 20, half=split))
 """

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import reference
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -19,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 from zoo import BATCH, LENGTH, VOCABULARY, Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
-from pagoda.optim import reference
 
 PAGE = 4096
 LR, DECAY = 1e-2, 0.1

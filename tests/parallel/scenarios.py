@@ -15,16 +15,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
-from pagoda.checkpoint.snapshot import Snapshot
+from pagoda.checkpoint.state import ParameterState
+from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.memory.identity import partial
 from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.formats import warm_up as warm_up_kernels
-from pagoda.parallel.experts import ExpertExchange
 from pagoda.parallel.world import launched
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.layout import GRAD, WEIGHT
@@ -230,11 +232,11 @@ def resume(
 
 def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None) -> dict[str, Any]:
     """Train from a checkpoint, or from the start, a step for each directory of `saves`, and save a checkpoint there in
-    place of the one before; give back the state at each, how many states were copied in, and the commits at the end."""
+    place of the one before; give back the state at each, the tensors copied in, and the commits at the end."""
     made = recipe_of(recipe)
     model, optimizer = wrapped(made, "ssd", out, 3, kept=1)
     done, states, outcome, last = 0, {}, Outcome(), loads
-    with mock.patch.object(Snapshot, "_copy_in", autospec=True, side_effect=Snapshot._copy_in) as copy_in:
+    with mock.patch.object(ParameterState, "copy_in", autospec=True, side_effect=ParameterState.copy_in) as copy_in:
         if loads is not None:
             done = optimizer.load_checkpoint(loads)["step"]
             states["loaded"] = state_of(model, optimizer)
@@ -319,7 +321,7 @@ def resave_experts(out: Path, source: str, expert_parallel: int) -> None:
     """Save a mixture that each rank drew by itself, then load a checkpoint into it and save that again."""
     torch.manual_seed(place()[0])
     mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
-    model = build_model("gpt-moe-15m", seq_len=16, exchange=ExpertExchange.over(mesh))
+    model = build_model("mixtral-15m", seq_len=16)
     memory = pagoda.Memory(host="1GiB", unit_limit="1MiB")
     _, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32", mesh=mesh)
     optimizer.save_checkpoint(out / "drawn", wait=True)
@@ -328,12 +330,11 @@ def resave_experts(out: Path, source: str, expert_parallel: int) -> None:
     optimizer.close()
 
 
-def mixture(expert_parallel: int, seed: int) -> tuple[nn.Module, Any]:
+def mixture(name: str, expert_parallel: int, seed: int) -> tuple[nn.Module, Any]:
     """A mixture whose every rank draws weights of its own, after a step."""
     torch.manual_seed(seed + place()[0])
     mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
-    exchange = ExpertExchange.over(mesh) if expert_parallel > 1 else None
-    model = build_model("gpt-moe-15m", seq_len=16, exchange=exchange)
+    model = build_model(name, seq_len=16)
     memory = pagoda.Memory(host="1GiB", unit_limit="1MiB")
     model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh)
     ids = torch.randint(256, (2, 16))
@@ -342,43 +343,48 @@ def mixture(expert_parallel: int, seed: int) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def pass_on_full_states(out: Path, expert_parallel: int) -> dict[str, Any]:
+def joined(state: Any) -> Any:
+    """A state dict with whole tensors in place of what is divided over ranks."""
+    return tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, state)
+
+
+def pass_on_full_states(out: Path, name: str, expert_parallel: int) -> dict[str, Any]:
     """Give a mixture's weights to another one as a full state dict, then all of its state as torch's checkpoint."""
-    model, optimizer = mixture(expert_parallel, seed=0)
+    model, optimizer = mixture(name, expert_parallel, seed=0)
     own, full = model.state_dict(), pagoda.full_state_dict(model)
     everywhere = pagoda.full_state_dict(model, all_ranks=True)
     state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
     dcp.save(state, checkpoint_id=out / "dcp")
-    saved = {key: value.state_dict() for key, value in state.items()}
+    saved = {key: joined(value.state_dict()) for key, value in state.items()}
     optimizer.close()
-    other, optimizer = mixture(expert_parallel, seed=5)
+    other, optimizer = mixture(name, expert_parallel, seed=5)
     other.load_state_dict(everywhere, strict=False)
     loaded = other.state_dict()
     optimizer.zero_grad()
     state = {"model": pagoda.ModelState(other), "optim": pagoda.OptimizerState(optimizer)}
     dcp.load(state, checkpoint_id=out / "dcp")
-    restored = {key: value.state_dict() for key, value in state.items()}
+    restored = {key: joined(value.state_dict()) for key, value in state.items()}
     optimizer.close()
     result = {"own": own, "full": full, "loaded": loaded, "saved": saved, "restored": restored}
     return {**result, "everywhere": sorted(everywhere)}
 
 
-def load_full_states(out: Path, source: str) -> dict[str, Any]:
+def load_full_states(out: Path, name: str, source: str) -> dict[str, Any]:
     """Load torch's checkpoint of a mixture whose experts were divided."""
-    model, optimizer = mixture(1, seed=3)
+    model, optimizer = mixture(name, 1, seed=3)
     state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
     dcp.load(state, checkpoint_id=source)
-    restored = {key: value.state_dict() for key, value in state.items()}
+    restored = {key: joined(value.state_dict()) for key, value in state.items()}
     result = {"full": model.state_dict(), "restored": restored}
     optimizer.close()
     return result
 
 
-def wrap_undivided_experts(out: Path) -> str:
-    """Give wrap a mesh that divides experts, and a model with all of them."""
-    model = build_model("gpt-moe-15m", seq_len=16)
+def wrap_indivisible_experts(out: Path, name: str, activations: ActivationMode) -> str:
+    """Give wrap a mesh that divides experts, and a model or a mode that does not allow that."""
+    model = build_model(name, seq_len=16)
     try:
-        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=2))
+        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=3), activations=activations)
     except pagoda.ConfigError as error:
         return str(error)
     return "wrapped"

@@ -29,19 +29,24 @@ STEPS = 3
 TOKENS = "tokens of experts"
 VERBS = ("fetch", "gather", "reduce", "offload", TOKENS)
 """What lanes call their work."""
+HOST = "40MiB"
+"""RAM of a rank, which does not hold its part of the state."""
 RELATIVE = 2e-4
 """Figures of fp32 training are this close: the same sums in another order, through three updates."""
 
 
-def config_of(model: str, out: Path) -> TrainConfig:
+def config_of(model: str, out: Path, *, on_ssd: bool = False) -> TrainConfig:
     (out / "ssd").mkdir(parents=True)
+    memory = Memory(host="1GiB", device="cpu:24MiB", unit_limit="1MiB")
+    if on_ssd:
+        memory = replace(memory, host=HOST, ssd=out / "ssd")
     return TrainConfig(
         model=model,
         steps=STEPS,
         batch_size=4,
         seq_len=16,
         precision="fp32",
-        memory=Memory(host="1GiB", device="cpu:12MiB", unit_limit="1MiB"),
+        memory=memory,
         checkpoint_every=STEPS,
         trace=out / "trace.json",
         trace_step=2,
@@ -57,7 +62,7 @@ def trained(ranks: RankServer, count: int, config: TrainConfig) -> dict[str, lis
     status = ranks.ask("train_run", count, out, arguments=arguments, timeout_s=150)
     assert status == [0] * count, "\n".join(path.read_text() for path in out.glob("error-*.txt"))
     lines = list(read_metrics(config.out / "metrics.jsonl"))
-    return {figure: [line[figure] for line in lines] for figure in ("loss", "aux_loss", "dropped", "grad_norm")}
+    return {figure: [line[figure] for line in lines] for figure in ("loss", "aux_loss", "grad_norm")}
 
 
 def tensors_of(config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -66,8 +71,7 @@ def tensors_of(config: TrainConfig) -> dict[str, torch.Tensor]:
 
 def read(directory: Path, state: str = "weight") -> dict[str, torch.Tensor]:
     with Checkpoint(directory) as checkpoint:
-        specs = checkpoint.specs(state)
-        return {name: checkpoint.read(state, name, 0, s.nbytes // s.dtype.itemsize) for name, s in specs.items()}
+        return {name: checkpoint.tensor(state, name).whole().reshape(-1) for name in checkpoint.specs(state)}
 
 
 def executed(config: TrainConfig) -> set[str]:
@@ -95,37 +99,43 @@ def planned(shape: PaperShape, ranks: Ranks) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "count", "expert_parallel"),
+    ("model", "count", "expert_parallel", "on_ssd"),
     [
-        ("gpt-moe-15m", 2, 2),
-        pytest.param("t5-moe-15m", 2, 2, marks=pytest.mark.slow),
-        pytest.param("gpt-moe-15m", 4, 2, marks=pytest.mark.slow),
-        pytest.param("gpt-moe-15m", 4, 4, marks=pytest.mark.slow),
+        ("mixtral-15m", 2, 2, False),
+        ("t5-moe-15m", 4, 4, True),
+        pytest.param("mixtral-15m", 4, 4, True, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe-15m", 4, 2, False, marks=pytest.mark.slow),
+        pytest.param("t5-moe-15m", 2, 2, False, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_divide_experts_train_as_one_does(
-    model: str, count: int, expert_parallel: int, ranks: RankServer, tmp_path: Path
+    model: str, count: int, expert_parallel: int, on_ssd: bool, ranks: RankServer, tmp_path: Path
 ) -> None:
-    alone = config_of(model, tmp_path / "alone")
-    divided = config_of(model, tmp_path / "divided")
-    divided = replace(divided, batch_size=4 // count, expert_parallel=expert_parallel)
+    """One that adds up as many micro-batches: the balance loss is that of a micro-batch."""
+    alone = replace(config_of(model, tmp_path / "alone"), batch_size=4 // count, accumulation_steps=count)
+    divided = config_of(model, tmp_path / "divided", on_ssd=on_ssd)
+    device = f"cpu:{48 // count}MiB"  # less than a rank's weights
+    memory = replace(divided.memory, device=device)
+    divided = replace(divided, batch_size=4 // count, expert_parallel=expert_parallel, memory=memory)
     expected, figures = trained(ranks, 1, alone), trained(ranks, count, divided)
     for name, values in figures.items():
-        assert values == pytest.approx(expected[name], rel=RELATIVE), name
+        assert values == pytest.approx(expected[name], rel=RELATIVE if name != "grad_norm" else 5 * RELATIVE), name
     mine, others = tensors_of(divided), tensors_of(alone)
     assert mine.keys() == others.keys()  # each expert once, by its own name
-    assert sum(".experts." in name for name in mine) > 4 * 8
+    assert any(".experts." in name for name in mine)
     for name, weight in mine.items():
         assert (weight - others[name]).norm() <= 1e-3 * others[name].norm() + 1e-5, name
+    moved = [line["bytes_moved"]["ssd_read"] for line in read_metrics(divided.out / "metrics.jsonl")]
+    assert all(moved[1:]) == on_ssd
     assert executed(divided) == planned(PAPER_SHAPES["t5-moe-1.2t"], Ranks(256, 8, expert_parallel=256))
     assert executed(divided) - {TOKENS} == planned(PAPER_SHAPES["gpt3-175b"], Ranks(512, 8))
-    resumed = replace(divided, steps=STEPS + 1, expert_parallel=1, resume=True, trace=None)
+    resumed = replace(divided, steps=STEPS + 1, expert_parallel=1, accumulation_steps=1, resume=True, trace=None)
     goes_on = trained(ranks, 1, resumed)["loss"]
     assert len(goes_on) == STEPS + 1
 
 
 def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankServer, tmp_path: Path) -> None:
-    alone = replace(config_of("gpt-moe-15m", tmp_path / "alone"), steps=1, checkpoint_every=1, trace=None)
+    alone = replace(config_of("mixtral-15m", tmp_path / "alone"), steps=1, checkpoint_every=1, trace=None)
     trained(ranks, 1, alone)
     source = RunDir(alone.out).latest().path
     ranks.run("resave_experts", 2, tmp_path / "divided", source=str(source), expert_parallel=2)
@@ -137,20 +147,22 @@ def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankSe
     assert saved["steps"] == resaved["steps"]
     drawn = read(tmp_path / "divided" / "drawn")  # no rank has another's experts
     first = [values for name, values in drawn.items() if ".experts." in name and values.std() > 0]
-    assert all(not torch.equal(one, other) for one, other in combinations(first, 2))
+    assert all(not torch.equal(one, other) for one, other in combinations(first, 2) if one.shape == other.shape)
 
 
-def test_full_states_of_divided_experts_hold_all_of_them(ranks: RankServer, tmp_path: Path) -> None:
-    first, second = ranks.run("pass_on_full_states", 2, tmp_path / "divided", expert_parallel=2)
-    (alone,) = ranks.run("load_full_states", 1, tmp_path / "alone", source=str(tmp_path / "divided" / "dcp"))
+@pytest.mark.parametrize("model", ["mixtral-15m", "t5-moe-15m"])
+def test_full_states_of_divided_experts_hold_all_of_them(model: str, ranks: RankServer, tmp_path: Path) -> None:
+    first, second = ranks.run("pass_on_full_states", 2, tmp_path / "divided", name=model, expert_parallel=2)
+    dcp = str(tmp_path / "divided" / "dcp")
+    (alone,) = ranks.run("load_full_states", 1, tmp_path / "alone", name=model, source=dcp)
     full = first["full"]
     assert second["full"] == {}
     assert full.keys() == alone["full"].keys()
     assert first["everywhere"] == second["everywhere"] == sorted(full)
-    assert first["own"].keys() & second["own"].keys() < full.keys() == first["own"].keys() | second["own"].keys()
+    assert {*first["own"]} != {*second["own"]}
     for result in (first, second):
         for name, weight in result["own"].items():
-            assert torch.equal(weight, full[name]), name
+            assert torch.equal(weight, in_full(full, name)), name
             assert torch.equal(weight, result["loaded"][name]), name
         for part in ("model", "optim"):
             assert_same(result["saved"][part], result["restored"][part])
@@ -158,6 +170,15 @@ def test_full_states_of_divided_experts_hold_all_of_them(ranks: RankServer, tmp_
         assert torch.equal(weight, full[name]), name
     moments = {**first["saved"]["optim"]["state"], **second["saved"]["optim"]["state"]}
     assert_same(moments, alone["restored"]["optim"]["state"])
+
+
+def in_full(full: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A rank's parameter in the full state dict: by its name, or the experts of a tile in their stack."""
+    row, tiles, rest = name.rpartition(".tiles.")
+    if not tiles:
+        return full[name]
+    expert, _, param = rest.partition(".")
+    return full[f"{row}.{param}"][int(expert) :][:1]
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -171,6 +192,16 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-def test_a_model_with_all_experts_is_refused_by_a_mesh_that_divides_them(ranks: RankServer, tmp_path: Path) -> None:
-    for said in ranks.run("wrap_undivided_experts", 2, tmp_path):
-        assert "divided in 1, but expert_parallel of the mesh is 2" in said
+@pytest.mark.parametrize(
+    ("model", "activations", "complaint"),
+    [
+        ("mixtral-15m", "keep", "does not divide the 8 experts"),
+        ("gpt-1x64", "keep", "no experts to divide"),
+        ("mixtral-15m", "auto", "must recompute the same layers"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    model: str, activations: str, complaint: str, ranks: RankServer, tmp_path: Path
+) -> None:
+    for said in ranks.run("wrap_indivisible_experts", 3, tmp_path, name=model, activations=activations):
+        assert complaint in said

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from zoo import LAYERS
 
 from .conftest import RankServer
 
@@ -149,7 +150,7 @@ def test_partitioned_activations_change_no_bit(name: str, policy: str, ranks: Ra
     for before, after in zip(whole, divided, strict=True):
         assert after["losses"] == before["losses"]
         assert all(torch.equal(after["parts"][param], part) for param, part in before["parts"].items())
-        halves = 6 * after["hidden"] // 2 if name == "llama" else 0
+        halves = LAYERS * after["hidden"] // 2 if name == "llama" else 0
         """Of the inputs of all blocks; those of the other model are divided along the sequence already."""
         small = 16 << 10
         if policy == "recompute":

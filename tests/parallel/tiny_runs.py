@@ -62,9 +62,9 @@ def states_of(config: TrainConfig) -> dict[tuple[str, str], torch.Tensor]:
     assert last.step == config.steps
     with Checkpoint(last.path) as checkpoint:
         return {
-            (state, name): checkpoint.read(state, name, 0, spec.nbytes // spec.dtype.itemsize)
+            (state, name): checkpoint.tensor(state, name).whole().reshape(-1)
             for state in (*checkpoint.states, BUFFERS)
-            for name, spec in checkpoint.specs(state).items()
+            for name in checkpoint.specs(state)
         }
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, example, given, strategies as st
 
 from pagoda.config.memory import Split
@@ -12,9 +13,10 @@ from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budgets, Placement
-from pagoda.plan.planner import Plan
+from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.reasons import reasons_for_homes
 from pagoda.plan.trace import STEP, Trace
+from pagoda.plan.units import ModuleSpec, ParamSpec
 
 from .strategies import STATES, Draw, layouts, unit
 
@@ -225,3 +227,19 @@ def test_what_is_said_of_homes_agrees_with_them(case: tuple[Layout, Budgets, Opt
     assert ("on SSD" in reasons[0] or "SSD holds" in reasons[0]) == (
         not all(tier == HOST for (_, state), tier in placement.homes.items() if state != GRAD)
     )
+
+
+def test_an_update_of_a_frozen_unit_changes_nothing_that_could_be_copied() -> None:
+    layout = Layout((unit(0, 5000, 300), unit(1, 0, 5000)), STATES["bf16"], 4096)
+    names = {state.name for state in layout.states}
+    assert layout.undo_pages(layout.units[0], names).keys() == names
+    assert layout.undo_pages(layout.units[1], names) == {}
+
+
+@pytest.mark.parametrize(("precision", "states", "gradient"), [("bf16", 2 + 2 + 4 + 4, 2), ("fp32", 4 + 4 + 4, 4)])
+def test_an_update_reads_and_writes_every_state_and_reads_the_gradient(
+    precision: str, states: int, gradient: int
+) -> None:
+    root = ModuleSpec("", (ParamSpec("weight", (64, 64)), ParamSpec("frozen", (64, 64), trainable=False)))
+    layout = make_plan(root, STATES[precision], Budgets(1 << 30), Options(4096)).layout
+    assert layout.bytes_per_update == 2 * states + gradient

@@ -10,24 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from zoo import (
     ALL_ON_SSD,
     ARENA,
-    ARENA_ALL_ON_SSD,
     HOST_WEIGHTS,
     PAGE,
     PLACEMENTS,
     RESIDENT,
-    UNIT_LIMIT,
     Outcome,
     Recipe,
     batch,
     loss_of,
     run,
     squeeze,
-    train,
-    usual_loop,
 )
 
 import pagoda
@@ -52,16 +49,6 @@ STEPS = 6
 
 def memory_of(recipe: Recipe, placement: str, directory: Path, max_staleness: int) -> pagoda.Memory:
     return squeeze(recipe.build(), placement, directory, max_staleness=max_staleness)
-
-
-def train_async(recipe: Recipe, memory: pagoda.Memory, max_staleness: int, loop: Any = None) -> Outcome:
-    return run(
-        recipe.build(),
-        memory,
-        loop or usual_loop(recipe),
-        clip_grad_norm=recipe.clip,
-        update=pagoda.Updates("async", max_staleness=max_staleness),
-    )
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -114,35 +101,7 @@ def front(engine: Engine, unit: LiveUnit) -> torch.Tensor:
 # --- what is computed --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("placement", "recipe"),
-    [
-        *((placement, Recipe("llama", checkpointing=True, accumulation=2, steps=3)) for placement in PLACEMENTS),
-        (ALL_ON_SSD, Recipe("gpt2", clip=None, frozen=True, steps=3)),
-        (HOST_WEIGHTS, Recipe("conv", frozen=True, checkpointing=True, steps=3)),
-    ],
-    ids=lambda value: value.model if isinstance(value, Recipe) else value,
-)
-def test_a_bound_of_zero_gives_the_bits_of_sync(placement: str, recipe: Recipe, tmp_path: Path) -> None:
-    outcome = train_async(recipe, memory_of(recipe, placement, tmp_path, 0), 0)
-    outcome.assert_same_bits(train(recipe, RESIDENT))
-    ssd = outcome.plan.bytes.get("ssd", {})  # type: ignore[union-attr]
-    assert (WEIGHT_BACK in ssd) == (placement in (ALL_ON_SSD, ARENA_ALL_ON_SSD))
-    assert ("exp_avg" in ssd) == (placement != ARENA)
-
-
-def test_a_bound_of_zero_gives_the_bits_of_sync_in_fp32(tmp_path: Path) -> None:
-    recipe = Recipe("llama", precision="fp32", steps=3)
-    memory = pagoda.Memory(host="64MiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
-    options: dict[str, Any] = {"precision": "fp32", "clip_grad_norm": 0.5}
-    outcome = run(
-        recipe.build(), memory, usual_loop(recipe), update=pagoda.Updates("async", max_staleness=0), **options
-    )
-    outcome.assert_same_bits(train(recipe, RESIDENT))
-
-
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, ARENA])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@each_once(placement=[HOST_WEIGHTS, ALL_ON_SSD, ARENA], checkpointing=[False, True])
 def test_gradients_that_waited_are_applied_one_by_one_as_if_on_time(
     placement: str, checkpointing: bool, tmp_path: Path, wrap: Wrap
 ) -> None:
@@ -231,8 +190,7 @@ def test_forward_and_backward_of_a_step_see_the_same_weights_though_newer_ones_a
     assert norm_of_second_step(newer_before_backward=True) == norm_of_second_step(newer_before_backward=False)
 
 
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, ARENA, ARENA_ALL_ON_SSD])
-@pytest.mark.parametrize("max_staleness", [1, 3])
+@each_once(placement=PLACEMENTS, max_staleness=[1, 3])
 def test_whatever_the_timing_the_bound_holds_and_no_forward_sees_half_an_update(
     placement: str, max_staleness: int, tmp_path: Path, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:

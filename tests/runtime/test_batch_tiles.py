@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from pairwise import each_once
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
@@ -58,15 +59,6 @@ class Deep(Model):
         self.layers = nn.ModuleList(Block() for _ in range(12))
 
 
-class Unchecked(Model):
-    """The same without checkpoints of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.checkpoints = False
-
-
 def data(generator: torch.Generator, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(samples, 4, WIDTH, generator=generator)
     return x.bfloat16(), torch.rand(samples, 1, 1, generator=generator).bfloat16()
@@ -94,20 +86,12 @@ def train(
     return zoo.run(build().train(), memory, loop, tiles=pagoda.Tiles(batch_tiles=tiles), **wrap)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("tiles", [2, 8])
+@each_once(tiles=[2, 8], clip=[None, 0.5])
 def test_has_the_bits_of_ordinary_accumulation(tiles: int, clip: float | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tiled = train(zoo.RESIDENT, tiles=tiles, clip_grad_norm=clip)
     tiled.assert_same_bits(train(zoo.RESIDENT, passes=tiles, clip_grad_norm=clip))
-
-
-def test_placement_does_not_change_a_bit(tmp_path: Path) -> None:
-    memory = zoo.squeeze(Model(), zoo.ARENA_ALL_ON_SSD, tmp_path, clipping=False, unit_limit="36KiB")
-    outcome = train(memory, tiles=4, build=Model)
-    assert min(outcome.moved[-1][lane] for lane in ("h2d", "ssd_read", "ssd_write")) > 0
-    outcome.assert_same_bits(train(zoo.RESIDENT, tiles=4))
 
 
 def test_weights_move_once_for_all_micro_batches(tmp_path: Path) -> None:
@@ -153,14 +137,6 @@ def test_models_of_every_kind_are_tiled(name: str, monkeypatch: pytest.MonkeyPat
         optimizer.close()
     assert sizes == [{4}, {1}]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("activations", ["keep", "auto"])
-def test_any_policy_of_activations_gives_the_same_bits(activations: str) -> None:
-    def bits(tiles: int | None, passes: int) -> zoo.Outcome:
-        return train(zoo.RESIDENT, tiles=tiles, passes=passes, build=Unchecked, activations=activations)
-
-    bits(4, 1).assert_same_bits(bits(None, 4))
 
 
 def test_auto_keeps_micro_batches_as_large_as_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +297,7 @@ def test_a_hugging_face_model_that_caches_by_default_is_tiled() -> None:
 
 def test_a_cache_that_attention_would_read_is_refused() -> None:
     cache = DynamicCache()
-    for layer in range(6):
+    for layer in range(zoo.LAYERS):
         cache.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16), layer)
     model, optimizer = wrapped(zoo.Recipe("llama").build(), 2)
     with pytest.raises(pagoda.ConfigError, match="an argument is a DynamicCache"):

@@ -8,10 +8,10 @@ from torch import nn
 from pagoda.runtime.blocks import find_blocks
 
 LAYERS = {
-    "llama": [f"model.layers.{n}" for n in range(6)],
-    "gpt2": [f"transformer.h.{n}" for n in range(6)],
+    "llama": [f"model.layers.{n}" for n in range(zoo.LAYERS)],
+    "gpt2": [f"transformer.h.{n}" for n in range(zoo.LAYERS)],
     "t5": [f"{half}.block.{n}" for half in ("encoder", "decoder") for n in range(4)],
-    "conv": [f"blocks.{n}" for n in range(6)],
+    "conv": [f"blocks.{n}" for n in range(zoo.LAYERS)],
 }
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import each_once
+from reference import split
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -19,7 +21,6 @@ from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, ba
 
 import pagoda
 from pagoda.config.training import Precision
-from pagoda.optim.reference import split
 
 from .conftest import Wrap
 
@@ -109,7 +110,7 @@ def mixtral() -> nn.Module:
 def test_large_parameters_of_transformers_wait_for_the_models_initialiser(wrap: Wrap) -> None:
     eager, later = mixtral(), built_later(mixtral)
     assert real_share(later) < 0.01
-    found = values(wrap(later, pagoda.Memory(host="256MiB"))[0])
+    found = {name: value.float() for name, value in wrap(later, pagoda.Memory(host="256MiB"))[0].state_dict().items()}
     for name, param in eager.named_parameters():
         assert found[name].mean().item() == pytest.approx(param.mean().item(), abs=1e-3), name
         assert found[name].std().item() == pytest.approx(param.std().item(), rel=0.1), name
@@ -169,7 +170,12 @@ def test_initialisation_has_the_statistics_of_eager_construction(name: str, wrap
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [*((name, "fp32") for name in BUILD), ("gpt2", "bf16"), ("conv", "bf16")]
+    ("name", "precision"),
+    [
+        *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in ("qwen3", "t5", "llama")),
+        *((name, "fp32") for name in BUILD if name not in ("qwen3", "t5", "llama")),
+        ("llama", "bf16"),
+    ],
 )
 def test_values_depend_on_the_seed_alone(name: str, precision: Precision, wrap: Wrap, tmp_path: Path) -> None:
     """Not on unit size, page size or tier."""
@@ -341,8 +347,7 @@ def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["eager", "init"])
-@pytest.mark.parametrize("name", MODELS)
+@each_once(name=[*MODELS], later=[False, True])
 def test_ties_hold_after_wrap(name: str, later: bool, wrap: Wrap) -> None:
     model = built_later(MODELS[name]) if later else MODELS[name]()
     before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
@@ -362,7 +367,7 @@ def test_ties_hold_after_wrap(name: str, later: bool, wrap: Wrap) -> None:
         assert all(torch.equal(trained[first], trained[other]) for other in others)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["t5", "conv"])
 def test_a_model_built_later_learns(name: str, wrap: Wrap, tmp_path: Path) -> None:
     model = built_later(MODELS[name])
     memory = squeeze(MODELS[name](), ALL_ON_SSD, tmp_path)
@@ -407,7 +412,7 @@ build(64, 2)[1].close()  # compiles the kernels and imports what there is to imp
 with open("/proc/self/clear_refs", "w") as clear:
     clear.write("5")  # VmHWM starts again from here
 before = rss("VmRSS")
-model, optimizer = build(2048, 24)
+model, optimizer = build(2048, 12)
 growth = rss("VmHWM") - before
 plan = pagoda.plan_of(model)
 print(json.dumps({
@@ -421,7 +426,7 @@ optimizer.close()
 
 
 def test_building_a_large_model_takes_the_ram_of_a_few_layers(tmp_path: Path) -> None:
-    """400 MB of fp32 weights, everything on SSD: what grows is the ledger and the layer at hand."""
+    """200 MB of fp32 weights, everything on SSD: what grows is the ledger and the layer at hand."""
     environment = {**os.environ, "PAGODA_POISON": "0", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", _BUILD_LARGE, "72MiB", f"{tmp_path}:4GiB"],
@@ -433,7 +438,7 @@ def test_building_a_large_model_takes_the_ram_of_a_few_layers(tmp_path: Path) ->
     )
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])
-    assert figures["weights_fp32"] == 24 * 2048 * 2048 * 4
+    assert figures["weights_fp32"] == 12 * 2048 * 2048 * 4
     assert "weight" not in figures["host"]
     layer = 2048 * 2048 * 4
     # The ledger's pages, and one layer in fp32 with what initialising and splitting it takes beside it.

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from zoo import MODELS, PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, train
+from zoo import PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, train
 
 import pagoda
 from pagoda.construction.construct import describe
@@ -63,31 +63,6 @@ def assert_updated_on_device(outcome: Outcome, share: float) -> None:
     assert sum(step["d2h"] for step in outcome.moved) >= (steps - 1) * states
     if share == 1:
         assert not any(step["update"] for step in outcome.moved)
-
-
-@pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize("model", MODELS)
-def test_updates_on_the_device_do_not_change_a_bit(model: str, share: float) -> None:
-    recipe = Recipe(model, accumulation=2, frozen=share == 1)
-    outcome = train(recipe, memory(recipe, share))
-    outcome.assert_same_bits(resident(recipe))
-    assert_updated_on_device(outcome, share)
-
-
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_compressed_moments_pass_the_device_with_their_scales(moments: str, precision: str) -> None:
-    recipe = Recipe("llama", moments=moments, precision=precision)  # type: ignore[arg-type]
-    outcome = train(recipe, memory(recipe, 0.6))
-    outcome.assert_same_bits(resident(recipe))
-    assert_updated_on_device(outcome, 0.6)
-
-
-def test_updates_under_backward_run_on_the_device_too() -> None:
-    recipe = Recipe("llama", clip=None, announced=True, checkpointing=True)
-    outcome = train(recipe, memory(recipe, 0.5))
-    outcome.assert_same_bits(resident(recipe))
-    assert_updated_on_device(outcome, 0.5)
 
 
 def test_units_on_ssd_are_updated_by_the_cpu_and_others_on_the_device(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from zoo import ALL_ON_SSD, ARENA, HOST_WEIGHTS, RESIDENT, squeeze
 
@@ -55,8 +56,7 @@ def train(model: nn.Module, optimizer: PagedOptimizer, until: str) -> None:
         loss_of(model).backward()
 
 
-@pytest.mark.parametrize("until", ["nothing", "step", "backward"])
-@pytest.mark.parametrize("placement", ["resident", HOST_WEIGHTS, ALL_ON_SSD, ARENA, "async"])
+@each_once(placement=["resident", HOST_WEIGHTS, ALL_ON_SSD, ARENA, "async"], until=["nothing", "step", "backward"])
 def test_what_a_dropped_optimizer_held_is_given_back(placement: str, until: str, tmp_path: Path) -> None:
     if placement == "async":
         model, optimizer = wrapped(HOST_WEIGHTS, tmp_path, update="async")

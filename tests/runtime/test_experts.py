@@ -1,79 +1,103 @@
-"""Experts are paged like anything else: what no token needs is neither fetched nor updated, and no bit changes."""
+"""Experts are paged like anything else: what no token needs is not fetched, and no bit changes."""
 
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
+from reference import split, update
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from zoo import (
-    ALL_ON_SSD,
-    ARENA,
-    PAGE,
-    PLACEMENTS,
-    RESIDENT,
-    VOCABULARY,
-    Loop,
-    Outcome,
-    run,
-    squeeze,
-    take_step,
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
 )
+from zoo import ALL_ON_SSD, ARENA, PAGE, PLACEMENTS, RESIDENT, VOCABULARY, Loop, Outcome, run, squeeze, take_step
 
 import pagoda
-from pagoda.models import MIXTURE_SHAPES
-from pagoda.models.mixture import Expert
-from pagoda.models.mixture_shapes import RoutingConfig
-from pagoda.models.moe import build_mixture
-from pagoda.optim.reference import split, update
+from pagoda.checkpoint.export import export
+from pagoda.models.experts import ExpertStack, RoutedExperts, SwitchRouter
+from pagoda.plan.layout import WEIGHT
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.schedule.experts import Steadiness
 
 STEPS = 6
-GPT = replace(MIXTURE_SHAPES["gpt-moe-15m"], layers=2, hidden=64, heads=4, ffn=128, vocab=VOCABULARY, seq_len=32)
-T5 = replace(MIXTURE_SHAPES["t5-moe-15m"], layers=2, decoder_layers=2, hidden=64, heads=4, ffn=128, vocab=VOCABULARY)
+WHOLE = pagoda.Tiles(tile_limit=1 << 40)
+"""Leaves stacks of experts whole."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "use_cache": False,
+}
 
 
-def gpt_moe(**options: Any) -> nn.Module:
-    return build_mixture(GPT, **options)
+def mixtral(**others: Any) -> nn.Module:
+    sizes = {"num_local_experts": 4, "intermediate_size": 96, "output_router_logits": True, **SIZES}
+    return MixtralForCausalLM(MixtralConfig(**sizes | others))
 
 
-def t5_moe(**options: Any) -> nn.Module:
-    return build_mixture(T5, **options)
+def qwen3_moe(**others: Any) -> nn.Module:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, **SIZES}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | others))
 
 
-def mixtral() -> nn.Module:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(
-        vocab_size=VOCABULARY, num_hidden_layers=3, num_local_experts=4, use_cache=False, output_router_logits=True,
-        **sizes,
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
+def gpt_oss() -> nn.Module:
+    sizes = SIZES | {"hidden_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}
+    return GptOssForCausalLM(GptOssConfig(attn_implementation="eager", **sizes))
 
 
-def qwen3_moe() -> nn.Module:
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, head_dim=16, use_cache=False,
-        **sizes,
-    )  # fmt: skip
-    return Qwen3MoeForCausalLM(config)
+def deepseek_v3() -> nn.Module:
+    sizes = SIZES | {"num_key_value_heads": 4, "head_dim": None, "intermediate_size": 96, "moe_intermediate_size": 32}
+    heads = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(first_k_dense_replace=1, **sizes, **heads, **experts))
+
+
+def switch(**others: Any) -> nn.Module:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
+    sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 8, "expert_capacity": 2}
+    config = SwitchTransformersConfig(
+        vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False, **sizes | sparse | others
+    )
+    return SwitchTransformersForConditionalGeneration(config)
 
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    "gpt-moe": lambda: gpt_moe(gradient_checkpointing=False),
-    "gpt-moe-checkpointed": lambda: gpt_moe(config=RoutingConfig(top_k=1)),
-    "t5-moe": lambda: t5_moe(gradient_checkpointing=False),
-    "t5-moe-checkpointed": lambda: t5_moe(config=RoutingConfig(top_k=2)),
     "mixtral": mixtral,
     "qwen3-moe": qwen3_moe,
+    "gpt-oss": gpt_oss,
+    "deepseek-v3": deepseek_v3,
+    "switch": switch,
 }
+STACKS = [name for name in BUILDERS if name != "switch"]
+EXPERTS = {"mixtral": 2 * 4, "qwen3-moe": 2 * 8, "gpt-oss": 2 * 8, "deepseek-v3": 8, "switch": 2 * 8}
+"""How many each model has."""
+ONE_EXPERT = {"mixtral": 3 * 64 * 96, "qwen3-moe": 3 * 64 * 48}
+"""Elements of one."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stable_order() -> Iterator[None]:
+    """transformers sorts tokens by expert in no fixed order, which is that of the sums in the gradients of weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "sort", partial(torch.sort, stable=True))
+        yield
 
 
 def built(name: str) -> nn.Module:
@@ -81,12 +105,19 @@ def built(name: str) -> nn.Module:
     return BUILDERS[name]().train()
 
 
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """With the losses of routing."""
+    routing = {"output_router_logits": True} if hasattr(model, "router_z_loss_coef") else {}
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, **routing).loss
+    return loss
+
+
 def few_tokens(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
     """Two short sequences a step: most steps leave some experts out, and never the same ones."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = loss_of(model, ids)
         loss.backward()
         outcome.losses.append(loss.item())
         take_step(optimizer, outcome)
@@ -117,6 +148,8 @@ def test_placement_does_not_change_a_bit(name: str, placement: str, tmp_path: Pa
 
 def plain(model: nn.Module, loop: Loop) -> Outcome:
     """Training with torch alone, one parameter at a time, by the contract of the update."""
+    for router in [module for module in model.modules() if type(module).__name__ == "SwitchTransformersTop1Router"]:
+        router.classifier = SwitchRouter.of(router.classifier)  # theirs casts its own weight to fp32, for good
     rule, outcome = pagoda.AdamW(lr=1e-2, weight_decay=0.1), Outcome()
     states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     for param in dict.fromkeys(model.parameters()):
@@ -149,33 +182,124 @@ def plain(model: nn.Module, loop: Loop) -> Outcome:
 def test_wrapped_training_is_plain_training(name: str) -> None:
     wrapped, by_torch = resident(name, None), plain(built(name), few_tokens)
     assert wrapped.losses == by_torch.losses
+    assert [*wrapped.weights] == [*by_torch.weights]
     for key, weight in by_torch.weights.items():
         assert torch.equal(weight, wrapped.weights[key]), key
-    # An expert that gets no gradient in a step is not updated, as in torch.
-    steps = by_torch.optimizer["steps"]
-    state: Any = wrapped.optimizer["state"]
-    for index, (param, count) in enumerate(steps.items()):  # type: ignore[attr-defined]
-        assert (state[index]["step"] if count else 0) == count, param
-    if name.startswith(("gpt", "t5")):
-        assert len(set(steps.values())) > 1  # type: ignore[attr-defined]
+    steps: Any = by_torch.optimizer["steps"]
+    assert (len(set(steps.values())) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
 
 
-def test_every_expert_is_a_unit_however_small() -> None:
-    model, _ = pagoda.wrap(built("gpt-moe"), pagoda.AdamW(), memory=pagoda.Memory(host="64MiB", page_size=PAGE))
-    units = [unit.module for unit in pagoda.plan_of(model).units]
-    experts = [name for name, module in model.named_modules() if isinstance(module, Expert)]
-    assert [name for name in units if ".experts." in name] == experts
-    assert len(experts) == GPT.layers * GPT.experts
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", STACKS)
+def test_other_kernels_of_transformers_give_the_same_within_rounding(
+    name: str, implementation: str, precision: str
+) -> None:
+    """They add up the results for a token in other orders."""
+    outcomes = []
+    for tiles in (WHOLE, None):
+        model = built(name)
+        model.set_experts_implementation(implementation)  # type: ignore[operator]
+        outcomes.append(run(model, RESIDENT, few_tokens, lr=1e-4, precision=precision, tiles=tiles))
+    whole, cut = outcomes
+    rounding = 2e-5 if precision == "fp32" else 4e-2
+    assert cut.losses == pytest.approx(whole.losses, rel=rounding)
+    assert cut.norms == pytest.approx(whole.norms, rel=rounding)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_the_merged_experts_of_a_transformers_layer_are_one_unit(name: str) -> None:
-    memory = pagoda.Memory(host="64MiB", unit_limit="32KiB", page_size=PAGE)
-    model, _ = pagoda.wrap(built(name), pagoda.AdamW(), memory=memory)
-    units = {unit.module: [slot.param.name for slot in unit.slots] for unit in pagoda.plan_of(model).units}
-    for layer in range(3):
-        experts = f"model.layers.{layer}.mlp.experts"
-        assert units[experts] == [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+# --- units ------------------------------------------------------------------------------------------------
+
+
+def wrapped(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    options = {"memory": pagoda.Memory(host="64MiB", page_size=PAGE), **options}
+    return pagoda.wrap(model, options.pop("rule", pagoda.AdamW(lr=1e-2)), **options)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_expert_is_a_unit_however_small(name: str) -> None:
+    model, optimizer = wrapped(built(name))
+    rows = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    names = {module: name for name, module in model.named_modules()}
+    units = {unit.module for unit in pagoda.plan_of(model).units}
+    experts = [names[expert] for row in rows for expert, count in row.pieces() if count == 1]
+    assert len(experts) == EXPERTS[name]
+    assert units >= {*experts}
+    optimizer.close()
+
+
+def test_a_tile_limit_makes_tiles_of_as_many_experts_as_fit() -> None:
+    def tiles(limit: int) -> list[int]:
+        model, optimizer = wrapped(built("qwen3-moe"), tiles=pagoda.Tiles(tile_limit=limit))
+        rows = [module for module in model.modules() if isinstance(module, ExpertStack)]
+        optimizer.close()
+        return [count for row in rows[:1] for _, count in row.pieces()]
+
+    one = 2 * ONE_EXPERT["qwen3-moe"]
+    assert tiles(one // 4) == tiles(one) == [1] * 8
+    assert tiles(3 * one) == [3, 3, 2]
+    assert tiles(8 * one) == []  # the stack is as it was
+
+
+def test_a_stack_stays_whole_under_a_rule_that_takes_parameters_whole_or_with_hooks_or_compiled() -> None:
+    hooked, compiled = built("mixtral"), built("mixtral")
+    hooked.model.layers[0].mlp.experts.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, index]
+    compiled.model.layers[1].compile()  # type: ignore[union-attr, index, operator]
+    for model, options, cut in (
+        (built("mixtral"), {"rule": pagoda.Muon(lr=1e-2)}, []),
+        (hooked, {}, [1]),
+        (compiled, {}, [0]),
+    ):
+        _, optimizer = wrapped(model, **options)
+        layers: Any = model.model.layers  # type: ignore[union-attr]
+        assert [i for i, layer in enumerate(layers) if isinstance(layer.mlp.experts, ExpertStack)] == cut
+        optimizer.close()
+
+
+def test_names_and_shapes_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of state dicts, checkpoints that resume without tiles, exports, and what transformers loads."""
+
+    def same(one: nn.Module, other: nn.Module) -> None:
+        first, second = one.state_dict(), other.state_dict()
+        assert {*first} == {*second}
+        for key, value in first.items():
+            assert torch.equal(second[key], value), key
+
+    kept, cut = wrapped(built("mixtral"), tiles=WHOLE), wrapped(built("mixtral"))
+    assert {*built("mixtral").state_dict()} == {*cut[0].state_dict()}
+    same(kept[0], cut[0])
+    few_tokens(*cut, Outcome())
+    cut[1].save_checkpoint(tmp_path / "cut")
+    kept[1].load_checkpoint(tmp_path / "cut")
+    same(kept[0], cut[0])
+    cut[0].load_state_dict({key: value / 2 for key, value in kept[0].state_dict().items()})
+    down = "model.layers.1.mlp.experts.down_proj"
+    assert torch.equal(cut[0].state_dict()[down], kept[0].state_dict()[down] / 2)
+    masters = pagoda.ModelState(cut[0]).state_dict()
+    assert masters[down].shape == kept[0].state_dict()[down].shape
+    for _, optimizer in (kept, cut):
+        optimizer.close()
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_was_trained_is_exported_and_loaded_by_transformers(name: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(built(name), precision="fp32")
+    few_tokens(model, optimizer, Outcome())
+    ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(3))
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "switch" else {})
+    with torch.no_grad():
+        expected = model.eval()(**inputs).logits
+    model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    optimizer.close()
+    export(tmp_path / "checkpoint", tmp_path / "exported", dtype="fp32")
+    for directory in ("saved", "exported"):
+        loaded = type(built(name)).from_pretrained(tmp_path / directory, dtype=torch.float32)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            assert torch.equal(loaded.eval()(**inputs).logits, expected), directory
+    weights = loaded.state_dict()
+    again, optimizer = wrapped(pagoda.load(tmp_path / "exported"), precision="fp32")
+    assert all(torch.equal(value, weights[key]) for key, value in again.state_dict().items())
+    optimizer.close()
 
 
 # --- what is fetched --------------------------------------------------------------------------------------
@@ -183,11 +307,12 @@ def test_the_merged_experts_of_a_transformers_layer_are_one_unit(name: str) -> N
 
 def ran(model: nn.Module) -> set[str]:
     """Names of the experts that have run since: a set that fills."""
-    names: set[str] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, Expert):
-            module.register_forward_hook(lambda *_, name=name: names.add(name))
-    return names
+    found: set[str] = set()
+    names = {module: name for name, module in model.named_modules()}
+    for row in [module for module in model.modules() if isinstance(module, RoutedExperts)]:
+        for expert, _ in row.pieces():
+            expert.register_forward_hook(lambda *_, name=names[expert]: found.add(name))
+    return found
 
 
 def fetched_experts(optimizer: Any) -> set[str]:
@@ -195,16 +320,20 @@ def fetched_experts(optimizer: Any) -> set[str]:
     return {label.partition(" ")[2] for label in spans if label.startswith("fetch ") and ".experts." in label}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("placement", [ARENA, ALL_ON_SSD])
-def test_only_the_experts_that_run_are_fetched(placement: str, checkpointing: bool, tmp_path: Path) -> None:
-    shape = replace(GPT, experts=16, top_k=1)
+@pytest.mark.parametrize("name", ["qwen3-moe", "switch"])
+def test_only_the_experts_that_run_are_fetched(name: str, placement: str, activations: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = build_mixture(shape, gradient_checkpointing=checkpointing)
-    memory = squeeze(model, placement, tmp_path)
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory)
+    model = (
+        qwen3_moe(num_experts=16, num_experts_per_tok=1, moe_intermediate_size=256)
+        if name == "qwen3-moe"
+        else switch(num_experts=16)
+    )
+    memory = squeeze(model.train(), placement, tmp_path, activations=activations)
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=memory, activations=activations)
     names, generator, seen = ran(model), torch.Generator().manual_seed(1), []
-    for _ in range(STEPS):
+    for _ in range(4):  # then the plan may count on experts that every step has used
         optimizer.trace_next_step()
         names.clear()
         ids = torch.randint(VOCABULARY, (1, 4), generator=generator)
@@ -217,10 +346,35 @@ def test_only_the_experts_that_run_are_fetched(placement: str, checkpointing: bo
     optimizer.close()
 
 
+def test_a_stack_larger_than_the_device_trains() -> None:
+    stack = 8 * ONE_EXPERT["qwen3-moe"] * 2
+    memory = pagoda.Memory(device=f"cpu:{stack // 2}", host="64MiB", page_size=PAGE, unit_limit="16KiB")
+    with pytest.raises(pagoda.BudgetError, match=r"experts' alone takes"):
+        wrapped(built("qwen3-moe"), memory=memory, tiles=WHOLE)
+    model, optimizer = wrapped(built("qwen3-moe"), memory=memory, activations="recompute")
+    plan = pagoda.plan_of(model)
+    tiles = [unit for unit in plan.units if ".tiles." in unit.module]
+    assert max(plan.layout.pages(unit, WEIGHT) for unit in tiles) * PAGE <= stack // 8 + PAGE
+    few_tokens(model, optimizer, Outcome())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "switch"])
+def test_placement_does_not_change_a_bit_where_blocks_are_recomputed(name: str, tmp_path: Path) -> None:
+    wrap: dict[str, Any] = {"activations": "recompute", "clip_grad_norm": 0.5}
+    memory = squeeze(built(name), zoo.ARENA_ALL_ON_SSD, tmp_path, activations="recompute")
+    outcome = run(built(name), memory, few_tokens, **wrap)
+    assert all(any(step[lane] for step in outcome.moved) for lane in ("h2d", "ssd_read", "ssd_write"))
+    outcome.assert_same_bits(run(built(name), RESIDENT, few_tokens, **wrap))
+
+
 @pytest.mark.usefixtures("lanes_keep_up")
-def test_routing_that_varies_makes_no_new_plans_and_no_faults() -> None:
+@pytest.mark.parametrize("name", ["qwen3-moe", "switch"])
+def test_routing_that_varies_makes_no_new_plans_and_no_faults(name: str) -> None:
+    torch.manual_seed(0)
+    model = qwen3_moe(num_experts_per_tok=1) if name == "qwen3-moe" else switch()
     memory = pagoda.Memory(device="cpu:16MiB", host="64MiB", page_size=PAGE)
-    model, optimizer = pagoda.wrap(built("gpt-moe-checkpointed"), pagoda.AdamW(lr=1e-2), memory=memory)
+    model, optimizer = pagoda.wrap(model.train(), pagoda.AdamW(lr=1e-2), memory=memory)
     replanned, faults, generator = [], [], torch.Generator().manual_seed(1)
     for _ in range(12):
         ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
@@ -236,7 +390,7 @@ def test_routing_that_varies_makes_no_new_plans_and_no_faults() -> None:
 @pytest.mark.usefixtures("lanes_keep_up")
 def test_experts_that_every_step_uses_are_fetched_ahead(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model: nn.Module = build_mixture(replace(GPT, experts=2, top_k=2), gradient_checkpointing=False)
+    model = mixtral(num_local_experts=2, num_experts_per_tok=2).train()
     model, optimizer = pagoda.wrap(model, pagoda.AdamW(lr=1e-2), memory=squeeze(model, ARENA, tmp_path))
     experts = pagoda.plan_of(model).layout.expert_units
     assert len(experts) == 4
@@ -255,9 +409,9 @@ def test_experts_that_every_step_uses_are_fetched_ahead(tmp_path: Path) -> None:
     optimizer.close()
 
 
-def test_an_expert_without_a_token_keeps_its_state() -> None:
+def test_an_expert_of_switch_without_a_token_keeps_its_state() -> None:
     model, optimizer = pagoda.wrap(
-        built("gpt-moe"), pagoda.AdamW(lr=1e-2, weight_decay=0.5), memory=RESIDENT, clip_grad_norm=1.0
+        built("switch"), pagoda.AdamW(lr=1e-2, weight_decay=0.5), memory=RESIDENT, clip_grad_norm=1.0
     )
     before, names = {key: value.clone() for key, value in model.state_dict().items()}, ran(model)
     ids = torch.randint(VOCABULARY, (1, 3), generator=torch.Generator().manual_seed(1))
@@ -270,7 +424,27 @@ def test_an_expert_without_a_token_keeps_its_state() -> None:
             assert (index in states) == used, key
             assert used or torch.equal(before[key], after[key]), key
     assert any(not torch.equal(before[key], after[key]) for key in before if ".experts." in key)
-    assert 0 < len(names) < GPT.layers * GPT.experts
+    assert 0 < len(names) < EXPERTS["switch"]
+    optimizer.close()
+
+
+def test_an_expert_of_a_stack_without_a_token_decays_as_in_the_stack() -> None:
+    """Its gradient is zero: moments fade and weights decay. Its weights are not fetched for that."""
+    model, optimizer = wrapped(built("qwen3-moe"), rule=pagoda.AdamW(lr=1e-2, weight_decay=0.5))
+    names = ran(model)
+    ids = torch.tensor([[1, 1]])
+    before = model.state_dict()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    units = [unit.module for unit in pagoda.plan_of(model).units if ".tiles." in unit.module]
+    idle = [name for name in units if name not in names]
+    assert idle
+    after = model.state_dict()
+    for name in idle:
+        row, _, number = name.rpartition(".tiles.")
+        for param in ("gate_up_proj", "down_proj"):
+            old, new = (state[f"{row}.{param}"][int(number)].float() for state in (before, after))
+            torch.testing.assert_close(new, old * (1 - 1e-2 * 0.5), rtol=1e-2, atol=0)
     optimizer.close()
 
 

@@ -106,6 +106,9 @@ class Measured:
     """Elements of the largest parameter."""
 
 
+sizes = pytest.mark.parametrize(
+    "size", ["30M", *(pytest.param(size, marks=pytest.mark.slow) for size in ("60M", "120M"))]
+)
 SIZES = {"30M": Shape(9, 512, 1536), "60M": Shape(8, 768, 2304), "120M": Shape(9, 1024, 3072)}
 
 
@@ -125,7 +128,7 @@ def allowed(shape: Shape, run: Measured) -> float:
     return run.ledger * (1 + SLACK_SHARE) + SLACK_BYTES + shape.activations + gradients
 
 
-@pytest.mark.parametrize("size", SIZES)
+@sizes
 def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations(size: str) -> None:
     shape = SIZES[size]
     run = measure(shape, host="4GiB")
@@ -135,6 +138,7 @@ def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations(size: 
     assert run.grown >= run.state, "a measurement below what is certainly touched measures something else"
 
 
+@pytest.mark.slow  # by default, the case with everything on SSD below does
 @pytest.mark.parametrize("size", SIZES)
 def test_peak_memory_with_state_on_ssd_is_the_ledger_and_activations(size: str, tmp_path: Path) -> None:
     shape = SIZES[size]

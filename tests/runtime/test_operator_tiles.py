@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from pairwise import each_once
 from torch import nn
 
 import pagoda
@@ -97,19 +98,6 @@ def test_weights_start_as_those_of_the_untiled_model(name: str) -> None:
         assert same == {key: [other for other in whole if tiled[other] is tiled[key]] for key in whole}
 
 
-def test_placement_does_not_change_a_bit(tmp_path: Path) -> None:
-    recipe = zoo.Recipe("llama", checkpointing=True, steps=3)
-
-    def train(memory: pagoda.Memory) -> zoo.Outcome:
-        model = pagoda.chunked_loss(recipe.build())
-        return zoo.run(model, memory, zoo.usual_loop(recipe), clip_grad_norm=0.5, tiles=pagoda.Tiles(tile_limit=TILE))
-
-    memory = zoo.squeeze(recipe.build(), zoo.ARENA_ALL_ON_SSD, tmp_path)
-    outcome = train(memory)
-    assert min(outcome.moved[-1][lane] for lane in ("h2d", "ssd_read", "ssd_write")) > 0
-    outcome.assert_same_bits(train(zoo.RESIDENT))
-
-
 def wrapped(limit: str | None, name: str = "llama", moments: Any = "fp32") -> tuple[nn.Module, Any]:
     torch.manual_seed(7)
     model = zoo.MODELS[name]().train()
@@ -124,8 +112,7 @@ def step(model: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
-@pytest.mark.parametrize("limits", [(TILE, None), (None, TILE), (TILE, "8KiB")], ids=str)
+@each_once(moments=["fp32", "8bit"], limits=[(TILE, None), (None, TILE), (TILE, "8KiB")])
 def test_a_checkpoint_resumes_in_other_tiles_or_none(
     limits: tuple[str | None, str | None], moments: Any, tmp_path: Path
 ) -> None:

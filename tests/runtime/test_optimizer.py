@@ -403,3 +403,36 @@ def test_close_joins_every_thread(pending: bool, tmp_path: Path) -> None:
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("pagoda-")]
     assert list(tmp_path.iterdir()) == []
     optimizer.close()  # again does nothing
+
+
+def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(wrapped: Wrap) -> None:
+    model, optimizer = wrapped(lr=torch.tensor(0.5))
+    twin, twin_optimizer = wrapped(lr=0.5)
+    for index in range(2):
+        backward(model, index)
+        backward(twin, index)
+        optimizer.step()
+        twin_optimizer.step()
+        optimizer.param_groups[0]["lr"].fill_(0.25)
+        twin_optimizer.param_groups[0]["lr"] = 0.25
+    expected = twin.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_a_frozen_model_computes_from_pages(tmp_path: Path) -> None:
+    def frozen() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).requires_grad_(False)
+
+    x = torch.randn(2, 64, requires_grad=True)
+    expected = frozen()(x)
+    memory = pagoda.Memory(host="200KiB", ssd=f"{tmp_path}:1MiB", page_size=4096, unit_limit="20KiB")
+    model, optimizer = pagoda.wrap(frozen(), pagoda.AdamW(), memory=memory, precision="fp32")
+    with optimizer:
+        found = model(x)
+        assert torch.equal(found, expected)
+        slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+        assert torch.equal(*slopes)
+        assert pagoda.plan_of(model).bytes["ssd"]["weight"] > 0
+        with pytest.raises(pagoda.UsageError, match="frozen"):
+            optimizer.step()

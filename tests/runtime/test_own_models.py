@@ -247,7 +247,6 @@ def _made_for_inference() -> nn.Module:
         (_made_for_inference, "inference_mode"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "no shape yet"),
         (lambda: "a model", "takes a torch.nn.Module"),
-        (lambda: Layers().requires_grad_(False), "part of the one that trains"),
     ],
 )
 def test_models_that_would_train_otherwise_than_in_torch_are_refused(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from zoo import (
     ALL_ON_SSD,
@@ -31,7 +32,6 @@ from pagoda.checkpoint.rank_files import Files
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
-from pagoda.optim import Rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD
 from pagoda.plan.placement import UNDO
@@ -55,7 +55,7 @@ def always_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built() -> nn.Module:
     torch.manual_seed(0)
-    return llama().train()
+    return llama(layers=6).train()
 
 
 def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.Memory:
@@ -121,9 +121,7 @@ def check(training: Training, memory: pagoda.Memory) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
+@each_once(pattern=[*PATTERNS.values()], placement=PLACEMENTS, accumulation=[1, 2])
 def test_no_guess_changes_a_bit(pattern: str, placement: str, accumulation: int, tmp_path: Path) -> None:
     training = Training(pattern, accumulation)
     outcome = train(training, memory_of(placement, tmp_path, accumulation))
@@ -152,33 +150,6 @@ def test_states_in_ram_are_speculated_on_only_where_asked_for(tmp_path: Path) ->
     outcome = train(training, memory_of(ARENA_ALL_IN_RAM, tmp_path))
     outcome.assert_same_bits(reference(training.pattern, 1))
     assert all(kept for kept, _ in training.counts[3:])
-
-
-RULES: dict[str, Rule] = {
-    "adamw 8bit": pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments="8bit"),
-    "adafactor": pagoda.Adafactor(lr=1e-2, beta1=0.9),
-    "muon": pagoda.Muon(lr=1e-2),
-    "torch's adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
-}
-
-
-@pytest.mark.parametrize("placement", [ALL_IN_RAM, ALL_ON_SSD])
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_every_state_of_a_rule_is_undone(rule: Rule, placement: str, tmp_path: Path) -> None:
-    """Scales, factors and counts that live in RAM beside states on SSD, too."""
-    training = Training(".x.")
-    settings: dict[str, Any] = {"rule": rule, "clip_grad_norm": LIMIT, "accumulation_steps": 1}
-    memory = RESIDENT
-    if placement == ALL_ON_SSD:
-        memory = squeeze(built(), ALL_ON_SSD, tmp_path, announced=1, rule=rule)
-        assert isinstance(memory.host, int)
-        memory = replace(memory, host=memory.host + 64 * PAGE)
-    outcome = run(built(), memory, training, update=pagoda.Updates(speculate=True), **settings)
-    outcome.assert_same_bits(
-        run(built(), RESIDENT, Training(".x."), update=pagoda.Updates(speculate=False), **settings)
-    )
-    assert training.counts[0][0] > 0
-    assert training.counts[1][1] > 0
 
 
 def test_without_it_no_update_is_begun_and_the_bits_are_the_same(tmp_path: Path) -> None:
@@ -283,8 +254,7 @@ BETWEEN = (
 )
 
 
-@pytest.mark.parametrize("placement", [ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD])
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+@each_once(between=BETWEEN, placement=[ALL_IN_RAM, HOST_WEIGHTS, ALL_ON_SSD])
 def test_whatever_is_done_before_the_step_finds_the_old_state(between: Between, placement: str, tmp_path: Path) -> None:
     training = Training(".....", between=between)
     check(training, memory_of(placement, tmp_path))
@@ -307,8 +277,10 @@ def test_closing_before_the_step_leaves_the_old_state_and_frees_every_thread(tmp
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(
+    ("placement", "wait"),
+    [(ALL_IN_RAM, False), (HOST_WEIGHTS, True), (ALL_ON_SSD, False), (ARENA_ALL_ON_SSD, True)],
+)
 def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, wait: bool, tmp_path: Path) -> None:
     """Saved between backward and step, and after a step with the next ones running on: each resumes with the bits."""
     pages, checkpoints = tmp_path / "pages", tmp_path / "checkpoints"

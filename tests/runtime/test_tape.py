@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 
 import pagoda
@@ -97,8 +98,7 @@ def count(spans: Iterable[Span], *verbs: str) -> Counter[tuple[str, str]]:
     return Counter((span.lane, span.name) for span in spans if span.name.partition(" ")[0] in verbs)
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@each_once(placement=PLACEMENTS, clip=[None, 1.0])
 def test_measured_and_predicted_have_the_same_lanes_and_the_same_work(
     placement: str, clip: float | None, tmp_path: Path
 ) -> None:
@@ -130,9 +130,7 @@ def test_measured_and_predicted_have_the_same_lanes_and_the_same_work(
     assert set(count(step.spans, "offload")) == set(offloads)
 
 
-@pytest.mark.parametrize("clip", [None, 1e6])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("kind", ["chain", "llama"])
+@each_once(kind=["chain", "llama"], placement=PLACEMENTS, clip=[None, 1e6])
 def test_compute_tells_the_scheduler_what_the_simulated_one_does(
     kind: str, placement: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from zoo import PAGE
 
 import pagoda
 
+from . import loops
 from .conftest import Wrap
 
 SMALL = pagoda.Memory(host="64MiB", unit_limit="4KiB", page_size=PAGE)
@@ -365,3 +366,19 @@ def prophetnet() -> nn.Module:
 def test_models_that_use_parts_by_methods_of_their_own_train(build: Callable[[], nn.Module], wrap: Wrap) -> None:
     ids = torch.randint(3, 96, (2, 8), generator=torch.Generator().manual_seed(0))
     assert_same_step(build, lambda m: m(input_ids=ids, labels=ids).loss, wrap, SMALL)
+
+
+def test_a_view_that_outlives_its_forward_keeps_its_frames(wrap: Wrap) -> None:
+    """Four of eight layers fit the device at once: the frames of the first are not given to others while it is held."""
+    model = loops.Layers()
+    weight = model.layers[0][0].weight.detach().bfloat16()  # type: ignore[index]
+    memory = pagoda.Memory(device="cpu:256KiB", host="64MiB", unit_limit="64KiB", page_size=PAGE)
+    wrapped, _ = wrap(model, memory)
+    kept: list[torch.Tensor] = []
+    layer = wrapped.get_submodule("layers.0.0")
+    handle = layer.register_forward_hook(lambda module, _args, _out: kept.append(module.weight.detach()))
+    with torch.no_grad():
+        for _ in range(2):
+            wrapped(torch.ones(2, loops.WIDTH), [*range(8)])
+    handle.remove()
+    torch.testing.assert_close(kept[0], weight, rtol=2**-7, atol=0)

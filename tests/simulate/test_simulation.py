@@ -411,7 +411,7 @@ def _faster_updates(machine: Hardware, factor: float) -> Hardware:
     return replace(machine, cpu=replace(machine.cpu, update_params_per_s=rate))
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(
     machine=balanced(),
     layers=st.integers(4, 12),

@@ -25,7 +25,7 @@ from pagoda.optim import AdamW
 from pagoda.optim.formats import warm_up
 from pagoda.train import TrainConfig
 from pagoda.train.loop import _Loop, run
-from pagoda.train.run_dir import Checkpoint as RunCheckpoint, RunDir
+from pagoda.train.run_dir import RunCheckpoint, RunDir
 
 
 def do(request: dict[str, Any]) -> int:

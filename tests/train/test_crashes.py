@@ -133,8 +133,8 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
     with Checkpoint(checkpoint) as opened:
         hashes = {}
         for state in (*opened.states, BUFFERS):
-            for name, spec in opened.specs(state).items():
-                values = opened.read(state, name, 0, spec.nbytes // spec.dtype.itemsize)
+            for name in opened.specs(state):
+                values = opened.tensor(state, name).whole().reshape(-1)
                 hashes[f"{state} of {name}"] = xxhash.xxh3_64_hexdigest(tensor_bytes(values))
         return {"hashes": hashes, **{key: opened.manifest[key] for key in ("steps", "param_groups", "rng")}}
 

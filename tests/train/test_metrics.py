@@ -10,7 +10,7 @@ from pagoda.errors import StorageError
 from pagoda.train.metrics import MetricsFile, StepMetrics, read_metrics
 
 KEYS = [
-    "step", "loss", "grad_norm", "lr", "aux_loss", "dropped", "step_s", "tokens_per_s", "stall_s",
+    "step", "loss", "grad_norm", "lr", "aux_loss", "step_s", "tokens_per_s", "stall_s",
     "bytes_moved", "peak_bytes", "accesses", "prefetch_hit_rate", "faults", "activation_bytes", "loss_scale",
     "skipped", "updates_kept", "updates_undone", "staleness",
 ]  # fmt: skip

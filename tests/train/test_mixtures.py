@@ -1,23 +1,27 @@
-"""The built-in mixtures of experts train on text, report their routing, and resume."""
+"""The built-in mixtures of experts train on text, report their balance, resume and are exported."""
 
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from pagoda.checkpoint.export import export
 from pagoda.config.memory import Memory
 from pagoda.construction.construct import describe
-from pagoda.errors import ConfigError
-from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.subject import find_subject
 from pagoda.models import build_model
-from pagoda.models.mixture_shapes import RoutingConfig
-from pagoda.plan.units import ModuleSpec
+from pagoda.models.experts import RoutedExperts
 from pagoda.train import TrainConfig, run
+from pagoda.train.data import Batches, ByteText
 from pagoda.train.metrics import read_metrics
+from pagoda.train.run_dir import RunDir
+from pagoda.transforms.operator_tiles import Tiling
 
 
 def config_of(model: str, out: Path) -> TrainConfig:
@@ -30,51 +34,65 @@ def trained(config: TrainConfig) -> list[dict[str, float]]:
     return read_metrics(config.out / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("model", ["gpt-moe-15m", "t5-moe-15m"])
-def test_a_mixture_trains_on_text_and_reports_its_routing(model: str, tmp_path: Path) -> None:
-    lines = trained(config_of(model, tmp_path / "run"))
-    assert len(lines) == 3
+@pytest.mark.parametrize(("name", "even"), [("mixtral-15m", 2), ("qwen3-moe-15m", 4), ("t5-moe-15m", 1)])
+def test_a_mixture_trains_resumes_bit_for_bit_and_has_the_same_loss_in_transformers(
+    name: str, even: int, tmp_path: Path
+) -> None:
+    whole = config_of(name, tmp_path / "whole")
+    whole = replace(whole, optim=replace(whole.optim, schedule="constant"))
+    lines = trained(whole)
     for line in lines:
         assert 3 < line["loss"] < 9
-        assert 0.9 < line["aux_loss"] < 8
-        assert 0 <= line["dropped"] < 1
-
-
-def test_routing_is_set_and_decides_the_bits(tmp_path: Path) -> None:
-    lines = [
-        trained(replace(config_of("gpt-moe-15m", tmp_path / name), steps=1, routing=routing))[0]
-        for name, routing in (("usual", RoutingConfig()), ("tight", RoutingConfig(top_k=1, capacity_factor=0.25)))
-    ]
-    assert lines[1]["dropped"] >= 0.7 > lines[0]["dropped"]
-    assert lines[0]["loss"] != lines[1]["loss"]
-
-
-def test_a_resumed_run_of_a_mixture_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole = config_of("gpt-moe-15m", tmp_path / "whole")
-    parts = replace(whole, steps=2, checkpoint_every=2, out=tmp_path / "parts")
-    parts = replace(parts, optim=replace(parts.optim, schedule="constant"))
-    whole = replace(whole, optim=parts.optim)
-    expected = [line["loss"] for line in trained(whole)]
+        assert 0.95 * even < line["aux_loss"] < 8
+    parts = replace(whole, steps=2, out=tmp_path / "parts")
     trained(parts)
+    export(RunDir(parts.out).latest().path, tmp_path / "exported")
     resumed = trained(replace(parts, steps=3, resume=True))
-    assert [line["loss"] for line in resumed] == expected
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in lines]
+    loss = loss_in_transformers(tmp_path / "exported", whole, step=2)
+    assert loss == pytest.approx(lines[2]["loss"], rel=1e-6)
 
 
-def test_a_model_without_a_router_takes_no_routing_and_reports_none(tmp_path: Path) -> None:
-    usual = config_of("gpt-1x64", tmp_path / "run")
-    with pytest.raises(ConfigError, match="no built-in mixture"):
-        trained(replace(usual, routing=RoutingConfig(top_k=1)))
-    assert trained(usual)[0]["aux_loss"] is None
+def loss_in_transformers(exported: Path, config: TrainConfig, step: int) -> float:
+    """Of the batch of a step (from 0) of a run, without Pagoda."""
+    pairs = config.model.startswith("t5")
+    kind: Any = AutoModelForSeq2SeqLM if pairs else AutoModelForCausalLM
+    model = kind.from_pretrained(exported, dtype=torch.bfloat16).train()
+    batches = Batches(
+        text=ByteText.open(config.data), batch_size=config.batch_size, seq_len=config.seq_len, continued=pairs
+    )
+    ids, labels = batches.batch(step)
+    with torch.no_grad():
+        loss: torch.Tensor = model(input_ids=ids, labels=labels.contiguous(), output_router_logits=True).loss
+    return loss.item()
 
 
-@pytest.mark.parametrize("model", ["gpt-moe-15m", "t5-moe-15m"])
-def test_what_is_planned_is_what_is_trained(model: str) -> None:
-    subject = find_subject(model, batch_size=PlanConfig.batch_size, seq_len=512)
+def test_a_model_without_a_router_reports_no_balance(tmp_path: Path) -> None:
+    assert trained(config_of("gpt-1x64", tmp_path / "run"))[0]["aux_loss"] is None
+
+
+def test_a_mixture_is_exported_and_trained_on_from_there(tmp_path: Path) -> None:
+    """Also one whose decoder continues what its encoder has read."""
+    first = config_of("t5-moe-15m", tmp_path / "run")
+    trained(first)
+    export(RunDir(first.out).latest().path, tmp_path / "exported", dtype="fp32")
+    again = trained(replace(first, model=str(tmp_path / "exported"), out=tmp_path / "again"))
+    assert again[0]["loss"] < trained(replace(first, out=tmp_path / "fresh"))[0]["loss"]
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 4])
+@pytest.mark.parametrize("model", ["mixtral-15m", "qwen3-moe-15m", "t5-moe-15m"])
+def test_what_is_planned_is_what_is_trained(model: str, expert_parallel: int) -> None:
+    subject = find_subject(model, batch_size=2, seq_len=64, expert_parallel=expert_parallel)
     with torch.device("meta"):
-        built = build_model(model, seq_len=512)
-
-    def names(module: ModuleSpec) -> list[str]:
-        return [module.name, *(name for child in module.children for name in names(child))]
-
-    assert names(subject.root) == names(describe(built))
+        built = build_model(model, seq_len=64)
     assert subject.params == sum(param.numel() for param in built.parameters())
+    first: Any = SimpleNamespace(ranks=expert_parallel, rank=0) if expert_parallel > 1 else None
+    Tiling(built, exchange=first)
+    assert subject.root == describe(built)
+    if expert_parallel > 1:
+        whole = find_subject(model, batch_size=2, seq_len=64)
+        assert sum(subject.forward_flops.values()) == pytest.approx(sum(whole.forward_flops.values()))
+        assert subject.params == whole.params
+        assert len(subject.exchanged) == sum(isinstance(module, RoutedExperts) for module in built.modules())
+        assert not whole.exchanged

@@ -82,12 +82,7 @@ def reserved_names(model: nn.Module, reserve: Reserve) -> set[str]:
 
 
 def check_placed(model: nn.Module, placed: set[str]) -> None:
-    """Some parameters are in a group or reserved, and all that would get gradients are. Else ConfigError."""
-    if not placed:
-        raise ConfigError(
-            "Every parameter of the model is frozen (requires_grad=False): there is nothing to train. To page a frozen "
-            "model, such as a teacher, make it a part of the one that trains."
-        )
+    """All parameters that would get gradients are in a group or reserved. Else ConfigError."""
     for name, param in model.named_parameters():
         if param.requires_grad and name not in placed:
             raise ConfigError(

@@ -1,0 +1,127 @@
+"""What the optimizer's rule keeps, as dictionaries: parameters' entries in torch's `state_dict`, and all for
+`torch.distributed.checkpoint`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pagoda.checkpoint.contents import Contents
+from pagoda.checkpoint.state import ParameterState, named, state_of
+from pagoda.checkpoint.state_dicts import check_shapes
+from pagoda.checkpoint.whole import whole_states
+from pagoda.errors import CheckpointError
+from pagoda.optim.param_groups import check_groups
+
+
+def read_entry(state: ParameterState) -> dict[str, Any]:
+    """A parameter's entry in a torch `state_dict`; all are copies, and DTensors where the parameter is one.
+
+    Writing what was read changes no bit.
+    """
+    engine, unit, slot = state
+    kept = {name: state.read(name) for name in state.moments()}
+    return {
+        name: state.as_param(value) if isinstance(value, torch.Tensor) and value.shape == state.spec.shape else value
+        for name, value in engine.rule.torch_state(unit.steps[slot], kept).items()
+    }
+
+
+def blank_entry(state: ParameterState) -> dict[str, Any]:
+    """What `read_entry` gives, with every tensor on meta."""
+    engine, unit, slot = state
+    kept = {
+        name: torch.empty(span.shape, dtype=engine.store.dtype(name), device="meta") if span.shape else state.read(name)
+        for name, span in state.moments().items()
+    }
+    return {
+        name: torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+        for name, value in engine.rule.torch_state(unit.steps[slot], kept).items()
+    }
+
+
+def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for an entry of a parameter of another size."""
+    param = state.unit.params[state.slot]
+    for name, span in state.moments().items():
+        value = entry.get(name)
+        if isinstance(value, torch.Tensor) and value.numel() not in (span.count, state.spec.numel, param.numel()):
+            raise CheckpointError(
+                f"The state does not belong to this optimizer: {name!r} of {state.name!r} has shape "
+                f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}."
+            )
+
+
+def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
+    """Take over an entry that `check_entry` accepts, of any float dtypes and on any device; an empty one is a fresh
+    parameter's. Of tensors that tensor-parallel ranks divide as the parameter, each takes its part."""
+    engine, unit, slot = state
+    form = unit.forms[slot]
+    if form is not None:
+        wholes = {k: v for k, v in entry.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
+        entry = {**entry, **{key: state.part_of(value) for key, value in wholes.items()}}
+    kept, steps = engine.rule.kept_states(entry, state.name, state.spec.shape), engine.rule.steps_in(entry)
+    unit.steps[slot] = steps
+    for name, value in kept.items():
+        state.write(name, value)
+
+
+class OptimizerState:
+    """A `PagedOptimizer`'s moments, step counts and hyperparameters, for `torch.distributed.checkpoint`.
+
+    In the form of torch's `get_optimizer_state_dict`: `state` and `param_groups`, by parameter name. Every trainable
+    parameter has an entry, also before its first step, so that a new run can be loaded into. See `ModelState`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        states = [state_of(param) for group in optimizer.param_groups for param in group["params"]]
+        self._states = {state.name: state for state in states if state is not None}
+        self._wholes = whole_states(self._states)
+        self._engine = next(iter(self._states.values())).engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state`: name -> `step` (fp32 scalar) and moments, in the parameter's shape; all are copies.
+
+        A state with one element for many of the parameter's is flat.
+
+        Raises UsageError between backward and step() where updates run under backward.
+        """
+        self._engine.settle()
+        states = {
+            name: {"step": torch.tensor(float(whole.steps))} | {moment: whole.read(moment) for moment in whole.moments}
+            for name, whole in self._wholes.items()
+        }
+        scale = self._engine.stepper.scaler.state_dict()
+        return {"state": states, "param_groups": self._groups(), **({"loss_scale": scale} if scale else {})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave; gradients that had arrived are dropped.
+
+        Raises CheckpointError, with nothing changed, for names, shapes or groups that differ.
+        """
+        entries, groups = state_dict["state"], state_dict["param_groups"]
+        if entries.keys() != self._wholes.keys():
+            raise CheckpointError("The state does not belong to this model: its optimizer has other parameters.")
+        for name, whole in self._wholes.items():
+            shapes = {f"{moment} of {name}": whole.moment_shape(moment) for moment in whole.moments}
+            found = {f"{key} of {name}": value for key, value in entries[name].items() if key != "step"}
+            check_shapes(found, shapes)
+        check_groups("The state", groups, self._groups())
+        with self._engine.overwriting():
+            self._optimizer.zero_grad()
+            self._engine.stepper.scaler.load_state_dict(state_dict.get("loss_scale", {}))
+            for name, whole in self._wholes.items():
+                whole.steps = int(entries[name]["step"])
+                for moment in whole.moments:
+                    whole.write(moment, entries[name][moment])
+            for mine, given in zip(self._optimizer.param_groups, groups, strict=True):
+                mine.update({key: value for key, value in given.items() if key != "params"})
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The `param_groups`, with the names of their parameters, also of those that other ranks have."""
+        groups, together = named(self._optimizer.param_groups), self._engine.together
+        if together is not None and together.parts > 1:
+            return Contents.of(self._engine, groups).groups(groups)
+        wholes = {name: state.whole for name, state in self._states.items()}
+        return [{**group, "params": list(dict.fromkeys(map(wholes.__getitem__, group["params"])))} for group in groups]

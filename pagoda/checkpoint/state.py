@@ -1,0 +1,256 @@
+"""State: the one way to what is kept of a parameter, for everything but training."""
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pagoda.checkpoint.lazy import LazyTensor, Read
+from pagoda.checkpoint.tensors import chunks
+from pagoda.errors import ConfigError, UsageError
+from pagoda.models.hidden import HOME
+from pagoda.optim.flat import join, split
+from pagoda.optim.param_groups import NamedGroup
+from pagoda.optim.rule import StateSpec
+from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT
+from pagoda.plan.packed import ShapedSpan
+from pagoda.plan.units import ParamSpec
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.store import LOW
+from pagoda.runtime.unit import LiveUnit
+
+
+class ParameterState(NamedTuple):
+    """What is kept of one parameter on this rank: of all of it, of a tile, or of this rank's part of a DTensor.
+
+    Construction, state dicts, `gathered`, `torch.distributed.checkpoint` and the loading of checkpoints read and write
+    state here. Call `Engine.settle` before reading, and write inside `Engine.overwriting` or `Engine.replacing`. What
+    data-parallel ranks divide is put together, so all of them read the same at once; of what is written each keeps its
+    slice.
+    """
+
+    engine: Engine
+    unit: LiveUnit
+    slot: int
+
+    @property
+    def name(self) -> str:
+        return self.unit.name(self.slot)
+
+    @property
+    def stored_name(self) -> str:
+        """What a checkpoint calls what this rank has of it."""
+        return self.unit.stored_name(self.slot)
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Name and shape of what this rank has."""
+        return self.unit.spec.slots[self.slot].param
+
+    @property
+    def whole(self) -> str:
+        """Name of the parameter of which this is a tile; its own where it is none."""
+        return self.spec.name if self.spec.part is None else self.spec.part.whole
+
+    def span(self, state: StateSpec) -> ShapedSpan | None:
+        """Where a state lies among its unit's; None where the parameter has none."""
+        return self.engine.store.plan.layout.span(self.unit.spec, self.slot, state)
+
+    def spans(self) -> dict[str, ShapedSpan]:
+        """Where each state lies that the parameter has, by the state's name."""
+        found = {state.name: self.span(state) for state in self.engine.store.plan.layout.states}
+        return {name: span for name, span in found.items() if span is not None}
+
+    def moments(self) -> dict[str, ShapedSpan]:
+        """As `spans`, of what the optimizer's rule keeps besides the weights."""
+        return {name: span for name, span in self.spans().items() if name not in (WEIGHT, LOW)}
+
+    def read(self, state: str) -> torch.Tensor:
+        """A copy of a state on the CPU, in the state's shape."""
+        span = self.spans()[state]
+        return self.engine.store.read(self.unit.index, state, span.first, span.count).view(span.shape)
+
+    def master(self) -> torch.Tensor:
+        """A copy of the fp32 master; of a parameter without one, its weights in fp32."""
+        weight = self.read(WEIGHT)
+        if LOW not in self.spans():
+            return weight.float()
+        master = torch.empty(weight.shape)
+        join(weight, self.read(LOW), master)
+        return master
+
+    def write(self, state: str, values: torch.Tensor) -> None:
+        """Overwrite a state with `values` of any shape, in the state's dtype."""
+        self.engine.store.write(self.unit.index, state, self.spans()[state].first, values.reshape(-1))
+
+    def write_master(self, values: torch.Tensor, first: int = 0) -> None:
+        """Make flat `values` of any float dtype the master weight, from the parameter's element `first` on.
+
+        Of a frozen parameter the compute dtype's rounding is kept. Raises ConfigError for a value that fp16 lacks.
+        """
+        store, index, spans = self.engine.store, self.unit.index, self.spans()
+        halves = any(state.name == LOW for state in store.plan.layout.states)
+        for start in range(0, values.numel(), BLOCK_ELEMENTS):
+            master = values[start : start + BLOCK_ELEMENTS].float().contiguous()
+            at = first + start
+            if not halves:
+                store.write(index, WEIGHT, spans[WEIGHT].first + at, master)
+                continue
+            weight = torch.empty(master.shape, dtype=store.dtype(WEIGHT))
+            low = torch.empty(master.shape, dtype=torch.int16)
+            split(master, weight, low)
+            if weight.dtype is torch.float16 and bool((weight.isinf() & master.isfinite()).any()):
+                raise ConfigError(
+                    f"{self.name!r} has a value of {master.abs().max():.5g}, and fp16 none above 65504: use "
+                    "precision='bf16' or 'fp32'."
+                )
+            store.write(index, WEIGHT, spans[WEIGHT].first + at, weight)
+            if LOW in spans:
+                store.write(index, LOW, spans[LOW].first + at, low)
+
+    def overwrite(self, values: torch.Tensor) -> None:
+        """Make `values` of any float dtype the master weight, once updates have ended.
+
+        Elements keep the low half of their master where `values` are in the compute dtype and equal to the weight.
+        Raises UsageError for another shape.
+        """
+        if tuple(values.shape) != self.spec.shape:
+            raise UsageError(f"{self.name!r} has shape {self.spec.shape}; {tuple(values.shape)} was written to it.")
+        values = values.detach().cpu()
+        with self.engine.overwriting():
+            if LOW in self.spans() and values.dtype is self.engine.store.dtype(WEIGHT):
+                low = self.read(LOW)
+                low.masked_fill_(self.read(WEIGHT).view(torch.int16) != values.view(torch.int16), 0)
+                self.write(WEIGHT, values)
+                self.write(LOW, low)
+            else:
+                self.write_master(values.reshape(-1))
+            self.engine.weights_changed(self.unit)
+
+    def copy_in(self, state: StateSpec, whole: LazyTensor) -> None:
+        """Overwrite a state that the parameter has, piece by piece, with that of the whole parameter. Only what this
+        rank holds is read."""
+        span, store = self.spans()[state.name], self.engine.store
+        read = self._own(whole, state)
+        for start, count in chunks(span.count):
+            first = span.first + start
+            if store.holds(self.unit.spec, state.name, first, first + count):
+                store.write(self.unit.index, state.name, first, read(start, count))
+
+    def copy_master_in(self, whole: LazyTensor) -> None:
+        """As `copy_in`, of the master weight in any float dtype."""
+        store, layout = self.engine.store, self.engine.store.plan.layout
+        read = self._own(whole, layout.weight)
+        kept = [(name, span.first) for name, span in self.spans().items() if name in (WEIGHT, LOW)]
+        for start, count in chunks(self.spec.numel):
+            if any(store.holds(self.unit.spec, name, at + start, at + start + count) for name, at in kept):
+                self.write_master(read(start, count), start)
+
+    def _own(self, whole: LazyTensor, state: StateSpec) -> Read:
+        """Reads a state of what this rank has, out of that of the whole parameter."""
+        shard, part = self.spec.shard, self.spec.part
+        if shard is not None:
+            size = shard.part_shape[shard.dim]
+            return whole.narrow(shard.dim, self.unit.part_index(self.slot) * size, size).read
+        first = 0 if part is None else state.elements(part.start)
+        return lambda start, count: whole.read(first + start, count)
+
+    def into_whole(self, values: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """Copy the values of a tile to where they belong in the whole parameter; returns that view."""
+        assert self.spec.part is not None
+        start = self.spec.part.start
+        return whole.view(-1)[start : start + values.numel()].view(values.shape).copy_(values)
+
+    def as_param(self, values: torch.Tensor) -> torch.Tensor:
+        """What this rank has, in the parameter's shape, as the parameter is: a DTensor where that is one."""
+        return self.unit.as_param(self.slot, values)
+
+    def part_of(self, values: torch.Tensor) -> torch.Tensor:
+        """What this rank has of values in the whole parameter's shape, be these a DTensor or not."""
+        return self.unit.part_of(self.slot, values)
+
+
+class _Home:
+    """What a parameter knows of its state. It does not keep the engine alive, as the model and the optimizer do."""
+
+    def __init__(self, engine: Engine, unit: LiveUnit, slot: int) -> None:
+        self._engine = weakref.ref(engine)
+        self._unit = unit
+        self._slot = slot
+
+    def open(self) -> ParameterState:
+        """Raises UsageError where model and optimizer have been dropped."""
+        engine = self._engine()
+        if engine is None:
+            raise UsageError(
+                f"{self._unit.name(self._slot)!r} has no weights any more: its model and optimizer were dropped. Keep "
+                "one of them for as long as the parameter is used."
+            )
+        return ParameterState(engine, self._unit, self._slot)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.open().engine.__reduce_ex__(protocol)
+
+
+def mark_homes(engine: Engine) -> None:
+    """Let every parameter in pages say where it lives, and hide it."""
+    for unit in engine.units:
+        unit.begin_hiding()
+        for slot, param in enumerate(unit.params):
+            setattr(param, HOME, _Home(engine, unit, slot))
+
+
+def is_paged(param: nn.Parameter) -> bool:
+    """True for a parameter of a wrapped model."""
+    return hasattr(param, HOME)
+
+
+def state_of(param: nn.Parameter) -> ParameterState | None:
+    """The state of a wrapped model's parameter; None for a parameter that Pagoda leaves alone."""
+    home: _Home | None = getattr(param, HOME, None)
+    return None if home is None else home.open()
+
+
+def all_states(engine: Engine) -> list[ParameterState]:
+    """The state of every parameter in pages, in the order of units and slots."""
+    return [ParameterState(engine, unit, slot) for unit in engine.units for slot in range(len(unit.params))]
+
+
+def states_of(model: nn.Module) -> dict[str, ParameterState]:
+    """The state of each parameter in pages, by its first name. Raises UsageError where there is none."""
+    found = {name: state for name, param in model.named_parameters() if (state := state_of(param)) is not None}
+    if not found:
+        raise UsageError("This model is not wrapped: call pagoda.wrap(model, ...) first.")
+    return found
+
+
+def settle(states: Iterable[ParameterState]) -> None:
+    """Wait for every update that could change them. Raises UsageError where they are of two steps."""
+    for engine in {id(state.engine): state.engine for state in states}.values():
+        engine.settle()
+
+
+def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
+    """What each rank says, by rank, as JSON has it; all say it at the same point of their program, `what` names it."""
+    said = json.dumps(mine).encode()
+    by_rank = [said] if engine.together is None else engine.together.announce(what, said)
+    return [json.loads(each) for each in by_rank]
+
+
+def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What no unit holds and a state dict has, by name: persistent buffers, and parameters that are not in pages."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+    for name, param in model.named_parameters():
+        if not is_paged(param):
+            yield name, param.data
+
+
+def named(groups: Iterable[dict[str, Any]]) -> list[NamedGroup]:
+    """An optimizer's `param_groups`, with the names of their parameters."""
+    return [{**group, "params": [getattr(param, HOME).open().name for param in group["params"]]} for group in groups]

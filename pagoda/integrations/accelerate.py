@@ -1,0 +1,152 @@
+"""Accelerate with training state in pages: an `Accelerator` that wraps what it prepares."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from pagoda.checkpoint.state import is_paged
+from pagoda.config.training import Precision
+from pagoda.errors import ConfigError
+from pagoda.integrations.paging import Paging, hand_over
+from pagoda.integrations.states import States
+from pagoda.optimizer import PagedOptimizer
+
+_PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
+
+
+class LossScaling:
+    """What Accelerate takes for a `GradScaler`: it scales the loss, and Pagoda's step does all else."""
+
+    def __init__(self, optimizer: PagedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward` on."""
+        return self._optimizer.scale(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the scale is in Pagoda's checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: the scale is in Pagoda's checkpoints."""
+
+
+def adopt(accelerator: Any, model: nn.Module, optimizer: PagedOptimizer) -> None:
+    """Let an accelerator take a wrapped model as it is: neither moved, nor in DDP, nor with autocast."""
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    if optimizer.scales_loss:
+        accelerator.scaler = LossScaling(optimizer)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """`accelerate.Accelerator` whose `prepare` puts models and their optimizers in pages::
+
+        accelerator = Accelerator(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme")))
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    The optimizer is one of torch, or any other class that steps each parameter alone; nothing of its state may exist
+    yet. `mixed_precision` is the dtype of weights in forward and backward, behind a master in fp32; there is no
+    autocast. On several ranks Pagoda divides the state; there is no DDP.
+
+    `save_state` and `load_state` write and read the state of models in pieces, bit for bit, in a directory beside
+    Accelerate's own files.
+
+    Raises ConfigError for settings that cannot be combined with it, BudgetError as `wrap`.
+    """
+
+    def __init__(self, *args: Any, paging: Paging | None = None, mixed_precision: Any = None, **kwargs: Any) -> None:
+        self.paging = Paging() if paging is None else paging
+        said = str(getattr(mixed_precision, "value", mixed_precision or "no"))
+        if said not in _PRECISIONS:
+            raise ConfigError(f"mixed_precision is {said!r}; use one of {', '.join(_PRECISIONS)}.")
+        self._precision = _PRECISIONS[said]
+        self._paged: list[tuple[nn.Module, AcceleratedOptimizer]] = []
+        super().__init__(*args, mixed_precision="no", **kwargs)
+        if self.state.dynamo_plugin.backend.value.lower() not in ("no", "none"):
+            raise ConfigError(
+                "Accelerate compiles the whole model: leave out dynamo, and compile blocks before prepare."
+            )
+        self.paging.check_device(self.device)
+        self.register_load_state_pre_hook(self._load_paged)
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As Accelerate's; a model is wrapped with the optimizer whose parameters are its own."""
+        args_now: list[Any] = list(args)
+        for at, optimizer in enumerate(args):
+            if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, AcceleratedOptimizer):
+                continue
+            stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            models = [m for m in args if isinstance(m, nn.Module) and stepped <= {id(p) for p in m.parameters()}]
+            if len(models) != 1:
+                raise ConfigError("prepare takes each optimizer together with the one model whose parameters it has.")
+            args_now[at] = self._page(models[0], optimizer)
+            for scheduler in args:
+                if getattr(scheduler, "optimizer", None) is optimizer:
+                    hand_over(scheduler, args_now[at].optimizer)
+        return super().prepare(*args_now, device_placement=device_placement)
+
+    def _page(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
+        paged = self.paging.take_over(model, optimizer, self._precision)
+        if paged.scales_loss and self._paged:
+            raise ConfigError("An accelerator scales the loss of one model alone: with several, use bf16.")
+        adopt(self, model, paged)
+        prepared = AcceleratedOptimizer(paged, device_placement=False)
+        prepared._is_accelerate_prepared = True
+        self._paged.append((model, prepared))
+        return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As Accelerate's. Where they are all of a paged model's parameters, on any number of ranks."""
+        params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        of_models = {id(param) for param in params if is_paged(param)}
+        for _, optimizer in self._paged:
+            stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            trained = {id(param) for param in params if param.requires_grad}
+            if norm_type == 2 and trained == stepped and trained <= of_models:
+                return torch.tensor(optimizer.optimizer.clip_grad_norm_(max_norm))
+        return super().clip_grad_norm_(params, max_norm, norm_type)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """As Accelerate's, but the state of paged models is written in pieces."""
+        with self._without_paged():
+            directory: str = super().save_state(*args, **kwargs)
+        self.wait_for_everyone()
+        for (_, optimizer), place in zip(self._paged, self._places(directory), strict=True):
+            place.save(optimizer.optimizer, lambda name: broadcast_object_list([name])[0])
+            self.wait_for_everyone()
+            if self.is_main_process:
+                place.keep_newest()
+        return directory
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As Accelerate's, but the state of paged models is read in pieces."""
+        with self._without_paged():
+            super().load_state(*args, **kwargs)
+
+    def _load_paged(self, _models: list[nn.Module], directory: str) -> None:
+        for (_, optimizer), place in zip(self._paged, self._places(directory), strict=True):
+            optimizer.optimizer.load_checkpoint(place.newest())
+
+    def _places(self, directory: str) -> list[States]:
+        return [States(Path(directory), "pagoda" if at == 0 else f"pagoda_{at}") for at in range(len(self._paged))]
+
+    @contextmanager
+    def _without_paged(self) -> Iterator[None]:
+        """Let Accelerate save and load all but what is in pages."""
+        mine: Any = self
+        models, optimizers = mine._models, mine._optimizers
+        paged = [thing for pair in self._paged for thing in pair]
+        mine._models = [model for model in models if not any(model is thing for thing in paged)]
+        mine._optimizers = [each for each in optimizers if not any(each is thing for thing in paged)]
+        try:
+            yield
+        finally:
+            mine._models, mine._optimizers = models, optimizers

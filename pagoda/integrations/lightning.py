@@ -1,0 +1,337 @@
+"""Lightning's Trainer and Fabric with training state in pages: `strategy="pagoda"`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES, DDPStrategy as FabricDDP
+from lightning.pytorch.plugins import Precision as TrainerPrecision
+from lightning.pytorch.strategies import DDPStrategy as TrainerDDP, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from pagoda.config.training import Precision
+from pagoda.construction.construct import init
+from pagoda.errors import CheckpointError, ConfigError, UsageError
+from pagoda.integrations.paging import Paging, hand_over
+from pagoda.integrations.states import States
+from pagoda.optimizer import PagedOptimizer
+
+_PRECISIONS: dict[str, Precision | None] = {
+    "32-true": None,
+    "bf16-true": "bf16",
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+}
+_REST = "rest.ckpt"
+"""In the directory of a checkpoint: what Lightning saves beside the model and its optimizer."""
+_STATE = "pagoda"
+"""In that file: the name of the directory with these two."""
+
+
+class _Pages:
+    """What both precision plugins share: inputs in the dtype of the weights, a loss that is scaled, an exact clip."""
+
+    def __init__(self, strategy: "PagodaStrategy | PagodaFabricStrategy", said: str) -> None:
+        if said not in _PRECISIONS:
+            raise ConfigError(f"precision is {said!r}; with Pagoda, use one of {', '.join(_PRECISIONS)}.")
+        self._strategy = strategy
+        self.said = _PRECISIONS[said]
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point inputs in the dtype that weights compute in."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[self.said]
+        return data if dtype is None else tree_map(lambda each: _cast(each, dtype), data)
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        """The loss to call `backward` on."""
+        loss: torch.Tensor = super().pre_backward(tensor, module)  # type: ignore[misc]
+        return self._strategy.optimizer_in_pages.scale(tensor if loss is None else loss)
+
+
+class _TrainerPages(_Pages, TrainerPrecision):  # type: ignore[misc]
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        self._strategy.optimizer_in_pages.clip_grad_norm_(clip_val)
+
+
+class _FabricPages(_Pages, FabricPrecision):  # type: ignore[misc]
+    def convert_output(self, data: Any) -> Any:
+        """Floating-point outputs in torch's default dtype, as Fabric's own 16-bit plugins give them."""
+        return data if self.said is None else tree_map(lambda each: _cast(each, torch.get_default_dtype()), data)
+
+
+class PagodaStrategy(TrainerDDP):  # type: ignore[misc]
+    """Keeps the training state of a LightningModule in pages::
+
+        Trainer(strategy=PagodaStrategy(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme"))), ...)
+
+    `strategy="pagoda"` has the default settings. `configure_optimizers` gives one optimizer, of torch or of any class
+    that steps each parameter alone. `precision` is the dtype of weights in forward and backward, behind a master in
+    fp32; there is no autocast. Clipping by norm is exact, on any number of ranks; there is no DDP.
+
+    Inside `trainer.init_module()` and `configure_model`, parameters take no memory. A checkpoint is a directory; one
+    with `save_weights_only=True` is a file of Lightning's own, with all weights in RAM while it is written. State stays
+    in pages after `fit`, for `test` and more `fit`, until `trainer.strategy.optimizer_in_pages.close()`.
+    """
+
+    strategy_name = "pagoda"
+
+    optimizers: Any
+
+    def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
+        self.paging = Paging() if paging is None else paging
+        self._paged: PagedOptimizer | None = None
+        self._restored: Path | None = None
+        super().__init__(**kwargs)
+
+    @property
+    def optimizer_in_pages(self) -> PagedOptimizer:
+        """The optimizer that `pagoda.wrap` returned. Raises UsageError before the model is wrapped."""
+        return _there(self._paged)
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Pagoda's own, for the precision that the Trainer was given."""
+        return TrainerPrecision() if self._precision_plugin is None else self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = None if plugin is None else _TrainerPages(self, plugin.precision)
+
+    # --- the model and its optimizer -----------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Wrap the model with the optimizer that it configures."""
+        self.accelerator.setup(trainer)
+        self.paging.check_device(self.root_device)
+        self.setup_optimizers(trainer)
+        made: list[Any] = self.optimizers
+        if len(made) != 1:
+            raise ConfigError(f"configure_optimizers gave {len(made)} optimizers; Pagoda wraps a model with one.")
+        if self._paged is None:
+            said = self.precision_plugin.said
+            self._paged = self.paging.take_over(self.lightning_module, made[0], said)
+        for config in self.lr_scheduler_configs:
+            hand_over(config.scheduler, self._paged)
+        self.optimizers = [self._paged]
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+
+    def model_to_device(self) -> None:
+        """Nothing: `wrap` has placed the model."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, as a forward of the module, within which all of its parameters can be used."""
+        return self._forward_of("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        return self._forward_of("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        return self._forward_of("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        return self._forward_of("predict_step", *args, **kwargs)
+
+    def _forward_of(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        return self._forward_redirection(module, module, method, *args, **kwargs)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Parameters are made by `wrap`, where they will live."""
+        with init():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Parameters are made by `wrap`, where they will live."""
+        with init():
+            yield
+
+    def teardown(self) -> None:
+        """Leave the state where it is."""
+        mine: Any = self
+        module, optimizers = mine._lightning_module, mine._optimizers
+        mine._lightning_module, mine._optimizers = None, []
+        try:
+            super().teardown()
+        finally:
+            mine._lightning_module, mine._optimizers = module, optimizers
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """State is loaded into pages."""
+        return True
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` writes it."""
+        return {}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` writes it."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a directory: the state of the model and its optimizer in pieces, and Lightning's file for the rest."""
+        if "optimizer_states" not in checkpoint:
+            checkpoint["state_dict"] = self.lightning_module.state_dict()
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with _saved(self, self.optimizer_in_pages, Path(filepath)) as name:
+            super().save_checkpoint({**checkpoint, _STATE: name}, Path(filepath, _REST), storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's part of a checkpoint."""
+        path = Path(checkpoint_path)
+        self._restored = path
+        found: dict[str, Any] = super().load_checkpoint(path / _REST if path.is_dir() else path, weights_only)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Load all state, or the weights alone where the checkpoint has no more."""
+        if _STATE in checkpoint:
+            assert self._restored is not None, "Lightning loads a checkpoint before it restores from it"
+            self.optimizer_in_pages.load_checkpoint(self._restored / checkpoint[_STATE])
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Nothing: `load_model_state_dict` has loaded it."""
+
+
+class PagodaFabricStrategy(FabricDDP):  # type: ignore[misc]
+    """Keeps the training state of what `fabric.setup(model, optimizer)` is given in pages::
+
+        fabric = Fabric(strategy=PagodaFabricStrategy(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme"))))
+
+    As `PagodaStrategy`. `fabric.save` makes a directory where its state has the optimizer: model and optimizer are
+    written in pieces. `fabric.init_module()` makes parameters that take no memory.
+    """
+
+    def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
+        self.paging = Paging() if paging is None else paging
+        self._paged: PagedOptimizer | None = None
+        self._model: nn.Module | None = None
+        super().__init__(**kwargs)
+        self._backward_sync_control = None
+
+    @property
+    def optimizer_in_pages(self) -> PagedOptimizer:
+        """The optimizer that `pagoda.wrap` returned. Raises UsageError before the model is wrapped."""
+        return _there(self._paged)
+
+    @property
+    def precision(self) -> Any:
+        """Pagoda's own, for the precision that Fabric was given."""
+        return FabricPrecision() if self._precision is None else self._precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        self._precision = None if plugin is None else _FabricPages(self, plugin.precision)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
+        """Wrap a model with its optimizer."""
+        if len(optimizers) != 1 or self._paged is not None:
+            raise ConfigError("Pagoda's strategy takes one model with one optimizer: fabric.setup(model, optimizer).")
+        self.paging.check_device(self.root_device)
+        self._paged = self.paging.take_over(module, optimizers[0], self.precision.said)
+        self._model = module
+        if scheduler is not None:
+            hand_over(scheduler, self._paged)
+        return module, [self._paged], scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Refused: a model is wrapped with its optimizer."""
+        raise ConfigError("Pagoda wraps a model with its optimizer: fabric.setup(model, optimizer).")
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: `wrap` places the model."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Parameters are made by `wrap`, where they will live."""
+        return init()
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip by the 2-norm; the norm before."""
+        if norm_type != 2:
+            raise ConfigError(f"norm_type is {norm_type}; only the 2-norm of gradients in pages is known.")
+        return torch.tensor(self.optimizer_in_pages.clip_grad_norm_(max_norm))
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
+    ) -> None:
+        """Write a directory, where the optimizer is to be saved; else a file, with all weights in RAM."""
+        rest = self._rest(state)
+        if len(rest) == len(state):
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if filter:
+            raise ConfigError("A filter cannot leave out parts of a checkpoint in pages: save it without one.")
+        with _saved(self, self.optimizer_in_pages, Path(path)) as name:
+            super().save_checkpoint(Path(path, _REST), {**rest, _STATE: name}, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> Any:
+        """Load what `save_checkpoint` has written."""
+        if not Path(path).is_dir() or not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, weights_only=weights_only)
+        rest = {**self._rest(state), _STATE: ""}
+        remainder = super().load_checkpoint(Path(path, _REST), rest, strict, weights_only=weights_only)
+        self.optimizer_in_pages.load_checkpoint(Path(path, rest.pop(_STATE)))
+        state.update(rest)
+        return remainder
+
+    def _rest(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state without the optimizer and its model, if it has the optimizer."""
+        paged = (self._paged, self._model)
+        if not any(each is self._paged for each in state.values()):
+            return state
+        return {name: each for name, each in state.items() if not any(each is one for one in paged)}
+
+
+@contextmanager
+def _saved(strategy: Any, optimizer: PagedOptimizer, directory: Path) -> Iterator[str]:
+    """Save all state in a directory; its name there. Once the block has written the rest, older state is deleted."""
+    states = States(directory, _STATE)
+    agree: Callable[[str], str] = strategy.broadcast
+    if directory.is_file():
+        raise CheckpointError(f"{directory} is a file, and a checkpoint in pages is a directory: save to another path.")
+    name = states.save(optimizer, agree)
+    yield name
+    strategy.barrier()
+    if strategy.is_global_zero:
+        states.keep_newest()
+
+
+def _there(optimizer: PagedOptimizer | None) -> PagedOptimizer:
+    if optimizer is None:
+        raise UsageError("The model is not wrapped yet: it is when training or evaluation begins.")
+    return optimizer
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+StrategyRegistry.register("pagoda", PagodaStrategy, description="Training state in pages over GPU, RAM and SSD")
+FABRIC_STRATEGIES.register("pagoda", PagodaFabricStrategy, description="Training state in pages over GPU, RAM and SSD")

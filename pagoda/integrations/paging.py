@@ -1,0 +1,140 @@
+"""What a framework's trainer hands on to `wrap`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pagoda.api import wrap
+from pagoda.config.memory import Memory
+from pagoda.config.training import ActivationMode, Activations, MixedPrecision, Precision, Tiles, UpdateMode, Updates
+from pagoda.errors import ConfigError
+from pagoda.optim.adamw import AdamW
+from pagoda.optim.param_groups import ParamGroups
+from pagoda.optim.rule import Rule, plain_setting
+from pagoda.optim.torch_optimizer import Optim
+from pagoda.optimizer import PagedOptimizer
+from pagoda.parallel.mesh import Mesh
+
+_OF_DTYPE: Mapping[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_ONLY_FASTER = ("fused", "foreach", "capturable", "differentiable")
+"""Settings of torch's optimizers that say how they compute, not what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paging:
+    """The settings of `pagoda.wrap` that a framework's own configuration has no place for.
+
+    What that configuration does have, such as the clipping norm, comes from there.
+    """
+
+    memory: Memory = field(default_factory=Memory)
+    """What state may take of each tier. Checkpoints copy what is on SSD, unless `ssd_checkpoints` says otherwise: a
+    framework deletes the directories of its checkpoints without telling Pagoda."""
+    optimizer: Rule | None = None
+    """By default what the framework's configuration names."""
+    precision: Precision | MixedPrecision | None = None
+    """By default what the framework's configuration says, else the dtype of the model."""
+    update: UpdateMode | Updates = "sync"
+    activations: ActivationMode | Activations = "keep"
+    tiles: Tiles | None = None
+    mesh: Mesh | DeviceMesh | None = None
+    reference: Memory | None = None
+    """What a second, frozen model may take: the reference model of DPO, say. By default it is not paged. An SSD
+    directory is used by one model at a time, so this one needs another than `memory`."""
+
+    def wrap_frozen(self, model: nn.Module) -> nn.Module:
+        """Wrap a model that only computes. Raises as `pagoda.wrap`."""
+        wrap(model.requires_grad_(False), AdamW(), memory=self.reference, precision=precision_of(model), mesh=self.mesh)
+        return model
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: Rule,
+        *,
+        precision: Precision | None = None,
+        param_groups: ParamGroups | None = None,
+        clip_grad_norm: float | None = None,
+        accumulation_steps: int | None = None,
+    ) -> PagedOptimizer:
+        """Wrap a model with what the framework asks for; what is set here comes first. Raises as `pagoda.wrap`."""
+        memory = self.memory
+        if memory.ssd_checkpoints is None:
+            memory = replace(memory, ssd_checkpoints=0)
+        _, paged = wrap(
+            model,
+            self.optimizer or optimizer,
+            param_groups=param_groups,
+            memory=memory,
+            precision=self.precision or precision or precision_of(model),
+            clip_grad_norm=clip_grad_norm,
+            accumulation_steps=accumulation_steps,
+            update=self.update,
+            activations=self.activations,
+            tiles=self.tiles,
+            mesh=self.mesh,
+        )
+        return paged
+
+    def take_over(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision | None
+    ) -> PagedOptimizer:
+        """Wrap a model with the rule of an optimizer in RAM, made for it; one of Pagoda's stays as it is.
+
+        Raises ConfigError for an optimizer that has state already, else as `pagoda.wrap`.
+        """
+        if isinstance(optimizer, PagedOptimizer):
+            return optimizer
+        if optimizer.state:
+            raise ConfigError("The optimizer has taken steps already: hand it over before the first one.")
+        rule = rule_of(type(optimizer), optimizer.defaults)
+        return self.wrap(model, rule, precision=precision, param_groups=optimizer.param_groups)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError where batches would be on a GPU while compute is on the CPU, or the other way round."""
+        here = "cpu" if self.memory.device is None or self.memory.arena_for_device else "cuda"
+        if device.type == here:
+            return
+        if here == "cpu":
+            raise ConfigError(
+                f"Batches are moved to {device}, but memory.device is not given, so compute is the CPU. Give "
+                "Paging(memory=pagoda.Memory(device='20GiB', ...)), with what weights in use may take of the GPU; or "
+                "tell the framework to use the CPU."
+            )
+        raise ConfigError(
+            f"memory.device is {self.memory.device!r}, a GPU's memory, but batches are moved to {device}: leave "
+            "memory.device out, or let the framework use the GPU."
+        )
+
+
+def precision_of(model: nn.Module) -> Precision:
+    """The precision that a model computes in by itself. Raises ConfigError for a dtype that cannot be trained alone."""
+    dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
+    if dtype not in _OF_DTYPE:
+        raise ConfigError(f"The model is in {dtype}: set fp16 or bf16 in the framework, or Paging(precision=...).")
+    return _OF_DTYPE[dtype]
+
+
+def rule_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> Rule:
+    """The rule that does what a class of torch, or of anyone else, does with these settings.
+
+    Raises ConfigError, as `pagoda.Optim`, for a class that cannot step one parameter at a time.
+    """
+    meant = {name: plain_setting(value, None) for name, value in settings.items() if name not in _ONLY_FASTER}
+    if kind is torch.optim.AdamW and not any(meant.pop(name, False) for name in ("amsgrad", "maximize")):
+        meant.pop("decoupled_weight_decay", None)
+        return AdamW(**meant)
+    return Optim(kind, **meant)
+
+
+def hand_over(scheduler: Any, optimizer: PagedOptimizer) -> None:
+    """Let a scheduler, made for the optimizer that was taken over, drive this one, whose groups have the same settings.
+
+    Schedulers warn of an optimizer whose steps are not counted, and only the constructor of one has them counted.
+    """
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
+    scheduler.optimizer = optimizer

@@ -1,0 +1,290 @@
+"""Trainers of transformers, and of libraries built on them such as TRL, whose training state is in pages."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from pagoda.checkpoint.directory import read_manifest, remove
+from pagoda.checkpoint.export import export
+from pagoda.checkpoint.model_config import model_record
+from pagoda.config.training import Precision
+from pagoda.errors import CheckpointError, ConfigError
+from pagoda.integrations.accelerate import adopt
+from pagoda.integrations.paging import Paging, rule_of
+from pagoda.optimizer import PagedOptimizer
+from pagoda.runtime.blocks import find_blocks
+
+STATE = "pagoda"
+"""In a checkpoint's directory: Pagoda's own checkpoint, from which a run resumes."""
+_PASSING = ".pagoda-saving"
+"""The same, where only the model is asked for: it is deleted once the model's files are written."""
+_SCHEDULER, _TRAINER_STATE = "scheduler.pt", "trainer_state.json"
+_REFUSED = {
+    "auto_find_batch_size": "a step that ran out of memory cannot be repeated: choose the batch size",
+    "fp16_full_eval": "evaluation uses the weights as training does: set fp16",
+    "bf16_full_eval": "evaluation uses the weights as training does: set bf16",
+    "fsdp": "Pagoda divides state over ranks by itself",
+    "deepspeed": "Pagoda divides state over ranks by itself",
+}
+"""Arguments that a paged trainer has no use for, and what to do instead."""
+
+
+class PagedTrainerMixin:
+    """Put before a trainer class, it keeps the training state in pages::
+
+        class PagedSFTTrainer(PagedTrainerMixin, trl.SFTTrainer): pass
+        trainer = PagedSFTTrainer(model, args, ..., paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme")))
+
+    The model is wrapped when training or evaluation begins. Optimizer, learning rate, weight decay, clipping,
+    accumulation, bf16 and fp16 are those of `TrainingArguments`. With bf16 or fp16, weights are in that dtype in
+    forward and backward, behind a master in fp32, and autocast is off; without either, the dtype is the model's.
+
+    Checkpoints have the model's files, for `from_pretrained`, and in `pagoda` all state, for
+    `train(resume_from_checkpoint=...)`, which goes on with the same bits. Both are written in pieces. The best model
+    comes back with the optimizer's state of that step. A reference model is paged with `Paging(reference=...)`.
+
+    With `torch_compile` each of the model's layers is compiled.
+
+    Under torchrun, Pagoda divides the state over the ranks; there is no DDP.
+
+    Raises ConfigError for arguments that cannot be combined with it, BudgetError as `wrap`.
+    """
+
+    def __init__(self, *args: Any, paging: Paging | None = None, **kwargs: Any) -> None:
+        self.paging = Paging() if paging is None else paging
+        self._paged: PagedOptimizer | None = None
+        self._was_given = False
+        self._in_checkpoint = False
+        super().__init__(*args, **kwargs)
+        settings: Any = self.args  # type: ignore[attr-defined]
+        for name, advice in _REFUSED.items():
+            if getattr(settings, name, None):
+                raise ConfigError(f"{name} cannot be used with paging: {advice}.")
+        if settings.n_gpu > 1:
+            raise ConfigError(f"One process has {settings.n_gpu} GPUs, which is DataParallel: start with torchrun.")
+        self.paging.check_device(settings.device)
+
+    # --- the model and its optimizer -----------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Wrap the model; the optimizer is the one that steps it."""
+        trainer: Any = self
+        if trainer.optimizer is None:
+            if self._paged is not None:  # of a model that `model_init` has replaced
+                self._paged.close()
+            self._paged = self._wrap(trainer.model)
+            trainer.optimizer = self._paged
+        elif self._paged is None:
+            self._paged, self._was_given = _given(trainer.optimizer), True
+        adopt(trainer.accelerator, trainer.model, self._paged)
+        self._paged._is_accelerate_prepared = True  # type: ignore[attr-defined]
+        return trainer.optimizer
+
+    def _wrap(self, model: nn.Module) -> PagedOptimizer:
+        trainer: Any = self
+        args = trainer.args
+        kind, settings = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, model)
+        if self.paging.optimizer is None and not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ConfigError(f"optim={args.optim} makes no torch.optim.Optimizer: give Paging(optimizer=...).")
+        for block in find_blocks(model) if args.torch_compile else ():
+            block.module.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        decayed = set(trainer.get_decay_parameter_names(model))
+        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        groups = [
+            {"params": [param for name, param in trained if name in decayed], "weight_decay": args.weight_decay},
+            {"params": [param for name, param in trained if name not in decayed], "weight_decay": 0.0},
+        ]
+        precision: Precision | None = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+        return self.paging.wrap(
+            model,
+            self.paging.optimizer or rule_of(kind, settings),
+            precision=precision,
+            param_groups=[group for group in groups if group["params"]],
+            clip_grad_norm=args.max_grad_norm or None,
+            accumulation_steps=args.gradient_accumulation_steps,
+        )
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """No autocast and no loss scaling by Accelerate: the weights have their dtype, and Pagoda scales the loss."""
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        return {**built, "mixed_precision": "no"}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; a model that it gets for evaluation is the reference model of DPO and others."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        trainer: Any = self
+        prepare = trainer.accelerator.prepare_model
+
+        def prepare_model(model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> nn.Module:
+            if evaluation_mode and self.paging.reference is not None and model is not trainer.model:
+                self.paging.wrap_frozen(model)
+                model._is_accelerate_prepared = True  # type: ignore[assignment]
+            prepared: nn.Module = prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+            return prepared
+
+        trainer.accelerator.prepare_model = prepare_model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: `wrap` places the model."""
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Clip, where a user has wrapped the model. Else `step` does, as `wrap` was told to."""
+        if self._was_given and self._paged is not None:
+            self._paged.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[attr-defined]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Nothing: the norm is known once `step` has been called; `log` adds it."""
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the norm of the last step's gradient beside the loss of training."""
+        if self._paged is not None and "loss" in logs and self._paged.stats.grad_norm is not None:
+            logs = {"loss": logs["loss"], "grad_norm": self._paged.stats.grad_norm, **logs}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict, on the wrapped model even if nothing has been trained yet."""
+        if self._paged is None:
+            self.create_optimizer()
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    # --- saving --------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._in_checkpoint = not self.args.save_only_model  # type: ignore[attr-defined]
+        try:
+            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._in_checkpoint = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model, in pieces, from a checkpoint of Pagoda, which stays where all state is to be saved."""
+        trainer: Any = self
+        if self._paged is None or state_dict is not None:
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+            return
+        out = Path(trainer.args.output_dir if output_dir is None else output_dir)
+        with _checkpoint(trainer, self._paged, out / (STATE if self._in_checkpoint else _PASSING)) as checkpoint:
+            if not trainer.args.should_save:
+                return
+            if model_record(trainer.model) is None:  # no model of transformers, so there are no files of its own
+                super()._save(str(out), state_dict=None)  # type: ignore[misc]
+                return
+            with _saved_already(trainer.model):
+                super()._save(str(out), state_dict={})  # type: ignore[misc]
+            with TemporaryDirectory(prefix=".pagoda-", dir=out) as folder:
+                export(checkpoint, Path(folder, "model"))
+                for file in Path(folder, "model").iterdir():
+                    os.replace(file, out / file.name)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The scheduler alone: `_save` has written all else."""
+        trainer: Any = self
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: the loss scale is in Pagoda's checkpoint."""
+
+    # --- resuming ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train. `resume_from_checkpoint=True` takes the last checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(_last_checkpoint(Path(self.args.output_dir)))  # type: ignore[attr-defined]
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """See that there is state to resume from; it is loaded once the model is wrapped."""
+        try:
+            read_manifest(Path(resume_from_checkpoint, STATE))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{resume_from_checkpoint} cannot be resumed with paging: {error}. To start from the weights of "
+                "another trainer's checkpoint, load the model from it and leave out resume_from_checkpoint."
+            ) from error
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        if checkpoint is None:
+            return
+        assert self._paged is not None, "the model is wrapped before its state is loaded"
+        self._paged.load_checkpoint(Path(checkpoint, STATE))
+        trainer.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: the loss scale is in Pagoda's checkpoint."""
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+        if self._paged is not None and (best / STATE).is_dir():
+            self._paged.load_checkpoint(best / STATE)
+        else:  # save_only_model
+            super()._load_best_model()  # type: ignore[misc]
+
+
+@contextmanager
+def _checkpoint(trainer: Any, optimizer: PagedOptimizer, directory: Path) -> Iterator[Path]:
+    """A checkpoint of all state at `directory`, in place of one that an interrupted run has left there; it is deleted
+    afterwards if it was only made to pass its model on."""
+    if trainer.args.should_save:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        if directory.exists():
+            remove(directory)
+    trainer.accelerator.wait_for_everyone()
+    optimizer.save_checkpoint(directory)
+    try:
+        yield directory
+    finally:
+        if directory.name == _PASSING:
+            trainer.accelerator.wait_for_everyone()
+            if trainer.args.should_save:
+                remove(directory)
+
+
+@contextmanager
+def _saved_already(model: Any) -> Iterator[None]:
+    """Let a trainer save all that goes with a model, but not the model."""
+    model.save_pretrained = lambda *_args, **_kwargs: None
+    try:
+        yield
+    finally:
+        del model.save_pretrained
+
+
+def _last_checkpoint(run: Path) -> Path:
+    """The last checkpoint of a run from which it can resume. Raises CheckpointError where there is none."""
+    found = sorted(run.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    for path in reversed(found):
+        if (path / _TRAINER_STATE).is_file() and (path / STATE).is_dir():
+            return path
+        warnings.warn(f"{path} is not complete: the run resumes from the one before.", stacklevel=3)
+    raise CheckpointError(f"{run} has no checkpoint to resume from: leave out resume_from_checkpoint to begin.")
+
+
+def _given(optimizer: object) -> PagedOptimizer:
+    """The optimizer that a user has passed. Raises ConfigError where it is not Pagoda's."""
+    if isinstance(optimizer, PagedOptimizer):
+        return optimizer
+    raise ConfigError(
+        f"optimizers has a {type(optimizer).__name__}, made for a model in RAM: give Paging(optimizer=...), or the "
+        "optimizer that pagoda.wrap(model, ...) returned."
+    )
+
+
+class Trainer(PagedTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` with its training state in pages; see `PagedTrainerMixin`."""
+
+
+class Seq2SeqTrainer(PagedTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """`transformers.Seq2SeqTrainer` with its training state in pages; see `PagedTrainerMixin`."""

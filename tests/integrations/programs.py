@@ -1,0 +1,144 @@
+"""Programs that tests start: `python -m integrations.programs NAME DIRECTORY`, also under torchrun."""
+
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerCallback
+
+import pagoda
+from integrations.tiny_text import arguments, logged, model, samples
+from pagoda.integrations import Paging
+from pagoda.integrations.transformers import Trainer
+
+HOST_BYTES = 24 << 20
+
+
+class Kill(TrainerCallback):
+    """Ends the process within a run."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trainers_of_ranks(out: Path) -> dict[str, Any]:
+    """The stock trainer's losses on these ranks, the paged one's, and those of a run that resumes from its middle."""
+    settings = {"optim": "sgd", "learning_rate": 0.3, "eval_strategy": "steps", "eval_steps": 3}
+    saving = {"save_strategy": "steps", "save_steps": 3, **settings}
+    data = {"train_dataset": samples(), "eval_dataset": samples(6)}
+    paging = Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    stock = transformers.Trainer(model(), arguments(out / "stock", **settings), **data)
+    stock.train()
+    found = {"stock": logged(stock, "loss", "eval_loss"), "stock norms": logged(stock, "grad_norm")}
+    paged = Trainer(model(), arguments(out / "paged", **saving), paging=paging, **data)
+    paged.train()
+    found |= {"paged": logged(paged, "loss", "eval_loss"), "paged norms": logged(paged, "grad_norm")}
+    paged.save_model(str(out / "saved"))
+    paged.optimizer.close()
+    resumed = Trainer(model(), arguments(out / "paged", **saving), paging=paging, **data)
+    resumed.train(resume_from_checkpoint=str(out / "paged" / "checkpoint-3"))
+    return {**found, "resumed": logged(resumed, "loss", "eval_loss")}
+
+
+def accelerate_on_ranks(out: Path) -> dict[str, Any]:
+    """Norms and losses of Accelerate's own loop on these ranks, of the paged one, and after its state was loaded."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader
+
+    from pagoda.integrations.accelerate import Accelerator as PagedAccelerator
+
+    found: dict[str, Any] = {}
+    for name in ("stock", "paged", "loaded"):
+        AcceleratorState._reset_state()
+        paging = Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096))
+        accelerator = Accelerator(cpu=True) if name == "stock" else PagedAccelerator(cpu=True, paging=paging)
+        made = model()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
+        made, optimizer, loader = accelerator.prepare(made, optimizer, DataLoader(samples(), batch_size=2))
+        if name == "loaded":
+            accelerator.load_state(str(out / "state"))
+        found[name] = []
+        for step, batch in enumerate(loader):
+            if name == "paged" and step == 2:
+                accelerator.save_state(str(out / "state"))
+            if name == "loaded" and step < 2:
+                continue
+            loss = made(**batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(made.parameters(), 100.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found[name] += [loss.item(), float(norm)]
+        if name != "stock":
+            optimizer.optimizer.close()
+    return found
+
+
+def lightning_on_ranks(out: Path) -> dict[str, Any]:
+    """Losses of Lightning's own strategy on these ranks, of the paged one, and of a run that resumes."""
+    import lightning
+    from torch.utils.data import DataLoader
+
+    from integrations.test_lightning import QUIET, Module
+    from pagoda.integrations.lightning import PagodaStrategy
+
+    def fit(strategy: Any, resume: Path | None = None) -> tuple[Any, list[float]]:
+        module = Module()
+        settings = {**QUIET, "devices": 2, "gradient_clip_val": 100.0, "enable_checkpointing": False}
+        epochs = 1 if strategy == "ddp" or resume is None else 2
+        trainer = lightning.Trainer(strategy=strategy, max_epochs=epochs, default_root_dir=out, **settings)
+        trainer.fit(module, DataLoader(samples(8), batch_size=2), ckpt_path=resume)
+        return trainer, module.losses
+
+    def paged() -> Any:
+        return PagodaStrategy(paging=Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096)))
+
+    found = {"stock": fit("ddp")[1]}
+    trainer, found["paged"] = fit(paged())
+    trainer.save_checkpoint(out / "state")
+    trainer.strategy.optimizer_in_pages.close()
+    trainer, found["resumed"] = fit(paged(), out / "state")
+    trainer.strategy.optimizer_in_pages.close()
+    return found
+
+
+def beyond_memory(out: Path) -> dict[str, Any]:
+    """A model whose state takes 240 MiB, in 24 MiB of RAM: by how much that lets the process grow. With `kill` in the
+    command line the process ends after the fourth step, with `resume` it goes on."""
+    with pagoda.init():
+        made = model(hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8)
+    state = 14 * sum(param.numel() for param in made.parameters())
+    settings = {"bf16": True, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+    paging = Paging(memory=pagoda.Memory(host=HOST_BYTES, ssd=str(out)), activations="recompute")
+    callbacks = [Kill(4)] if "kill" in sys.argv else []
+    (out / "first").mkdir(exist_ok=True)
+    first = Trainer(model(), arguments(out / "first", bf16=True, max_steps=1), train_dataset=samples(), paging=paging)
+    first.train()  # imports and compiles what takes memory once
+    first.optimizer.close()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer = Trainer(
+        made, arguments(out / "run", **settings), train_dataset=samples(), paging=paging, callbacks=callbacks
+    )
+    trainer.train(resume_from_checkpoint="resume" in sys.argv)
+    trainer.save_model(str(out / "saved"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"state": state, "grown": (peak - before) << 10, "losses": logged(trainer, "loss")}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    directory = Path(sys.argv[2])
+    result = globals()[sys.argv[1]](directory)
+    if int(os.environ.get("RANK", "0")) == 0:
+        (directory / "result.json").write_text(json.dumps(result))

@@ -1,0 +1,158 @@
+"""Accelerate's own example loop, with its state in pages."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
+
+import pagoda
+from integrations.tiny_text import model, samples
+from pagoda.integrations import Paging
+from pagoda.integrations.accelerate import Accelerator
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def paged(tmp_path: Path) -> Iterator[Make]:
+    """Makes accelerators that keep state in 300 KiB of RAM and on an SSD."""
+    made: list[Accelerator] = []
+
+    def make(memory: dict[str, Any] | None = None, **settings: Any) -> Accelerator:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        (ssd := tmp_path / f"ssd-{len(made)}").mkdir()
+        pages = {"page_size": 4096, "unit_limit": "32KiB"}
+        memory = pagoda.Memory(**{"host": "300KiB", "ssd": f"{ssd}:64MiB", **pages, **(memory or {})})
+        made.append(Accelerator(paging=Paging(memory=memory), cpu=True, **settings))
+        return made[-1]
+
+    yield make
+    for accelerator in made:
+        for _, optimizer in accelerator._paged:
+            optimizer.optimizer.close()
+
+
+def stock(**settings: Any) -> accelerate.Accelerator:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    return accelerate.Accelerator(cpu=True, **settings)
+
+
+class Run:
+    """A training script for an accelerator, as Accelerate's documentation has it."""
+
+    def __init__(
+        self, accelerator: Any, kind: type = torch.optim.SGD, clip: float | None = None, **settings: Any
+    ) -> None:
+        self.accelerator, self._clip = accelerator, clip
+        made = model(attention_dropout=0.1)
+        optimizer = kind(made.parameters(), **{"lr": 0.1, **settings})
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 10)
+        loader: Any = DataLoader(samples(40), batch_size=2)  # type: ignore[arg-type]
+        self.model, self.optimizer, loader, self.scheduler = accelerator.prepare(made, optimizer, loader, scheduler)
+        self._batches = iter(loader)
+
+    def skip(self, count: int) -> None:
+        """Leave batches out."""
+        for _ in range(count):
+            next(self._batches)
+
+    def steps(self, count: int) -> list[float]:
+        """The losses of so many batches, and the learning rates."""
+        found = []
+        for batch in [next(self._batches) for _ in range(count)]:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients and self._clip is not None:
+                    found.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), self._clip)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            found += [loss.item(), self.scheduler.get_last_lr()[0]]
+        return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_losses_have_the_bits_of_the_stock_accelerator(accumulation: int, paged: Make) -> None:
+    settings = {"gradient_accumulation_steps": accumulation}
+    torch.manual_seed(1)
+    run = Run(paged(**settings))
+    found = run.steps(8)
+    torch.manual_seed(1)
+    assert found == Run(stock(**settings)).steps(8)
+    assert sum(run.optimizer.optimizer.stats.bytes_moved.values()), "state was on the SSD"
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_clipped_and_in_16_bits_it_is_near_the_stock_accelerator(precision: str, paged: Make) -> None:
+    settings = {"kind": torch.optim.AdamW, "lr": 1e-2, "weight_decay": 0.1, "clip": 0.1}
+    torch.manual_seed(1)
+    found = Run(paged(mixed_precision=precision), **settings).steps(6)
+    torch.manual_seed(1)
+    scaled = stock(mixed_precision=precision if precision == "bf16" else "no")
+    assert found == pytest.approx(Run(scaled, **settings).steps(6), rel=1e-5 if precision == "no" else 0.1)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, tmp_path: Path) -> None:
+    settings = {"kind": torch.optim.AdamW, "lr": 1e-2, "clip": 0.1}
+    whole = Run(paged(mixed_precision=precision), **settings)
+    whole.steps(3)
+    for _ in range(2):  # a script may save to the same directory each time
+        whole.accelerator.save_state(str(tmp_path / "state"))
+    expected = whole.steps(3)
+    again = Run(paged(mixed_precision=precision), **settings)
+    again.skip(3)
+    again.accelerator.load_state(str(tmp_path / "state"))
+    assert again.steps(3) == expected
+    names = {path.name for path in (tmp_path / "state").iterdir()}
+    assert {name for name in names if "pagoda" in name} == {"pagoda-2"}
+    assert not names & {"model.safetensors", "optimizer.bin"}, "state is written once"
+
+
+def test_a_model_that_pagoda_has_wrapped_can_be_prepared(paged: Make, tmp_path: Path) -> None:
+    made = model()
+    rule = pagoda.Optim(torch.optim.SGD, lr=0.1)
+    _, optimizer = pagoda.wrap(made, rule, memory=pagoda.Memory(host="1MiB"), precision="fp32")
+    accelerator = paged()
+    prepared, stepped = accelerator.prepare(made, optimizer)
+    assert prepared is made
+    before = prepared(**{name: value[None] for name, value in samples()[0].items()}).loss
+    accelerator.backward(before)
+    stepped.step()
+    assert prepared(**{name: value[None] for name, value in samples()[0].items()}).loss < before
+
+
+def test_several_models_have_state_of_their_own(paged: Make, tmp_path: Path) -> None:
+    accelerator = paged({"host": "1MiB"})
+    one, two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    prepared = accelerator.prepare(one, two, torch.optim.SGD(two.parameters()), torch.optim.SGD(one.parameters()))
+    accelerator.backward(prepared[1](prepared[0](torch.ones(4))).sum())
+    for optimizer in prepared[2:]:
+        optimizer.step()
+    accelerator.save_state(str(tmp_path / "state"))
+    assert {path.name for path in (tmp_path / "state").iterdir()} >= {"pagoda-1", "pagoda_1-1"}
+
+
+REFUSED: dict[str, tuple[Callable[[Make], Any], str]] = {
+    "an optimizer alone": (
+        lambda paged: paged().prepare(torch.optim.SGD(model().parameters())),
+        "together with the one model",
+    ),
+    "a precision": (lambda paged: paged(mixed_precision="fp8"), "one of no, bf16, fp16"),
+    "compiling": (lambda paged: paged(dynamo_backend="eager"), "compile blocks before"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_combined_is_refused_in_words(case: str, paged: Make) -> None:
+    use, message = REFUSED[case]
+    with pytest.raises(pagoda.ConfigError, match=message):
+        use(paged)

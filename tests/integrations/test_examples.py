@@ -1,0 +1,46 @@
+"""The loops in `examples/` run on tiny data, and do what they say."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.inline
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def run(name: str, *words: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        assert not [path for path in tmp_path.iterdir() if path.suffix], "nothing is left but what the SSD tier keeps"
+        return capsys.readouterr().out
+
+    return run
+
+
+def numbers(name: str, printed: str) -> list[float]:
+    return [float(number) for number in re.findall(rf"{name} (-?[\d.]+)", printed)]
+
+
+def test_a_loop_like_nanogpts_changes_five_lines_and_learns(run) -> None:  # type: ignore[no-untyped-def]
+    losses = numbers("loss", run("nanogpt", "11"))
+    assert losses[-1] < 0.9 * losses[0]
+    changed = [line for line in (EXAMPLES / "nanogpt.py").read_text().splitlines() if line.endswith("# Pagoda")]
+    assert len(changed) == 5
+
+
+def test_an_average_of_the_weights_is_better_than_the_last_ones(run) -> None:  # type: ignore[no-untyped-def]
+    printed = run("ema", "150")
+    assert numbers("their average", printed)[0] < numbers("last weights", printed)[0]
+
+
+def test_backward_runs_through_backward(run) -> None:  # type: ignore[no-untyped-def]
+    printed = run("gradient_penalty", "31")
+    losses, penalties = numbers("loss", printed), numbers("penalty", printed)
+    assert losses[-1] < losses[0]
+    assert penalties[-1] < penalties[0] / 4

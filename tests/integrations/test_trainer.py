@@ -1,0 +1,278 @@
+"""transformers.Trainer in pages: the stock trainer's losses, and runs that go on where they ended."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaForCausalLM, TrainerCallback
+
+import pagoda
+from integrations.tiny_text import arguments, logged, model, samples
+from pagoda.integrations import Paging
+from pagoda.integrations.transformers import STATE, Seq2SeqTrainer, Trainer
+
+Make = Callable[..., Any]
+TORCHS_ADAMW = pagoda.Optim(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+"""With the very operations of the stock trainer's."""
+
+
+@pytest.fixture
+def paged(tmp_path: Path) -> Iterator[Make]:
+    """Makes trainers whose state is in 300 KiB of RAM and on an SSD."""
+    made: list[Any] = []
+
+    def make(out: str = "paged", kind: type = Trainer, paging: dict[str, Any] | None = None, **settings: Any) -> Any:
+        (ssd := tmp_path / f"ssd-{len(made)}").mkdir()
+        given = {"model": model(), "train_dataset": samples(), **settings.pop("given", {})}
+        memory = pagoda.Memory(host="300KiB", ssd=f"{ssd}:64MiB", page_size=4096, unit_limit="32KiB")
+        pages = Paging(**{"memory": memory, **(paging or {})})
+        trainer = kind(args=settings.pop("args", None) or arguments(tmp_path / out, **settings), paging=pages, **given)
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        if trainer._paged is not None:
+            trainer._paged.close()
+
+
+def stock(out: Path, **settings: Any) -> Any:
+    trainer = transformers.Trainer(
+        model(), arguments(out, **settings), train_dataset=samples(), eval_dataset=samples(4)
+    )
+    trainer.train()
+    return trainer
+
+
+SAME: dict[str, dict[str, Any]] = {
+    "sgd": {"optim": "sgd"},
+    "adafactor, checkpointing": {"optim": "adafactor", "activation_checkpointing": True},
+    "adamw, groups, schedule": {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "accumulation, the last step of an epoch is shorter": {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 5,
+    },
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_losses_have_the_bits_of_the_stock_trainer(case: str, paged: Make, tmp_path: Path) -> None:
+    settings = {"optim": "adamw_torch", **SAME[case]}
+    given = {"eval_dataset": samples(4)}
+    rule = TORCHS_ADAMW if settings["optim"] == "adamw_torch" else None
+    trainer = paged(given=given, paging={"optimizer": rule}, **settings)
+    trainer.train()
+    expected = stock(tmp_path / "stock", **settings)
+    names = ("loss", "eval_loss", "learning_rate")
+    assert logged(trainer, *names) == logged(expected, *names)
+    assert logged(trainer, "grad_norm") == pytest.approx(logged(expected, "grad_norm"), rel=1e-6)
+    assert any(value for value in trainer._paged.stats.bytes_moved.values()), "state was on the SSD"
+
+
+@pytest.mark.parametrize(
+    ("settings", "near"),
+    [({}, 1e-5), ({"max_grad_norm": 0.1}, 1e-5), ({"bf16": True}, 3e-2), ({"fp16": True, "max_grad_norm": 0.5}, 3e-2)],
+    ids=["AdamW of Pagoda", "clipping", "bf16", "fp16"],
+)
+def test_losses_are_near_the_stock_trainers(settings: dict[str, Any], near: float, paged: Make, tmp_path: Path) -> None:
+    trainer = paged(**settings)
+    trainer.train()
+    expected = stock(tmp_path / "stock", **settings)
+    for name in ("loss", "grad_norm"):
+        assert logged(trainer, name) == pytest.approx(logged(expected, name), rel=near)
+    assert logged(trainer, "loss")[-1] < logged(trainer, "loss")[0]
+
+
+class Stop(TrainerCallback):
+    """Ends a run after some steps, as if it had been killed."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    precision: str, paged: Make, tmp_path: Path
+) -> None:
+    settings = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    settings |= {} if precision == "fp32" else {precision: True}
+    dropout = {"attention_dropout": 0.1}
+    whole = paged("whole", given={"model": model(**dropout)}, **settings)
+    whole.train()
+    ended = paged("ended", given={"model": model(**dropout), "callbacks": [Stop(5)]}, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        ended.train()
+    (tmp_path / "ended" / "checkpoint-5").mkdir()  # a crash while it was written
+    resumed = paged("ended", given={"model": model(**dropout)}, **settings)
+    with pytest.warns(UserWarning, match="checkpoint-5 is not complete"):
+        resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss", "grad_norm", "learning_rate") == logged(whole, "loss", "grad_norm", "learning_rate")
+    last = [out / "checkpoint-6" / STATE / "weight.safetensors" for out in (tmp_path / "whole", tmp_path / "ended")]
+    assert last[0].read_bytes() == last[1].read_bytes()
+
+
+def test_the_best_model_comes_back(paged: Make, tmp_path: Path) -> None:
+    """With a learning rate that ruins the model after the first evaluation."""
+    trainer = paged(
+        max_steps=5,
+        learning_rate=0.3,
+        lr_scheduler_type="constant",
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        save_strategy="steps",
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        given={"eval_dataset": samples(4)},
+    )
+    trainer.train()
+    losses = logged(trainer, "eval_loss")
+    assert min(losses) < losses[-1]
+    assert trainer.evaluate()["eval_loss"] == min(losses)
+    assert len([*(tmp_path / "paged").glob("checkpoint-*")]) <= 2
+
+
+@pytest.mark.parametrize("where", ["save_model", "checkpoint", "save_only_model"])
+def test_what_is_saved_is_what_from_pretrained_loads(where: str, paged: Make, tmp_path: Path) -> None:
+    trainer = paged(save_strategy="steps", save_steps=6, save_only_model=where == "save_only_model")
+    trainer.train()
+    out = tmp_path / "paged" / "checkpoint-6"
+    if where == "save_model":
+        trainer.save_model(out := str(tmp_path / "saved"))
+    with pagoda.gathered(trainer.model):
+        expected = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    loaded = LlamaForCausalLM.from_pretrained(out).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    names = {path.name for path in Path(out).iterdir()}
+    assert "training_args.bin" in names
+    assert (STATE in names) == (where == "checkpoint")
+    assert not [name for name in names if name.startswith(".pagoda")], "nothing temporary is left"
+
+
+def test_layers_are_compiled(paged: Make, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager", "optim": "sgd", "max_steps": 3}
+    trainer = paged(**settings)
+    trainer.train()
+    assert all(layer._compiled_call_impl is not None for layer in trainer.model.model.layers)
+    assert logged(trainer, "loss") == pytest.approx(
+        logged(stock(tmp_path / "stock", optim="sgd", max_steps=3), "loss"), rel=1e-5
+    )
+    trainer.save_model(str(tmp_path / "saved"))
+    LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_it_evaluates_before_it_trains(paged: Make, tmp_path: Path) -> None:
+    trainer = paged(given={"eval_dataset": samples(4)})
+    before = trainer.evaluate()["eval_loss"]
+    expected = transformers.Trainer(model(), arguments(tmp_path / "stock"), eval_dataset=samples(4)).evaluate()
+    assert before == expected["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+
+
+def test_a_model_that_is_made_in_pages_never_is_in_ram(paged: Make) -> None:
+    with pagoda.init():
+        made = model()
+    trainer = paged(given={"model": made})
+    trainer.train()
+    assert trainer._paged.stats.peak_bytes["host"] <= 300 << 10
+    assert logged(trainer, "loss")[-1] < logged(trainer, "loss")[0]
+
+
+def test_each_model_of_model_init_is_wrapped_anew(paged: Make) -> None:
+    trainer = paged(given={"model": None, "model_init": lambda: model()})
+    trainer.train()
+    first, losses = trainer._paged, logged(trainer, "loss")
+    trainer.train()
+    assert trainer._paged is not first
+    assert logged(trainer, "loss") == losses
+
+
+def test_a_model_that_a_user_has_wrapped_is_clipped_as_the_arguments_say(paged: Make, tmp_path: Path) -> None:
+    made, optimizer = pagoda.wrap(
+        model(), pagoda.AdamW(lr=1e-2, weight_decay=0.0), memory=pagoda.Memory(host="1MiB"), precision="fp32"
+    )
+    trainer = paged(given={"model": made, "optimizers": (optimizer, None)}, max_grad_norm=0.1)
+    trainer.train()
+    expected = stock(tmp_path / "stock", max_grad_norm=0.1)
+    assert logged(trainer, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-5)
+
+
+def test_a_module_of_ones_own_trains_and_is_saved(paged: Make, tmp_path: Path) -> None:
+    class Regression(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
+
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(8)]
+    trainer = paged(given={"model": Regression(), "train_dataset": data}, save_strategy="steps", save_steps=6)
+    trainer.train()
+    assert (tmp_path / "paged" / "checkpoint-6" / "model.safetensors").is_file()
+
+
+def test_sequences_are_generated_from_pages(paged: Make, tmp_path: Path) -> None:
+    def t5() -> Any:
+        torch.manual_seed(0)
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
+            )
+        )
+
+    def run(kind: type, **more: Any) -> Any:
+        args = arguments(
+            tmp_path / "t5",
+            transformers.Seq2SeqTrainingArguments,
+            predict_with_generate=True,
+            generation_max_length=6,
+            optim="sgd",
+        )
+        given = {"model": t5(), "train_dataset": samples(), "eval_dataset": samples(4)}
+        trainer = paged(kind=kind, given=given, args=args) if more else kind(args=args, **given)
+        trainer.train()
+        return trainer.predict(samples(4))
+
+    found, expected = run(Seq2SeqTrainer, paged=True), run(transformers.Seq2SeqTrainer)
+    assert (found.predictions == expected.predictions).all()
+    assert found.metrics["test_loss"] == expected.metrics["test_loss"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "choose the batch size"),
+    "bf16_full_eval": ({"bf16_full_eval": True}, "set bf16"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_have_no_meaning_in_pages_are_refused(case: str, paged: Make) -> None:
+    settings, advice = REFUSED[case]
+    with pytest.raises(pagoda.ConfigError, match=f"{case}.*{advice}"):
+        paged(**settings)
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_refused(paged: Make, tmp_path: Path) -> None:
+    stock(tmp_path / "stock", save_strategy="steps", save_steps=6)
+    with pytest.raises(pagoda.CheckpointError, match="load the model from it"):
+        paged().train(resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-6"))
+
+
+def test_an_optimizer_of_a_model_in_ram_is_refused(paged: Make) -> None:
+    mine = model()
+    given = {"model": mine, "optimizers": (torch.optim.SGD(mine.parameters()), None)}
+    with pytest.raises(pagoda.ConfigError, match="Paging\\(optimizer="):
+        paged(given=given).train()

@@ -1,0 +1,290 @@
+"""Where state lives, and when and how it moves, never changes a bit: every two settings of `wrap` together.
+
+Each case is a tiny model that is trained for three steps with the settings of a row, and again with all of its state
+in RAM, updated at the step, with every activation kept. Losses, norms, weights and optimizer states have the same bits.
+The rows are such that each value of a setting meets each value of every other; `make test-all` takes such rows that
+each three settings meet.
+"""
+
+from bisect import bisect
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from pairwise import Case, covering
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, PLACEMENTS, Outcome, least_host, loss_of
+
+import pagoda
+from pagoda.config.training import training_of
+from pagoda.construction.construct import describe
+from pagoda.optim import Rule, StateSpec
+from pagoda.plan.device_updates import DEVICE_SLOTS, slot_pages
+from pagoda.plan.layout import GRAD
+from pagoda.plan.options import Options
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import make_plan
+from pagoda.plan.units import ModuleSpec
+from pagoda.schedule import updates
+from pagoda.transforms.operator_tiles import Tiling
+
+WIDTH = 48
+FACTORS = (0.01, 30.0, 0.01)
+"""Of the loss in each step: only gradients of the second are clipped, or overflow fp16."""
+
+
+class Block(nn.Module):
+    """Half of what a transformer's layer has, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(torch.tanh(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Plain(nn.Module):
+    """A plain module with a parameter of its own, a layer that is used twice and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.embed = nn.Embedding(zoo.VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, zoo.VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self._checkpoint: dict[str, bool] | None = None
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, bool]) -> None:
+        self._checkpoint = gradient_checkpointing_kwargs
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) * self.scale
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x) if self._checkpoint is None else checkpoint(block, x, **self._checkpoint)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+MODELS = {
+    "plain": Plain,
+    "llama": lambda: zoo.llama(layers=3),
+    "gpt2": lambda: zoo.gpt2(layers=2),
+    "t5": lambda: zoo.t5(layers=2, dropout=0.1),
+    "conv": lambda: zoo.ConvNet(blocks=2),
+}
+RULES: dict[str, Rule] = {
+    "adamw": pagoda.AdamW(lr=1e-2, weight_decay=0.1),
+    "adamw-bf16": pagoda.AdamW(lr=1e-2, moments="bf16"),
+    "adamw-8bit": pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments="8bit"),
+    "adam": pagoda.Adam(lr=1e-2, weight_decay=0.1),
+    "sgd": pagoda.SGD(lr=1e-1),
+    "momentum": pagoda.SGD(lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "lion": pagoda.Lion(lr=1e-3, weight_decay=0.1),
+    "adafactor": pagoda.Adafactor(lr=1e-2, beta1=0.9),
+    "muon": pagoda.Muon(lr=1e-2),
+    "adagrad": pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
+}
+WHOLE = ("adafactor", "muon", "adagrad")
+"""Rules that take parameters whole."""
+RAM = "ram"
+UPDATED, HOME = "updated-on-device", "home-on-device"
+"""In an arena that also updates about half of the units, or is home to them; all, where they are few."""
+PLACES = (RAM, *PLACEMENTS, UPDATED, HOME)
+ON_SSD = (HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD)
+OFFLOADS = ("offload", "recompute+offload")
+OWN = {"checkpoint": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
+"""Checkpoints that the model itself makes."""
+
+LARGEST_UNIT = "128KiB"
+"""Holds a block of most models."""
+AXES = {
+    "rule": (*RULES,),
+    "activations": ("keep", "recompute", *OFFLOADS, "auto", *OWN),
+    "model": (*MODELS,),
+    "place": PLACES,
+    "numbers": ("bf16", "fp16", "fp32", "bf16+fp32", "fp32+bf16"),
+    "update": ("at step", "announced", "speculate", "async"),
+    "tiles": (None, "batch", "layers"),
+    "unit": ("4KiB", "32KiB", LARGEST_UNIT),
+    "clip": (None, 0.5),
+    "passes": (1, 2),
+    "frozen": (False, True),
+    "page": (4096, 16384),
+}
+
+
+def possible(case: Case) -> bool:
+    """Whether `wrap` takes these settings together; those left out do not matter."""
+    update, tiles, rule = case.get("update"), case.get("tiles"), case.get("rule")
+    activations = case.get("activations")
+    on_device = case.get("place") in (UPDATED, HOME)
+    small_units = case.get("unit", LARGEST_UNIT) != LARGEST_UNIT
+    # Reentrant checkpoints deliver a gradient for each use of a block.
+    several = activations == "reentrant" and (case.get("model") == "plain" or tiles == "batch")
+    return not (
+        (case.get("place") == RAM and activations in OFFLOADS)  # nowhere to go
+        or (rule in WHOLE and (tiles == "layers" or update == "async" or on_device))
+        or (on_device and (update == "async" or "+" in case.get("numbers", "")))
+        or (small_units and activations in OWN and case.get("place") in (ALL_ON_SSD, HOME))  # all RAM left is homes
+        or (several and update in ("announced", "speculate"))
+        or (update == "speculate" and "clip" in case and case["clip"] is None)
+    )
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = MODELS[case["model"]]()
+    if case["activations"] in OWN:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=OWN[case["activations"]])  # type: ignore[operator]
+    if case["frozen"]:
+        for param in [*model.parameters()][2::3]:
+            param.requires_grad_(False)
+    return model.train()
+
+
+def settings(case: Case) -> dict[str, Any]:
+    """The arguments of `wrap`."""
+    precision, _, gradients = case["numbers"].partition("+")
+    announced = case["passes"] if case["update"] in ("announced", "speculate") else None
+    tiles = {"batch": pagoda.Tiles(batch_tiles=2), "layers": pagoda.Tiles(tile_limit="8KiB")}.get(case["tiles"])
+    update = pagoda.Updates("async", max_staleness=0) if case["update"] == "async" else pagoda.Updates()
+    if case["update"] == "speculate":
+        update = pagoda.Updates(speculate=True)
+    return {
+        "precision": pagoda.MixedPrecision(precision, gradients or None),  # type: ignore[arg-type]
+        "clip_grad_norm": case["clip"],
+        "accumulation_steps": announced,
+        "update": update,
+        "activations": "keep" if case["activations"] in OWN else case["activations"],
+        "tiles": tiles,
+    }
+
+
+def memory_of(case: Case, directory: Path) -> pagoda.Memory:
+    """The least that a case can be trained in, for its placement."""
+    place, page = case["place"], case["page"]
+    memory = pagoda.Memory(host="64MiB", page_size=page, unit_limit=case["unit"], activations="400KiB")
+    if place == RAM:
+        return memory
+    training, states = training_of(**settings(case)), RULES[case["rule"]].states(case["numbers"].partition("+")[0])
+    options, model = Options.of(training, memory), build(case)
+    if training.tile_bytes is not None:
+        Tiling(model, training.tile_bytes // states[0].dtype.itemsize)
+    root = describe(model)
+    layout = make_plan(root, states, Budgets(1 << 40), options).layout
+    # What the model recomputes itself has a whole block in use at once.
+    whole_block = 512 << 10 if case["activations"] in OWN else 0
+    if place not in (HOST_WEIGHTS, ALL_ON_SSD):
+        split, beside, few = None, 0, case["unit"] == LARGEST_UNIT
+        if place == UPDATED:
+            split = pagoda.Split(device_update_share=1.0 if few else 0.6)
+            beside = DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page)
+        elif place == HOME:
+            split = pagoda.Split(device_home_share=1.0)
+            beside = sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), GRAD))
+            beside = beside if few else beside // 2
+        device = (layout.lease_pages(ahead=1) + beside) * page + whole_block
+        memory = replace(memory, device=f"cpu:{device}", split=split)
+    if place in ON_SSD:
+        host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options) + whole_block
+        if place == HOST_WEIGHTS:
+            pages = range(host // page, (64 << 20) // page)
+            host = (
+                page * pages[bisect(pages, False, key=lambda count: holds_weights(count * page, root, states, options))]
+            )
+        memory = replace(memory, host=host)
+    if place in ON_SSD or case["activations"] in OFFLOADS:
+        memory = replace(memory, ssd=f"{directory}:1GiB")
+    return memory
+
+
+def holds_weights(host: int, root: ModuleSpec, states: tuple[StateSpec, ...], options: Options) -> bool:
+    """Whether so many bytes of RAM are home to every weight."""
+    return "weight" not in make_plan(root, states, Budgets(host, None, 1 << 40), options).bytes.get("ssd", {})
+
+
+def loop_of(case: Case) -> zoo.Loop:
+    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for factor in FACTORS:
+            for _ in range(case["passes"]):
+                loss = loss_of(model(**zoo.batch("conv" if case["model"] == "conv" else "llama", generator)))
+                optimizer.scale(loss * (factor / case["passes"])).backward()
+                outcome.losses.append(loss.item())
+            zoo.take_step(optimizer, outcome)
+
+    return loop
+
+
+def train(case: Case, memory: pagoda.Memory) -> Outcome:
+    return zoo.run(build(case), memory, loop_of(case), rule=RULES[case["rule"]], **settings(case))
+
+
+@cache
+def reference(*items: tuple[str, Any]) -> Outcome:
+    """All state in RAM, one unit, one page size, updates at the step, every activation kept."""
+    case = dict(items) | {"update": "at step"}
+    return train(case, pagoda.Memory(host="64MiB", unit_limit="64MiB", page_size=4096))
+
+
+def check(case: Case, directory: Path) -> None:
+    outcome = train(case, memory_of(case, directory))
+    plan, place = outcome.plan, case["place"]
+    assert plan is not None
+    on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
+    # Of a model that is one unit, or of which a block is in use at once, all may fit the buffers that it needs.
+    small = len(plan.units) < 3 or case["activations"] in OWN
+    assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
+    assert not on_ssd or place in ON_SSD
+    assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
+    assert ("device" in plan.bytes) == (place not in (RAM, HOST_WEIGHTS, ALL_ON_SSD))
+    for units, where in ((plan.placement.updated_on_device, UPDATED), (plan.placement.resident, HOME)):
+        assert not units or place == where
+        assert units or small or place != where
+    bits = {name: case[name] for name in ("rule", "model", "numbers", "tiles", "clip", "passes", "frozen")}
+    # What a model does itself may add gradients up in another order.
+    bits["activations"] = case["activations"] if case["activations"] in OWN else "keep"
+    outcome.assert_same_bits(reference(*bits.items()))
+
+
+def named(case: Case) -> str:
+    return ",".join(str(value) for value in case.values())
+
+
+@pytest.fixture(autouse=True)
+def _guesses_after_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "CALM_STEPS", 0)
+
+
+@pytest.mark.parametrize("case", [*covering(AXES, possible)], ids=named)
+def test_no_two_settings_change_a_bit(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+SHARDS = 16
+
+
+@cache
+def triples() -> list[Case]:
+    return [*covering(AXES, possible, strength=3, tries=2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_no_three_settings_change_a_bit(shard: int, tmp_path: Path) -> None:
+    failed = []
+    for number, case in enumerate(triples()[shard::SHARDS]):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        try:
+            check(case, directory)
+        except Exception as error:
+            failed.append(f"{named(case)}: {error!r}"[:600])
+    assert not failed, "\n".join(failed)
