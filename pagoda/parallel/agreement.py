@@ -82,6 +82,11 @@ class Agreement:
         self._names[number] = what
         return Call(Asks.JOINTLY, number)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nobody can be talked to any more."""
+        return self._broken is not None
+
     def settle(self, call: Call) -> Sequence[Call]:
         """Take part in what others ask for until `call` is what all do now; returns every rank's call."""
         if self._broken is not None:

@@ -209,7 +209,7 @@ class Collectives:
         """Come to a collective about a unit: returns whether all ranks that share it take part."""
         if part is not self._reached:
             self._enter(part)
-        if self._list is not None and part is not None:
+        if self._list is not None and part is not None and not self._agreement.is_broken:
             passed = self._list.claim(Entry(call.asks, call.about, call.version - part.versions[call.about], due))
             if passed is not None:
                 self._pass_over(passed)
@@ -246,6 +246,8 @@ class Collectives:
     def _pass_over(self, entries: Iterable[Entry]) -> None:
         part = self._reached
         assert part is not None
+        if self._agreement.is_broken or self.wire.broken:
+            return  # nobody takes part any more
         for entry in entries:
             self._passed += 1
             self._join(entry.asks, entry.about, part.versions[entry.about] + entry.changes)

@@ -12,7 +12,7 @@ from pagoda.plan.placement import LEASES, STAGING
 from pagoda.runtime.device import Device
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.leases import Leases
-from pagoda.runtime.reducing import Buffers
+from pagoda.runtime.rows import Buffers
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 

@@ -18,7 +18,8 @@ from pagoda.runtime.executor import Executor
 from pagoda.runtime.gathering import Gathering
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
-from pagoda.runtime.reducing import Buffers, Reducer
+from pagoda.runtime.reducing import Reducer
+from pagoda.runtime.rows import Buffers
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
