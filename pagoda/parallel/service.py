@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -15,7 +16,9 @@ from pagoda.parallel.wire import Wire
 from pagoda.parallel.world import rank_timeout_s
 
 _EVER = timedelta(days=365)
-_STOP = "stop"
+_STOP, _CLOSED = "stop", "closed"
+_CLOSE_S = 2.0
+"""How long the first rank waits for the others when it closes."""
 
 Answer = Callable[[int, int], Iterable[torch.Tensor]]
 """Given a unit and a version, the messages that make this rank's slice of it, in RAM. Raises RankError to refuse."""
@@ -61,6 +64,12 @@ class Service:
             number = self._asks.add(f"{self._wire.rank}", 1)
             self._asks.set(f"{self._wire.rank}/{number}", _STOP)
         self._thread.join()
+        with suppress(RuntimeError):
+            closed = self._asks.add(_CLOSED, 1)
+            deadline = time.monotonic() + _CLOSE_S
+            while self._wire.rank == 0 and closed < self._wire.size and time.monotonic() < deadline:
+                time.sleep(0.01)  # the store is here, and torch would warn the others of its end
+                closed = self._asks.add(_CLOSED, 0)
 
     def _store(self, host: str, port: int, is_master: bool = False) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
