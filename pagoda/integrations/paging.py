@@ -125,9 +125,9 @@ def rule_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> R
     Raises ConfigError, as `pagoda.Optim`, for a class that cannot step one parameter at a time.
     """
     meant = {name: plain_setting(value, None) for name, value in settings.items() if name not in _ONLY_FASTER}
-    if kind is torch.optim.AdamW and not any(meant.pop(name, False) for name in ("amsgrad", "maximize")):
-        meant.pop("decoupled_weight_decay", None)
-        return AdamW(**meant)
+    if kind is torch.optim.AdamW and not any(meant.get(name) for name in ("amsgrad", "maximize")):
+        known = {name: value for name, value in meant.items() if name in ("lr", "betas", "eps", "weight_decay")}
+        return AdamW(**known)
     return Optim(kind, **meant)
 
 
