@@ -49,14 +49,19 @@ class Service:
     def ask(self, unit: int, version: int, targets: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
         """Have the slices of a unit that other ranks have, after `version` updates: `targets` are ranks and where each
         one's messages go. Only one thread asks. Raises RankError where one refuses, or is gone."""
+        refusals = []
         for rank, _ in targets:
             number = self._asks.add(f"{rank}", 1)
             self._asks.set(f"{rank}/{number}", f"{self._wire.rank} {unit} {version}")
         for rank, messages in targets:
             try:
                 self._receive(rank, messages)
+            except RankError as error:
+                refusals.append(error)  # what the others send must be taken all the same
             except RuntimeError as error:
                 raise self._wire.lost(rank, error) from error
+        if refusals:
+            raise refusals[0]
 
     def close(self) -> None:
         """Answer nobody any more. Requests of other ranks have been answered, or they stop with an error."""

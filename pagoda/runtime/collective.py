@@ -128,10 +128,19 @@ class Collectives:
         self._part = _Part(which, self._scheduler.trace, tuple(unit.version for unit in self._units))
 
     def submit(
-        self, call: Call, work: Callable[[bool], Any], after: Iterable[Handle], nbytes: int = 0, label: str = ""
+        self,
+        call: Call,
+        work: Callable[[bool], Any],
+        after: Iterable[Handle],
+        nbytes: int = 0,
+        label: str = "",
+        alike: bool = False,
     ) -> Handle:
         """Do `work`, which sends `nbytes`, in its turn, once everything submitted before and `after` have ended. It is
-        told whether all ranks that share the unit do it; else this rank gets what it wants from their services."""
+        told whether all ranks that share the unit do it; else this rank gets what it wants from their services.
+
+        What is `alike` every rank submits at this point of the same step, whatever else it does: nothing need be said.
+        """
         part, due = self._part, self._scheduler.position
 
         def run() -> None:
@@ -141,24 +150,10 @@ class Collectives:
                 raise
             except BaseException:
                 with suppress(Exception):
-                    self._fail(call, part, due)
+                    self._fail(call, lambda: alike or self._come_to(call, part, due))
                 raise
             with self._device.beside_compute():
-                work(self._come_to(call, part, due))
-
-        return self.lane.submit(run, (), nbytes, label)
-
-    def submit_alike(
-        self, call: Call, work: Callable[[bool], Any], after: Iterable[Handle], nbytes: int = 0, label: str = ""
-    ) -> Handle:
-        """The same of what every rank submits at this point of the same step, whatever else they do: they need no word
-        about it."""
-        del call
-
-        def run() -> None:
-            wait_all(after)
-            with self._device.beside_compute():
-                work(True)
+                work(alike or self._come_to(call, part, due))
 
         return self.lane.submit(run, (), nbytes, label)
 
@@ -275,10 +270,10 @@ class Collectives:
         """
         return askers(call, calls, self.shards.family(self._units[call.about].spec))
 
-    def _fail(self, call: Call, part: _Part | None, due: int) -> None:
-        """What a collective needs has failed here, so this rank cannot do its part."""
+    def _fail(self, call: Call, come_to: Callable[[], bool]) -> None:
+        """What a collective needs has failed here, so this rank cannot do its part, once it has come to it."""
         self.failed = True
-        if self._come_to(call, part, due) or call.asks is not Asks.GATHER:
+        if come_to() or call.asks is not Asks.GATHER:
             self._join(call.asks, call.about, call.version)
         self._stop()
 

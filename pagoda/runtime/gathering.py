@@ -4,10 +4,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
-from pagoda.errors import RankError
+from pagoda.errors import NonFiniteGradientError, RankError
 from pagoda.parallel.agreement import Asks, Call
 from pagoda.parallel.service import Service
 from pagoda.parallel.world import rank_timeout_s
@@ -84,8 +85,8 @@ class Gathering:
         sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
         call = Call(Asks.SHARE, unit.index, unit.version)
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
-        submit = self._collectives.submit if self._early else self._collectives.submit_alike
-        return submit(call, lambda _: self._share(unit), (updated,), sent, f"share {spec.name}")
+        alike, label = not self._early, f"share {spec.name}"
+        return self._collectives.submit(call, lambda _: self._share(unit), (updated,), sent, label, alike)
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -127,8 +128,7 @@ class Gathering:
         if not self._collectives.failed:
             # This rank's compute is about to queue the same update, unless it waits for what comes after this.
             self._await_version(unit, version, lambda: self._collectives.awaited)
-            if (update := self._updated.get(unit.index)) is not None:
-                update.wait()
+            _end(self._updated.get(unit.index))
             self._check_version(unit, version)
         self._share(unit)
 
@@ -157,9 +157,8 @@ class Gathering:
     def _messages(self, unit: LiveUnit, version: int) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's slice of a unit after `version` updates, in messages: (first element, values)."""
         self._check_version(unit, version)
-        update = self._executor.updated(unit)
-        if update is not None and unit.version == version:
-            update.wait()
+        if unit.version == version:
+            _end(self._executor.updated(unit))
         home, itemsize = self._store.tensor(unit.index, WEIGHT), self._dtype.itemsize
         most = MESSAGE_BYTES // itemsize
         for span in self._shards.spans(unit.spec, WEIGHT):
@@ -190,3 +189,10 @@ class Gathering:
             f"{self._shards.rank} has made {unit.version}: run the same steps on every rank, and where graphs "
             "differ, leave out wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
         )
+
+
+def _end(update: Handle | None) -> None:
+    """Wait until an update has ended. One that was refused, as its gradient is not finite, has changed nothing."""
+    with suppress(NonFiniteGradientError):
+        if update is not None:
+            update.wait()

@@ -5,7 +5,7 @@ import json
 import os
 import pkgutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ import pagoda
 from pagoda.checkpoint.state import ParameterState
 from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
+from pagoda.errors import RankError
 from pagoda.memory.identity import partial
 from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.formats import warm_up as warm_up_kernels
-from pagoda.parallel.world import launched
+from pagoda.parallel.service import Service
+from pagoda.parallel.wire import Wire
+from pagoda.parallel.world import join, launched
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
@@ -442,6 +445,30 @@ def not_finite(out: Path) -> dict[str, Any]:
     take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
     optimizer.close()
     return {"error": error, "same": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def ask_services(out: Path) -> dict[str, Any]:
+    """The first rank asks the others for a slice of which one refuses a version, and then for one that both have."""
+    world = launched()
+    join(world)
+    wire = Wire(world)
+
+    def answer(unit: int, version: int) -> Iterator[torch.Tensor]:
+        if version == 7 and wire.rank == 1:
+            raise RankError("this one has no such version")
+        yield torch.full((1000,), float(100 * wire.rank + 10 * unit + version))
+
+    service = Service(wire, answer)
+    error, found = "", [torch.zeros(1000) for _ in range(2)]
+    if wire.rank == 0:
+        try:
+            service.ask(3, 7, [(rank, [torch.zeros(1000)]) for rank in (1, 2)])
+        except RankError as refusal:
+            error = str(refusal)
+        service.ask(4, 8, [(rank, [found[rank - 1]]) for rank in (1, 2)])
+    wire.announce([0])
+    service.close()
+    return {"error": error, "found": [values.unique().tolist() for values in found]}
 
 
 def clip_by_torch(out: Path) -> dict[str, Any]:

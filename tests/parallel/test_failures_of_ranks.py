@@ -52,6 +52,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_on_any(rank
         assert result["same"]
 
 
+def test_a_refusal_of_one_rank_leaves_nothing_of_the_others_for_the_next_question(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    first = ranks.run("ask_services", 3, tmp_path)[0]
+    assert first["error"] == "this one has no such version"
+    assert first["found"] == [[148.0], [248.0]]
+
+
 def test_torchs_clipping_is_refused_on_ranks_and_the_optimizers_works(ranks: RankServer, tmp_path: Path) -> None:
     first, second = ranks.run("clip_by_torch", 2, tmp_path)
     assert first["norm"] == second["norm"] > 0.1

@@ -255,6 +255,25 @@ def test_a_rank_that_fails_takes_part_to_the_end_of_the_list_and_stops_the_other
     assert "Rank 1 has failed" in str(first.error)
 
 
+def test_a_failed_update_of_weights_that_all_share_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[int] = []
+
+    def share(self: Rank) -> None:
+        self._collectives.serve(Asks.SHARE, lambda unit, _: self._meet("share", unit.index, mine=False))
+        updated = Handle("ssd_write")
+        updated.finish(OSError("the drive is gone") if self.wire.rank == 1 else None)
+        work = lambda _: (self._meet("share", 0, mine=True), shared.append(self.wire.rank))  # noqa: E731
+        self._collectives.submit(Call(Asks.SHARE, 0), work, (updated,), alike=True).wait()
+
+    step = Rank._step
+    monkeypatch.setattr(Rank, "_step", lambda self, events: (step(self, events), share(self)))
+    first, second = play([[USUAL] * 2] * 2)
+    assert shared == [0]
+    assert isinstance(second.error, OSError)
+    assert isinstance(first.error, RankError)
+    assert "Rank 1 has failed" in str(first.error)
+
+
 def entry(asks: Asks, about: int, due: int = 0) -> Entry:
     return Entry(asks, about, 0, due)
 

@@ -4,6 +4,7 @@ python -m tests.schedule.mutants              # the table: mutant, worlds until 
 """
 
 import inspect
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pagoda.schedule import checkpoints, gradients, leases, order, scheduler, up
 
 from . import worlds
 
+WORLD_S = 20
+"""A world takes a few milliseconds: one that takes this long runs for ever."""
 MODULES = ("experts", "order", "frames", "gradients", "versions", "checkpoints", "leases", "updates", "scheduler")
 """Each imports only those before it."""
 
@@ -518,13 +521,24 @@ class _Patched:
                 setattr(package, name.rpartition(".")[-1], module)
 
 
+def _run_for_ever(*_: object) -> None:
+    raise TimeoutError(f"a world takes more than {WORLD_S} s")
+
+
 def noticed(mutant: Mutant, worlds_at_most: int) -> tuple[int, str] | None:
     """The first world that notices a mutant, and what it says."""
     source = inspect.getsource(mutant.module)
     assert source.count(mutant.old) == 1, f"{mutant.breaks}: the source has {source.count(mutant.old)} such places"
     make = _Patched(mutant, source).make
+    signal.signal(signal.SIGALRM, _run_for_ever)
     for seed in range(worlds_at_most):
-        found = worlds.run(seed, make)
+        signal.alarm(WORLD_S)
+        try:
+            found = worlds.run(seed, make)
+        except TimeoutError as error:
+            found = f"seed {seed}: {error}"
+        finally:
+            signal.alarm(0)
         if found is not None:
             return seed + 1, found.partition(": ")[2]
     return None
