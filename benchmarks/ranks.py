@@ -139,7 +139,7 @@ class Sent:
 
 def sent_of(trained: Any) -> tuple[int, int]:
     """The same of Pagoda's collectives, so far."""
-    together = trained.optimizer._engine.together if isinstance(trained, Paged) else None
+    together = trained.optimizer._engine.rank_group if isinstance(trained, Paged) else None
     if together is None:
         return 0, 0
     groups = together.collectives.groups

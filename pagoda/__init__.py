@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Updates as Updates,
     )
     from pagoda.construction.construct import init as init
+    from pagoda.distributed.mesh import Mesh as Mesh, open_mesh as open_mesh
     from pagoda.errors import (
         BudgetError as BudgetError,
         CheckpointError as CheckpointError,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
         Optim as Optim,
     )
     from pagoda.optim.param_groups import no_decay_groups as no_decay_groups
-    from pagoda.parallel.mesh import Mesh as Mesh, open_mesh as open_mesh
 
 _HOMES = {
     "pagoda.api": "load plan_of wrap",
@@ -62,7 +62,7 @@ _HOMES = {
     "pagoda.models.chunked_loss": "chunked_loss",
     "pagoda.optim": "SGD Adafactor Adam AdamW Lion Muon Optim",
     "pagoda.optim.param_groups": "no_decay_groups",
-    "pagoda.parallel.mesh": "Mesh open_mesh",
+    "pagoda.distributed.mesh": "Mesh open_mesh",
 }
 """Module -> the names that users take from it."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

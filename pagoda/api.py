@@ -29,7 +29,19 @@ from pagoda.config.training import (
 from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
 from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype
 from pagoda.construction.rule_checks import check_extents, check_rule
+from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
+from pagoda.distributed.start import (
+    FromFirst,
+    agreed_plan,
+    check_equal,
+    check_for_ranks,
+    least_budgets,
+    on_any_rank,
+)
+from pagoda.distributed.tensors import check_tensor_parallel, divided_in
+from pagoda.distributed.transport import Transport
 from pagoda.errors import ConfigError, UsageError
+from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.ram import free_ram
 from pagoda.models.build import build_from_directory
 from pagoda.optim.param_groups import (
@@ -41,18 +53,6 @@ from pagoda.optim.param_groups import (
 )
 from pagoda.optim.rule import Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
-from pagoda.parallel.experts import ExpertExchange
-from pagoda.parallel.mesh import Mesh, as_mesh, open_mesh
-from pagoda.parallel.start import (
-    FromFirst,
-    agreed_plan,
-    check_equal,
-    check_for_ranks,
-    least_budgets,
-    on_any_rank,
-)
-from pagoda.parallel.tensors import check_tensor_parallel, divided_in
-from pagoda.parallel.wire import Wire
 from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan, make_plan
@@ -152,8 +152,8 @@ def _wrap(
     check_model(model)
     model = cast(Model, compiled_in_place(model))
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
-    wire = Wire(mesh.world) if mesh.size > 1 else None
-    if wire is not None:
+    transport = Transport(mesh.world) if mesh.size > 1 else None
+    if transport is not None:
         check_for_ranks(training.update == "async", training.speculate)
         memory = memory_of_rank(memory, mesh.world)
     check_rule(optimizer, tiled=training.tile_bytes is not None)
@@ -180,12 +180,12 @@ def _wrap(
     trained = {*tiling.renamed(trained)}
     groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
     try:
-        engine = _engine(model, trained, optimizer, training, memory, device, mesh, wire)
+        engine = _engine(model, trained, optimizer, training, memory, device, mesh, transport)
     except BaseException:
         tiling.undo()
         raise
     try:
-        _move_in(model, engine, tiling, wire)
+        _move_in(model, engine, tiling, transport)
         paged = PagedOptimizer(model, optimizer, engine, groups)
         if training.batch_tiles is not None:
             setattr(model, _TILED, TiledBlocks(tiled_blocks, training.batch_tiles))
@@ -227,10 +227,10 @@ def _engine(
     memory: Memory,
     device: Device,
     mesh: Mesh,
-    wire: Wire | None,
+    transport: Transport | None,
 ) -> Engine:
     """What runs the plan. Raises BudgetError."""
-    plan = _plan(model, trained, optimizer, training, memory, device.torch_device, mesh, wire)
+    plan = _plan(model, trained, optimizer, training, memory, device.torch_device, mesh, transport)
     return Engine(
         plan,
         live_units(model, plan.units, optimizer.states(training.precision)[0].dtype, device.torch_device),
@@ -241,7 +241,7 @@ def _engine(
         os.environ.get("PAGODA_POISON", "") not in ("", "0"),
         device,
         LossScaler(training.scaling),
-        (mesh, wire) if wire is not None else None,
+        (mesh, transport) if transport is not None else None,
     )
 
 
@@ -253,17 +253,17 @@ def _plan(
     memory: Memory,
     device: torch.device,
     mesh: Mesh,
-    wire: Wire | None,
+    transport: Transport | None,
 ) -> Plan:
     """Where everything goes, which all ranks agree on. Raises BudgetError."""
     root, states, budgets = describe(model, trained), optimizer.states(training.precision), budgets_of(memory)
     options = Options.of(training, memory)
-    if wire is None:
+    if transport is None:
         plan = make_plan(root, states, budgets, options)
     else:
-        budgets = least_budgets(wire, budgets)
+        budgets = least_budgets(transport, budgets)
         check_equal(
-            wire,
+            transport,
             model=on_any_rank(root, root),
             optimizer=optimizer,
             precision=training.precision,
@@ -271,7 +271,7 @@ def _plan(
             clip=training.clip_grad_norm,
         )
         make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
-        plan = agreed_plan(wire, make, root)
+        plan = agreed_plan(transport, make, root)
     check_extents(optimizer, plan)
     if options.activations != "auto":
         return plan
@@ -280,10 +280,10 @@ def _plan(
     return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
 
 
-def _move_in(model: nn.Module, engine: Engine, tiling: Tiling, wire: Wire | None) -> None:
+def _move_in(model: nn.Module, engine: Engine, tiling: Tiling, transport: Transport | None) -> None:
     """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
     with tiling.undone():
-        from_first = FromFirst(wire) if wire is not None else None
+        from_first = FromFirst(transport) if transport is not None else None
         Builder(model, engine, tiling, from_first).build(engine.units)
     if from_first is not None:
         from_first.copy(model.buffers())

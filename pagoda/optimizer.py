@@ -17,10 +17,10 @@ from pagoda.checkpoint.state_dicts import WeightStateDicts
 from pagoda.checkpoint.torch_file import torch_file
 from pagoda.construction.model_checks import check_step
 from pagoda.errors import UsageError
-from pagoda.models.hidden import as_plain
 from pagoda.optim.param_groups import NamedGroup, check_groups
 from pagoda.optim.rule import Rule
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.hooks import ModelHooks
 from pagoda.runtime.next_update import Group
 from pagoda.runtime.stats import StepStats

@@ -153,7 +153,7 @@ MUTANTS = (
         "plan/slices.py",
         "return min(start + index * each, stop), min(start + (index + 1) * each, stop)",
         "return min(start + index * each, stop), start + (index + 1) * each",
-        "plan/test_slices.py parallel/test_pages_of_ranks.py",
+        "plan/test_slices.py distributed/test_pages_of_ranks.py",
     ),
     Mutant(
         "what updates read and write counts states once",
@@ -196,7 +196,7 @@ MUTANTS = (
         "runtime/leases.py",
         "(*after, *earlier)",
         "after",
-        "runtime parallel/test_gathering.py",
+        "runtime distributed/test_gathering.py",
     ),
     Mutant(
         "nested uses end with the first",

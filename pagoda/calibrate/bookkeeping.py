@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from pagoda.api import wrap
 from pagoda.calibrate.meter import Meter
 from pagoda.config.memory import Memory
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.world import World
 from pagoda.optim import AdamW
-from pagoda.parallel.mesh import Mesh
-from pagoda.parallel.world import World
 from pagoda.plan.ranks import Ranks
 from pagoda.simulate.hardware import Figure
 

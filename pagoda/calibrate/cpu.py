@@ -44,7 +44,7 @@ def measure_cpu(meter: Meter, threads: int) -> Cpu:
         fp32=matmul_rate(meter, torch.float32, device, effort.tokens, effort.width),
         copy_bytes_per_s=_copy_rate(meter),
         gradient_bytes_per_s=_gradient_rate(meter),
-        handover_s=_handover(meter),
+        task_switch_s=_handover(meter),
         parameter_s=measure_bookkeeping(meter),
     )
 

@@ -12,7 +12,7 @@ from pagoda.calibrate.drive import check_directory, measure_drive
 from pagoda.calibrate.gpu import measure_gpu, measure_link
 from pagoda.calibrate.meter import Effort, Meter, cpu_cores, cpu_name
 from pagoda.calibrate.ranks import measure_collectives, shared
-from pagoda.parallel.world import World, joined, launched
+from pagoda.distributed.world import World, joined, launched
 from pagoda.simulate.hardware import Hardware
 
 

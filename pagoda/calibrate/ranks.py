@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from pagoda.calibrate.meter import Meter
-from pagoda.parallel.world import World
+from pagoda.distributed.world import World
 from pagoda.simulate.hardware import Figure, Hardware
 
 _REPEATS = 5

@@ -23,7 +23,7 @@ _LABELS = {
     "reached_flop_per_s": "transformer block",
     "copy_bytes_per_s": "copy to a device in RAM",
     "gradient_bytes_per_s": "gradient stored",
-    "handover_s": "compute lost to each piece of other work",
+    "task_switch_s": "compute lost to each piece of other work",
     "parameter_s": "bookkeeping of each parameter in a step",
     "h2d_bytes_per_s": "RAM to GPU",
     "d2h_bytes_per_s": "GPU to RAM",
@@ -72,7 +72,7 @@ def _walk(part: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 def _value(name: str, value: float) -> str:
     """The base unit is in the field's name."""
-    if name in ("handover_s", "parameter_s"):
+    if name in ("task_switch_s", "parameter_s"):
         return f"{value * 1e3:.2f} ms"
     if name.endswith("flop_per_s"):
         return f"{value / 1e12:,.2f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP/s"

@@ -8,9 +8,9 @@ from typing import Any
 
 from pagoda.checkpoint.directory import committed
 from pagoda.checkpoint.tensors import Pieces, TensorSpec, TensorWriter, hash_table
+from pagoda.distributed.transport import Transport
 from pagoda.errors import RankError
 from pagoda.memory.identity import partial
-from pagoda.parallel.wire import Wire
 
 
 class Files:
@@ -22,12 +22,12 @@ class Files:
     """
 
     def __init__(
-        self, directory: Path, checkpoint_id: str, specs: dict[str, Sequence[TensorSpec]], wire: Wire | None
+        self, directory: Path, checkpoint_id: str, specs: dict[str, Sequence[TensorSpec]], transport: Transport | None
     ) -> None:
-        """`specs` are the tensors of each file. `wire` is for this thread alone; None where one process writes."""
+        """`specs` are the tensors of each file. `transport` is for this thread alone; None where one process writes."""
         self._checkpoint_id = checkpoint_id
         self._specs = specs
-        self._wire = wire
+        self._transport = transport
         self._directory = directory
         self.folder = partial(directory)
         """The directory, before it has its name."""
@@ -39,7 +39,7 @@ class Files:
     @property
     def first(self) -> bool:
         """Whether this process commits."""
-        return self._wire is None or self._wire.rank == 0
+        return self._transport is None or self._transport.rank == 0
 
     @property
     def may_exist(self) -> bool:
@@ -54,16 +54,16 @@ class Files:
     def open(self) -> Iterator[None]:
         """For as long as files are written; when it ends well, the directory has its name, on every rank."""
         with ExitStack() as stack:
-            with self.together():
+            with self.failing_on_all():
                 if self.first:
                     stack.enter_context(committed(self._directory, self._checkpoint_id, self._some_are_gone))
                     self._create(stack, shared=False)
-            with self.together():
+            with self.failing_on_all():
                 if not self.first:
                     self._create(stack, shared=True)
                 yield
                 self._undecided = not self.first
-            with self.together():
+            with self.failing_on_all():
                 stack.close()
 
     def write(self, file: str, name: str, start: int, data: memoryview) -> None:
@@ -76,7 +76,7 @@ class Files:
             writer.finish()
         mine = {file: writer.pieces for file, writer in self._writers.items()}
         everyone: list[dict[str, Pieces]] = [mine]
-        if self._wire is not None:
+        if self._transport is not None:
             by_rank = self.of_all(
                 {f: {n: list(p.items()) for n, p in pieces.items() if p} for f, pieces in mine.items()}
             )
@@ -91,12 +91,12 @@ class Files:
     def of_all(self, mine: Any) -> list[Any]:
         """What every rank says, as JSON; all say it at the same point."""
         self._agree()
-        if self._wire is None:
+        if self._transport is None:
             return [mine]
-        return [json.loads(said) for said in self._wire.announce_bytes(json.dumps(mine).encode())]
+        return [json.loads(said) for said in self._transport.announce_bytes(json.dumps(mine).encode())]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def failing_on_all(self) -> Iterator[None]:
         """For what every rank does before any goes on; raises on all of them where it fails on one."""
         try:
             yield
@@ -109,7 +109,7 @@ class Files:
 
     def _some_are_gone(self) -> bool:
         """Of a save that has failed: whether there may be ranks that do not know, and keep their pages."""
-        return self._wire is not None and not self._failed
+        return self._transport is not None and not self._failed
 
     def _create(self, stack: ExitStack, shared: bool) -> None:
         for file, specs in self._specs.items():
@@ -118,7 +118,7 @@ class Files:
 
     def _agree(self, failed: bool = False) -> None:
         """Wait for every rank. Where one has failed, which it says wherever the others are, this raises RankError."""
-        votes = [] if self._wire is None else self._wire.announce([failed])
+        votes = [] if self._transport is None else self._transport.announce([failed])
         for rank, (bad,) in enumerate(votes):
             if bad:
                 self._failed, self._undecided = True, False

@@ -99,9 +99,9 @@ class Snapshot:
         replaces: Sequence[Path],
     ) -> None:
         """On the saver's thread: fill the directory and commit it."""
-        together = self._engine.together
-        wire = together.saver_wire if together is not None else None
-        files = Files(directory, content["id"], {**specs, BUFFERS: self._buffer_specs(buffers)}, wire)
+        rank_group = self._engine.rank_group
+        transport = rank_group.saver_transport if rank_group is not None else None
+        files = Files(directory, content["id"], {**specs, BUFFERS: self._buffer_specs(buffers)}, transport)
         complete = False
         try:
             with files.open():
@@ -131,19 +131,19 @@ class Snapshot:
         """Delete checkpoints; each rank frees the slots that they kept of its own store."""
         places = with_ranks(self._engine.ssd_directories)
         removable: list[Removable] = []
-        with files.together():
+        with files.failing_on_all():
             for path in replaced:
                 try:
                     removable.append(Removable.of(path))
                 except CheckpointError as error:
                     _log.warning("checkpoint %s was not deleted: %s", path, error)
-        with files.together():
+        with files.failing_on_all():
             for old in removable if files.first else ():
                 old.retire()
-        with files.together():
+        with files.failing_on_all():
             for old in removable:
                 old.forget(places)
-        with files.together():
+        with files.failing_on_all():
             for old in removable if files.first else ():
                 old.delete()
             for parent in {path.parent for path in replaced} if files.first else ():
@@ -247,8 +247,8 @@ class Snapshot:
 
     def _restore_generators(self, manifest: dict[str, Any]) -> None:
         """Put the generators back; those of a rank that the writing run did not have stay as they are."""
-        together = self._engine.together
-        rank = together.rank if together is not None else 0
+        rank_group = self._engine.rank_group
+        rank = rank_group.rank if rank_group is not None else 0
         states = [manifest["rng"], *manifest["rank_rng"]]
         if rank < len(states):
             restore_rng(states[rank])

@@ -11,7 +11,6 @@ from torch import nn
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.tensors import chunks
 from pagoda.errors import ConfigError, UsageError
-from pagoda.models.hidden import HOME
 from pagoda.optim.flat import join, split
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import StateSpec
@@ -19,6 +18,7 @@ from pagoda.plan.layout import BLOCK_ELEMENTS, WEIGHT
 from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import ParamSpec
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.hidden import HOME
 from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit
 
@@ -236,7 +236,7 @@ def settle(states: Iterable[ParameterState]) -> None:
 def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
     """What each rank says, by rank, as JSON has it; all say it at the same point of their program, `what` names it."""
     said = json.dumps(mine).encode()
-    by_rank = [said] if engine.together is None else engine.together.announce(what, said)
+    by_rank = [said] if engine.rank_group is None else engine.rank_group.announce(what, said)
     return [json.loads(each) for each in by_rank]
 
 

@@ -93,9 +93,9 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
     states = states_of(model)
     engine = next(iter(states.values())).engine
     engine.settle()
-    together = engine.together
-    receivers = range(together.ranks if together is not None else 1)[: None if all_ranks else 1]
-    keeps = together is None or together.rank in receivers
+    rank_group = engine.rank_group
+    receivers = range(rank_group.ranks if rank_group is not None else 1)[: None if all_ranks else 1]
+    keeps = rank_group is None or rank_group.rank in receivers
     found: dict[str, torch.Tensor] = {}
     by_rank = _places_by_rank(model, engine)
     for state in all_states(engine):
@@ -104,8 +104,8 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
         if form is not None:
             value = form.around(value).full_tensor().cpu()
         values: Sequence[torch.Tensor] = (value,)
-        if together is not None and len(by_rank) > 1 and unit.index in engine.plan.layout.expert_units:
-            values = together.of_every_part(f"the full state of {unit.index}, {slot}", value, receivers)
+        if rank_group is not None and len(by_rank) > 1 and unit.index in engine.plan.layout.expert_units:
+            values = rank_group.of_every_part(f"the full state of {unit.index}, {slot}", value, receivers)
         for places, one in zip(by_rank, values, strict=False) if keeps else ():
             _put(found, places[unit.index][slot], one)
     return found | {name: value.detach().clone() for name, value in unpaged(model)} if keeps else {}
@@ -139,7 +139,7 @@ def _places_by_rank(model: nn.Module, engine: Engine) -> list[list[list[_Place]]
         return _Place([part.whole], part.start, list(part.shape))
 
     mine = [[of(unit, slot) for slot in range(len(unit.params))] for unit in engine.units]
-    parts = 1 if engine.together is None else engine.together.parts
+    parts = 1 if engine.rank_group is None else engine.rank_group.parts
     if parts == 1:
         return [mine]
     data = [[asdict(place) for place in of_unit] for of_unit in mine]

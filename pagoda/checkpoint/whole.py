@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 
 from pagoda.checkpoint.state import ParameterState
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.tensors import as_dtensor
 from pagoda.optim.rule import Shape
-from pagoda.parallel.mesh import Mesh
-from pagoda.parallel.tensors import as_dtensor
 
 
 class WholeState:
@@ -95,9 +95,9 @@ class WholeState:
 
     @property
     def _mesh(self) -> Mesh:
-        together = self.states[0].engine.together
-        assert together is not None, "one rank has all of a parameter"
-        return together.collectives.mesh
+        rank_group = self.states[0].engine.rank_group
+        assert rank_group is not None, "one rank has all of a parameter"
+        return rank_group.collectives.mesh
 
 
 def whole_states(states: Mapping[str, ParameterState]) -> dict[str, WholeState]:

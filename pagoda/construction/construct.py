@@ -14,10 +14,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pagoda.checkpoint.pretrained import values_by_name, values_of
 from pagoda.checkpoint.state import ParameterState
 from pagoda.construction.loaded_values import KeepCopiedValues, keep_loaded_values, remember_versions
+from pagoda.distributed.tensors import as_dtensor, local, shard_of
 from pagoda.errors import ConfigError
-from pagoda.models.experts import RoutedExperts
+from pagoda.experts.modules import RoutedExperts
 from pagoda.models.tiles import Tiled
-from pagoda.parallel.tensors import as_dtensor, local, shard_of
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.reads import has_forward, params_read_in

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pagoda.config.training import ActivationMode
-from pagoda.forecast.subject import Subject
+from pagoda.forecast.model_description import ModelDescription
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import (
     BUFFERED,
@@ -72,7 +72,7 @@ class ActivationEstimate:
 
 
 def estimate_activations(
-    subject: Subject,
+    described: ModelDescription,
     tokens: int,
     itemsize: int,
     mode: ActivationMode,
@@ -85,31 +85,33 @@ def estimate_activations(
     """
     running = tokens if tile_tokens is None else min(tokens, tile_tokens)
     again = recomputes(mode)
-    inputs = itemsize * tokens * subject.hidden
-    saved = subject.layers * (inputs if again else _layer(subject, tokens, itemsize))
+    inputs = itemsize * tokens * described.hidden
+    saved = described.layers * (inputs if again else _layer(described, tokens, itemsize))
     offloads = mode in ("offload", "recompute+offload")
-    tensor = itemsize * running * (subject.hidden if again else max(subject.hidden, subject.ffn))
+    tensor = itemsize * running * (described.hidden if again else max(described.hidden, described.ffn))
     if chunked_loss is None:
-        chunked_loss = chunking_helps(subject.hidden, subject.ffn, subject.vocab, running, tokens, itemsize, again)
-    largest = max(param.numel for param in subject.root.walk())
-    tiled_layer = (subject.params - subject.vocab * subject.hidden) // subject.layers if running < tokens else 0
+        chunked_loss = chunking_helps(
+            described.hidden, described.ffn, described.vocab, running, tokens, itemsize, again
+        )
+    largest = max(param.numel for param in described.root.walk())
+    tiled_layer = (described.params - described.vocab * described.hidden) // described.layers if running < tokens else 0
     return ActivationEstimate(
         saved=min(saved, 2 * BUFFERED * tensor) if offloads else saved,
         offloaded=saved if offloads else 0,
-        working=_layer(subject, running, itemsize) if again else 0,
-        logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * subject.vocab,
+        working=_layer(described, running, itemsize) if again else 0,
+        logits=2 * inputs + _CHUNK_BYTES if chunked_loss else _LOGIT_BYTES * tokens * described.vocab,
         gradients=itemsize * max(2 * largest, tiled_layer),
     )
 
 
-def estimate_sizes(subject: Subject, tokens: int, itemsize: int) -> StepSizes:
+def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> StepSizes:
     """What a micro-batch of `tokens` tokens leaves to its backward, layer by layer, in storages: as
     `estimate_activations` counts it, without the loss."""
-    hidden, ffn = (itemsize * tokens * width for width in (subject.hidden, subject.ffn))
+    hidden, ffn = (itemsize * tokens * width for width in (described.hidden, described.ffn))
     inputs, inner = Storages().with_one(hidden, LEAST_OFFLOADED_BYTES), Storages()
-    for nbytes in (*[hidden] * (_hidden_tensors(subject) - 1), *[ffn] * _FFN_TENSORS):
+    for nbytes in (*[hidden] * (_hidden_tensors(described) - 1), *[ffn] * _FFN_TENSORS):
         inner = inner.with_one(nbytes, LEAST_OFFLOADED_BYTES)
-    blocks = (BlockSizes(inputs, inputs, inner),) * len(layers_of(subject.root))
+    blocks = (BlockSizes(inputs, inputs, inner),) * len(layers_of(described.root))
     return StepSizes(blocks, (0,) * (len(blocks) + 1))
 
 
@@ -122,10 +124,10 @@ def chunking_helps(
     return logits > working and logits > 2 * (2 * itemsize * tokens * hidden + _CHUNK_BYTES)
 
 
-def _layer(subject: Subject, tokens: int, itemsize: int) -> int:
+def _layer(described: ModelDescription, tokens: int, itemsize: int) -> int:
     """What a layer of `tokens` tokens keeps for backward."""
-    return itemsize * tokens * (_hidden_tensors(subject) * subject.hidden + _FFN_TENSORS * subject.ffn)
+    return itemsize * tokens * (_hidden_tensors(described) * described.hidden + _FFN_TENSORS * described.ffn)
 
 
-def _hidden_tensors(subject: Subject) -> int:
-    return _HIDDEN_TENSORS + _CHOICE_TENSORS * subject.top_k
+def _hidden_tensors(described: ModelDescription) -> int:
+    return _HIDDEN_TENSORS + _CHOICE_TENSORS * described.top_k

@@ -128,7 +128,7 @@ def _twice_the_batch(forecast: Forecast, inputs: PlanInputs) -> PlanInputs | Non
     """The inputs with what twice the activations leave to pages; None where they leave nothing."""
     config = forecast.config
     twice = replace(config, batch_size=2 * config.batch_size)
-    activations = activations_of(twice, inputs.subject)
+    activations = activations_of(twice, inputs.described)
     try:
         budgets, _ = budgets_for(forecast.machine, config.memory, activations)
     except BudgetError:

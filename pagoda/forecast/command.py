@@ -42,7 +42,7 @@ def run(config: PlanConfig, console: Console) -> Forecast:
         if searched and made.fits and made.machine.ranks is None:
             console.print(f"Train it: {_train_command(made, config)}", soft_wrap=True, highlight=False)
     if made.fits:
-        title = f"{made.subject.name} on {machine.hardware.name}, predicted"
+        title = f"{made.described.name} on {machine.hardware.name}, predicted"
         if config.trace is not None:
             write_trace(made.timeline, title, config.trace)
         if config.plot is not None:
@@ -53,7 +53,7 @@ def run(config: PlanConfig, console: Console) -> Forecast:
 def _train_command(made: Forecast, config: PlanConfig) -> str:
     """What trains the model within the budgets of the forecast that `config` asked for."""
     budgets = made.plan.budgets
-    flags = [f"--model {made.subject.name} --batch-size {config.batch_size} --seq-len {config.seq_len}"]
+    flags = [f"--model {made.described.name} --batch-size {config.batch_size} --seq-len {config.seq_len}"]
     flags.append(f"--memory.host {budgets.host}")
     if made.machine.hardware.device is not None:
         flags.append(f"--memory.device {budgets.device}")
@@ -74,7 +74,7 @@ def _train_command(made: Forecast, config: PlanConfig) -> str:
             value = getattr(part, name)
             if value != getattr(usual, name):
                 flags.append(f"{flag(prefix + name)} {shlex.join(value) if isinstance(value, tuple) else value}")
-    return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.subject.name}"
+    return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.described.name}"
 
 
 def _limits(made: Forecast) -> dict[str, int]:

@@ -11,9 +11,9 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.inputs import PlanInputs, activations_of, subject_of
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.mixed import spared
+from pagoda.forecast.model_description import ModelDescription
 from pagoda.forecast.resolve_auto import inputs_with_policies, resolve_auto
 from pagoda.forecast.search import Choice
-from pagoda.forecast.subject import Subject
 from pagoda.plan.activations import recomputes
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
@@ -29,7 +29,7 @@ class Forecast:
 
     config: PlanConfig
     machine: Machine
-    subject: Subject
+    described: ModelDescription
     activations: ActivationEstimate
     notes: tuple[str, ...]
     """How budgets and compute times were found."""
@@ -68,7 +68,7 @@ class Forecast:
     @property
     def flop_per_s(self) -> float:
         """Of each GPU: three times forward, so what recomputing costs is not counted."""
-        forward = sum(self.subject.forward_flops.values()) * self.config.accumulation_steps
+        forward = sum(self.described.forward_flops.values()) * self.config.accumulation_steps
         return _TRAINING_FACTOR * forward / self.timeline.step_s
 
     @property
@@ -103,41 +103,41 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
     """
     if config.update == "async" and machine.rank_count > 1:
         raise ConfigError("--update async is not for several ranks yet: leave it out, or plan one (--gpus-per-node 1)")
-    subject = subject_of(config)
-    config, chosen = resolve_auto(config, machine, subject)
-    activations = activations_of(config, subject)
+    described = subject_of(config)
+    config, chosen = resolve_auto(config, machine, described)
+    activations = activations_of(config, described)
     try:
-        inputs, notes = inputs_with_policies(config, machine, subject)
+        inputs, notes = inputs_with_policies(config, machine, described)
     except BudgetError as refusal:
-        return Forecast(config, machine, subject, activations, (), None, None, refusal, chosen)
+        return Forecast(config, machine, described, activations, (), None, None, refusal, chosen)
     try:
         inputs.usual_plan()
     except BudgetError as refusal:
-        return Forecast(config, machine, subject, activations, notes, inputs, None, refusal, chosen)
+        return Forecast(config, machine, described, activations, notes, inputs, None, refusal, chosen)
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s
     how = f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
-    if measure and machine.here and machine.hardware.device is None and subject.measurable:
+    if measure and machine.here and machine.hardware.device is None and described.measurable:
         inputs = replace(inputs, compute=_measured(config, inputs))
         how = f"compute: a layer and the head, measured here just now; what chose the plan is {how[9:]}"
     if config.activations == "auto" and inputs.saved is not None:
         activations = activations.with_policies(inputs.saved)
     notes = (*notes, f"{how}.")
-    return Forecast(config, machine, subject, activations, notes, inputs, inputs.search(), None, chosen)
+    return Forecast(config, machine, described, activations, notes, inputs, inputs.search(), None, chosen)
 
 
 def _measured(config: PlanConfig, inputs: PlanInputs) -> Compute:
     """Seconds of each module on this machine's processors."""
     from pagoda.calibrate import ComputeProfiler
 
-    subject = inputs.subject
+    described = inputs.described
     profiler = ComputeProfiler(
-        subject.name,
+        described.name,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         precision=config.precision,
         gradient_checkpointing=recomputes(config.activations),
     )
-    times = Compute.from_profile(profiler.measure(), subject.root)
+    times = Compute.from_profile(profiler.measure(), described.root)
     if config.activations != "auto" or inputs.saved is None:
         return times
-    return spared(times, subject.root, inputs.saved.policies)
+    return spared(times, described.root, inputs.saved.policies)

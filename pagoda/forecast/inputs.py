@@ -8,9 +8,9 @@ from pagoda.forecast.activations import ActivationEstimate, estimate_activations
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.machine import Machine, budgets_for
+from pagoda.forecast.model_description import ModelDescription, describe_model
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Choice, search
-from pagoda.forecast.subject import Subject, find_subject
 from pagoda.optim.rule import TensorRule
 from pagoda.plan.activations import Policy, SavedBlocks, recomputes
 from pagoda.plan.options import Options
@@ -24,7 +24,7 @@ class PlanInputs(Problem):
     `compute` has the times that a step is forecast with: measured ones where there are some.
     """
 
-    subject: Subject
+    described: ModelDescription
     from_flops: Compute
     """Times that choose a plan: the same in a forecast and in a run, which has no time to measure any."""
     options: Options
@@ -45,10 +45,10 @@ class PlanInputs(Problem):
         return found if self.compute is self.from_flops else found.with_times(self)
 
 
-def subject_of(config: PlanConfig, count_flops: bool = True) -> Subject:
-    """The model that is to be planned. Raises ConfigError as `find_subject`."""
+def subject_of(config: PlanConfig, count_flops: bool = True) -> ModelDescription:
+    """The model that is to be planned. Raises ConfigError as `describe_model`."""
     assert config.model is not None
-    return find_subject(
+    return describe_model(
         config.model,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
@@ -59,10 +59,10 @@ def subject_of(config: PlanConfig, count_flops: bool = True) -> Subject:
     )
 
 
-def activations_of(config: PlanConfig, subject: Subject) -> ActivationEstimate:
+def activations_of(config: PlanConfig, described: ModelDescription) -> ActivationEstimate:
     """What activations take."""
     return estimate_activations(
-        subject,
+        described,
         config.tokens,
         config.states[0].dtype.itemsize,
         config.activations,
@@ -71,12 +71,12 @@ def activations_of(config: PlanConfig, subject: Subject) -> ActivationEstimate:
     )
 
 
-def inputs_of(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[PlanInputs, tuple[str, ...]]:
+def inputs_of(config: PlanConfig, machine: Machine, described: ModelDescription) -> tuple[PlanInputs, tuple[str, ...]]:
     """The inputs, and how its budgets were found.
 
     Raises BudgetError where activations alone do not fit, ConfigError for a setting that cannot be used.
     """
-    budgets, notes = budgets_for(machine, config.memory, activations_of(config, subject))
+    budgets, notes = budgets_for(machine, config.memory, activations_of(config, described))
     kept = config.kept_on_ssd(config.nodes)
     options = Options.of(config, replace(config.memory, ssd_checkpoints=kept))
     if options.may_offload and config.activations != "auto" and budgets.device is None and budgets.ssd is None:
@@ -86,21 +86,21 @@ def inputs_of(config: PlanConfig, machine: Machine, subject: Subject) -> tuple[P
         )
     itemsize = config.states[0].dtype.itemsize
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s
-    times = Compute.from_flops(subject.forward_flops, rate.value, recomputes(config.activations))
+    times = Compute.from_flops(described.forward_flops, rate.value, recomputes(config.activations))
     saved = None
     if options.may_offload and config.activations != "auto":
-        sizes = estimate_sizes(subject, config.tokens, itemsize)
+        sizes = estimate_sizes(described, config.tokens, itemsize)
         saved = SavedBlocks(sizes, (Policy(config.activations),) * len(sizes.blocks))
     inputs = PlanInputs(
-        subject.root,
+        described.root,
         config.states,
         budgets,
         machine.hardware,
         times,
         machine.ranks,
-        {module: elements * itemsize for module, elements in subject.exchanged.items()},
+        {module: elements * itemsize for module, elements in described.exchanged.items()},
         saved,
-        subject=subject,
+        described=described,
         from_flops=times,
         options=options,
         mode=config.plan or "search",

@@ -39,11 +39,11 @@ def _fits(step: int, config: PlanConfig, machine: Machine) -> bool:
 def _check(step: int, config: PlanConfig, machine: Machine) -> None:
     """Raises BudgetError when number `step` of the family does not fit."""
     config = replace(config, model=gpt_of_step(step).name, max_model=False)
-    subject = subject_of(config, count_flops=False)
+    described = subject_of(config, count_flops=False)
     refusals: list[BudgetError] = []
-    for closed in alternatives(config, machine, subject):
+    for closed in alternatives(config, machine, described):
         try:
-            inputs, _ = inputs_of(closed, machine, subject)
+            inputs, _ = inputs_of(closed, machine, described)
             _check_in_all(inputs)
             inputs.usual_plan()
             return
@@ -57,7 +57,7 @@ def _check_in_all(inputs: PlanInputs) -> None:
 
     States with shapes of their own are left out, and so are padding and buffers.
     """
-    params = sum(param.numel for param in inputs.subject.root.walk())
+    params = sum(param.numel for param in inputs.described.root.walk())
     states = (state for state in inputs.states if state.shape_of is None)
     least = sum(state.nbytes(params) for state in states)
     budgets, options = inputs.budgets, inputs.options

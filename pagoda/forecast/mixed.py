@@ -30,9 +30,9 @@ def mixed(config: PlanConfig, machine: Machine, inputs: PlanInputs) -> PlanInput
     Raises BudgetError where there is no plan.
     """
     plan = inputs.usual_plan()
-    sizes = _timed(estimate_sizes(inputs.subject, config.tokens, inputs.states[0].dtype.itemsize), inputs)
+    sizes = _timed(estimate_sizes(inputs.described, config.tokens, inputs.states[0].dtype.itemsize), inputs)
     chosen = choose(sizes, _room(config, machine, inputs, plan, sizes))
-    times = spared(inputs.from_flops, inputs.subject.root, chosen.policies)
+    times = spared(inputs.from_flops, inputs.described.root, chosen.policies)
     return replace(inputs, saved=SavedBlocks(sizes, chosen.policies), from_flops=times, compute=times)
 
 
@@ -50,7 +50,7 @@ def spared(times: Compute, root: ModuleSpec, policies: Sequence[Policy]) -> Comp
 def _timed(sizes: StepSizes, inputs: PlanInputs) -> StepSizes:
     """The sizes with the seconds of each layer's forward."""
     forward = inputs.from_flops.forward_s
-    layers = layers_of(inputs.subject.root)
+    layers = layers_of(inputs.described.root)
     seconds = [sum(s for name, s in forward.items() if is_within(name, (layer.name,))) for layer in layers]
     blocks = tuple(replace(block, forward_s=s) for block, s in zip(sizes.blocks, seconds, strict=True))
     return replace(sizes, blocks=blocks)

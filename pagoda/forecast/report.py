@@ -23,9 +23,9 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
     inputs = forecast.inputs
     return {
         "fits": fits,
-        "model": forecast.subject.name,
+        "model": forecast.described.name,
         "hardware": forecast.machine.hardware.name,
-        "params": forecast.subject.params,
+        "params": forecast.described.params,
         "bytes": forecast.bytes if fits else {},
         "budgets": asdict(inputs.budgets) if inputs else {},
         "state_bytes_per_parameter": dict(forecast.plan.layout.bytes_per_parameter) if fits else {},
@@ -53,10 +53,10 @@ def show(forecast: Forecast, advice: Sequence[str], console: Console) -> None:
 
 
 def _rendered(forecast: Forecast, advice: Sequence[str]) -> RenderableType:
-    subject, config = forecast.subject, forecast.config
+    described, config = forecast.described, forecast.config
     ranks = f", {forecast.machine.rank_count} ranks" if forecast.machine.ranks else ""
     head = (
-        f"{subject.name}, {subject.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "
+        f"{described.name}, {described.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "
         f"{config.batch_size} x {config.seq_len} tokens"
         + (f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else "")
     )

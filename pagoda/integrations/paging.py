@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from pagoda.api import wrap
 from pagoda.config.memory import Memory
 from pagoda.config.training import ActivationMode, Activations, MixedPrecision, Precision, Tiles, UpdateMode, Updates
+from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.optim.adamw import AdamW
 from pagoda.optim.param_groups import ParamGroups
 from pagoda.optim.rule import Rule, plain_setting
 from pagoda.optim.torch_optimizer import Optim
 from pagoda.optimizer import PagedOptimizer
-from pagoda.parallel.mesh import Mesh
 
 _OF_DTYPE: Mapping[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ONLY_FASTER = ("fused", "foreach", "capturable", "differentiable")

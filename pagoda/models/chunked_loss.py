@@ -5,7 +5,7 @@ from typing import TypeVar
 from torch import nn
 
 from pagoda.errors import ConfigError
-from pagoda.models.late_logits import make_late
+from pagoda.models.deferred_logits import defer_logits
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -30,7 +30,7 @@ def chunked_loss(model: Model) -> Model:
     """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
-    if not (isinstance(head, nn.Module) and make_late(head)):
+    if not (isinstance(head, nn.Module) and defer_logits(head)):
         found = "no output layer" if head is None else f"a {type(head).__name__} as output layer"
         raise ConfigError(
             f"chunked_loss needs a model whose get_output_embeddings() gives an nn.Linear; {type(model).__name__} has "

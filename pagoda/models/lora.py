@@ -72,7 +72,7 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
 
 def _of_mixtures(adapted: "nn.Module", settings: Any) -> str | None:
     """Why adapters in a mixture of experts cannot be trained; None where they can."""
-    from pagoda.models.experts import is_switch
+    from pagoda.models.switch import is_switch
 
     if settings.target_parameters:
         return (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pagoda.models.hidden import hide
+from pagoda.runtime.hidden import hide
 
 Visit = Callable[[torch.Tensor, torch.Tensor | None, int], Any]
 """Is given some rows of a layer's weight, their bias, and the index of the first, while they are in memory."""

@@ -17,7 +17,7 @@ from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.stats import Found, Meter, Staleness
 from pagoda.runtime.store import Store
-from pagoda.runtime.tape import Tape
+from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
 
@@ -156,8 +156,8 @@ class Accesses:
             raise
         if self._plan.options.max_staleness is not None:
             self._note_staleness(unit, phase)
-        if self._meter.tape is not None:
-            self._note(self._meter.tape, unit, phase)
+        if self._meter.recorder is not None:
+            self._note(self._meter.recorder, unit, phase)
         return lease
 
     def expect(self, units: Sequence[LiveUnit]) -> None:
@@ -248,10 +248,10 @@ class Accesses:
         arrived = self._scheduler.found and lease is not None and lease.ready is not None and lease.ready.done
         return Found.ARRIVED if arrived else Found.LATE
 
-    def _note(self, tape: Tape, unit: LiveUnit, phase: Phase) -> None:
-        tape.access(f"{phase.name.lower()} {unit.spec.name}")
+    def _note(self, recorder: TimelineRecorder, unit: LiveUnit, phase: Phase) -> None:
+        recorder.access(f"{phase.name.lower()} {unit.spec.name}")
         if self._leases.region is not None:
-            tape.leased(self._scheduler.frames.in_use * self._leases.region.page_bytes)
+            recorder.leased(self._scheduler.frames.in_use * self._leases.region.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.index in self._observed:

@@ -56,7 +56,7 @@ class Capture:
         self._store = store
         self._pieces = pieces
         self._extents = extents
-        self.frozen = store.ssd.freeze() if store.ssd is not None and extents else None
+        self.frozen = store.ssd.snapshot() if store.ssd is not None and extents else None
         """The pages on SSD that the checkpoint keeps: of all units once `pieces` has ended."""
         self.in_place = [unit.index for unit in store.plan.units if self._has_others_on_ssd(unit.index)]
         """Units whose old states cannot be kept: some are on SSD and not kept as pages."""

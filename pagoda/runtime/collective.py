@@ -5,13 +5,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pagoda.distributed.agreement import Agreement, Call, CollectiveKind
+from pagoda.distributed.foreseen import Entry, Foreseen
+from pagoda.distributed.groups import Group
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.shards import Shards
+from pagoda.distributed.transport import Transport
 from pagoda.errors import NonFiniteGradientError, RankError
-from pagoda.parallel.agreement import Agreement, Asks, Call
-from pagoda.parallel.foreseen import Entry, Foreseen
-from pagoda.parallel.groups import Group
-from pagoda.parallel.mesh import Mesh
-from pagoda.parallel.shards import Shards
-from pagoda.parallel.wire import Wire
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
@@ -55,7 +55,7 @@ class Collectives:
     def __init__(
         self,
         mesh: Mesh,
-        wire: Wire,
+        transport: Transport,
         shards: Shards,
         device: Device,
         units: Sequence[LiveUnit],
@@ -64,15 +64,15 @@ class Collectives:
     ) -> None:
         """`listed`: ranks may follow lists."""
         self.mesh = mesh
-        self.wire = wire
+        self.transport = transport
         self.shards = shards
         self.lane = Lane(COLLECTIVE)
         self._device = device
         self._units = units
         self._scheduler = scheduler
         self._listed = listed
-        self._agreement = Agreement(wire, self._serve)
-        self._take_part: dict[Asks, TakePart] = {}
+        self._agreement = Agreement(transport, self._serve)
+        self._take_part: dict[CollectiveKind, TakePart] = {}
         self._part: _Part | None = None
         """Of compute's program, now."""
         self._lists = Foreseen(), Foreseen()
@@ -91,12 +91,12 @@ class Collectives:
         self._left = False
         self.awaited = False
         """Whether compute waits for a collective, so that it queues nothing more before that has ended."""
-        dense = Group(wire, lambda rank: mesh.sharers(False, rank))
+        dense = Group(transport, lambda rank: mesh.sharers(False, rank))
         divided = mesh.ranks.expert_parallel > 1
-        self._sharing = dense, Group(wire, lambda rank: mesh.sharers(True, rank)) if divided else dense
-        self.copying = Group(wire, lambda rank: mesh.copies(False, rank))
+        self._sharing = dense, Group(transport, lambda rank: mesh.sharers(True, rank)) if divided else dense
+        self.copying = Group(transport, lambda rank: mesh.copies(False, rank))
         """The ranks that have the same slices as this one, one a replica."""
-        mesh.lane = lambda what, work: self.jointly(what, lambda _: work())
+        mesh.lane = lambda what, work: self.on_all_ranks(what, lambda _: work())
 
     def sharing(self, unit: UnitSpec) -> Group:
         """The ranks that have the slices of a unit."""
@@ -112,9 +112,9 @@ class Collectives:
         """Collectives of other ranks that this one took part in without asking for them."""
         return self._agreement.served + self._passed
 
-    def serve(self, asks: Asks, take_part: TakePart) -> None:
+    def serve(self, kind: CollectiveKind, take_part: TakePart) -> None:
         """Say how this rank takes part in what others ask for and it does not."""
-        self._take_part[asks] = take_part
+        self._take_part[kind] = take_part
 
     # --- compute's program ---
 
@@ -157,7 +157,7 @@ class Collectives:
 
         return self.lane.submit(run, (), nbytes, label)
 
-    def jointly(self, what: str, work: Callable[[Sequence[Call]], Any], step: bool | None = None) -> None:
+    def on_all_ranks(self, what: str, work: Callable[[Sequence[Call]], Any], step: bool | None = None) -> None:
         """Have all ranks do what each of them asks for at this point of its program; returns when it is done.
 
         `step` is given where a step ends with it: whether the next one is to be like it. On a device `work` is a part
@@ -169,7 +169,7 @@ class Collectives:
             if part is not self._reached or step is not None:
                 self._leave(whole=step is not False)
             elif self._list is not None:
-                passed = self._list.claim(Entry(call.asks, call.about, 0, due))
+                passed = self._list.claim(Entry(call.kind, call.about, 0, due))
                 self._pass_over(self._list.rest() if passed is None else passed)
             with self._device.beside_compute():
                 calls = self._agreement.settle(call)
@@ -193,7 +193,7 @@ class Collectives:
 
             def leave() -> None:
                 self._leave(whole=False)
-                self._agreement.settle(Call(Asks.LEAVE))
+                self._agreement.settle(Call(CollectiveKind.LEAVE))
 
             self.lane.submit(leave, (), 0, "").wait_until_done()
             self.lane.close()
@@ -205,11 +205,11 @@ class Collectives:
         if part is not self._reached:
             self._enter(part)
         if self._list is not None and part is not None and not self._agreement.is_broken:
-            passed = self._list.claim(Entry(call.asks, call.about, call.version - part.versions[call.about], due))
+            passed = self._list.claim(Entry(call.kind, call.about, call.version - part.versions[call.about], due))
             if passed is not None:
                 self._pass_over(passed)
                 return True
-            if self._follows and call.asks is Asks.GATHER:
+            if self._follows and call.kind is CollectiveKind.GATHER:
                 self.asked += 1
                 return False
             self._pass_over(self._list.rest())
@@ -223,7 +223,7 @@ class Collectives:
         if part is None or part.list is None or not self._listed:
             return
         found = self._lists[part.list]
-        mine = Call(Asks.START, part.list, *found.hashes(part.trace, sum(part.versions)))
+        mine = Call(CollectiveKind.START, part.list, *found.hashes(part.trace, sum(part.versions)))
         calls = self._agreement.settle(mine)
         by_list = zip(*((each.version, each.other) for each in calls), strict=True)
         alike = [all(each.is_with(mine) for each in calls) and len({*said}) == 1 and said[0] for said in by_list]
@@ -241,27 +241,27 @@ class Collectives:
     def _pass_over(self, entries: Iterable[Entry]) -> None:
         part = self._reached
         assert part is not None
-        if self._agreement.is_broken or self.wire.broken:
+        if self._agreement.is_broken or self.transport.broken:
             return  # nobody takes part any more
         for entry in entries:
             self._passed += 1
-            self._join(entry.asks, entry.about, part.versions[entry.about] + entry.changes)
+            self._join(entry.kind, entry.about, part.versions[entry.about] + entry.changes)
 
-    def _join(self, asks: Asks, about: int, version: int | None) -> None:
+    def _join(self, kind: CollectiveKind, about: int, version: int | None) -> None:
         unit = self._units[about]
         try:
-            self._take_part[asks](unit, version)
+            self._take_part[kind](unit, version)
         except BaseException:
-            if not self.failed and not self.wire.broken:  # it has not taken part yet, and the others wait for it
+            if not self.failed and not self.transport.broken:  # it has not taken part yet, and the others wait for it
                 self.failed = True
-                self._take_part[asks](unit, version)
+                self._take_part[kind](unit, version)
                 self._stop()
             raise
 
     def _serve(self, call: Call, calls: Sequence[Call]) -> None:
         """Take part in what others want and this rank does not."""
         asking = self._askers(call, calls)
-        self._join(call.asks, call.about, calls[asking[0]].version if asking else None)
+        self._join(call.kind, call.about, calls[asking[0]].version if asking else None)
 
     def _askers(self, call: Call, calls: Sequence[Call]) -> tuple[int, ...]:
         """Of the ranks that have a unit, those that ask for what `call` does.
@@ -273,8 +273,8 @@ class Collectives:
     def _fail(self, call: Call, come_to: Callable[[], bool]) -> None:
         """What a collective needs has failed here, so this rank cannot do its part, once it has come to it."""
         self.failed = True
-        if come_to() or call.asks is not Asks.GATHER:
-            self._join(call.asks, call.about, call.version)
+        if come_to() or call.kind is not CollectiveKind.GATHER:
+            self._join(call.kind, call.about, call.version)
         self._stop()
 
     def _stop(self) -> None:

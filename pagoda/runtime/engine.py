@@ -13,37 +13,37 @@ from typing import Any, NoReturn
 import torch
 
 from pagoda.config.training import Precision
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.shards import Shards
+from pagoda.distributed.transport import Transport
 from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
-from pagoda.models.hidden import as_plain
 from pagoda.optim.formats import arriving_dtype, gradient_kernels, warm_up
 from pagoda.optim.rule import ElementwiseRule, Rule
-from pagoda.parallel.mesh import Mesh
-from pagoda.parallel.shards import Shards
-from pagoda.parallel.wire import Wire
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
 from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
-from pagoda.runtime.brackets import Brackets
+from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor, open_feeders, update_lane
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
+from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.loss_scale import LossScaler
+from pagoda.runtime.rank_group import RankGroup
 from pagoda.runtime.regions import open_buffers, open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.shutdown import Threads, end_dropped, give_back
 from pagoda.runtime.stats import Meter, StepStats
 from pagoda.runtime.stepper import Norms, Stepper
 from pagoda.runtime.store import Store
-from pagoda.runtime.tape import Tape
-from pagoda.runtime.together import Together
+from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.event_log import open_scheduler
 from pagoda.simulate.timeline import Timeline
@@ -78,7 +78,7 @@ class Engine:
         poison: bool,
         device: Device,
         scaler: LossScaler,
-        ranks: tuple[Mesh, Wire] | None = None,
+        ranks: tuple[Mesh, Transport] | None = None,
     ) -> None:
         """`ranks` are this process's place among several, and how it talks to the others."""
         self.units = units
@@ -122,11 +122,11 @@ class Engine:
             self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
         )
         self.damage = self._executor.damage
-        self.together: Together | None = None
+        self.rank_group: RankGroup | None = None
         """The dealings with other ranks, where there are any."""
         if ranks is not None:
             reduces = reduce_pages(plan.layout) > 0
-            self.together = Together(
+            self.rank_group = RankGroup(
                 *ranks,
                 self.store,
                 units,
@@ -137,12 +137,12 @@ class Engine:
                 self._executor,
                 self._meter.stalled,
             )
-            self._lanes[COLLECTIVE] = self.together.collectives.lane
-            self.leases.gather = self.together.gather
+            self._lanes[COLLECTIVE] = self.rank_group.collectives.lane
+            self.leases.gather = self.rank_group.gather
         self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
         self.accesses.owner = self
-        if self.together is not None:
-            self.accesses.before = self.together.collectives.begin_access
+        if self.rank_group is not None:
+            self.accesses.before = self.rank_group.collectives.begin_access
         self.graphs = GraphMemory(
             self.leases,
             self.accesses,
@@ -155,7 +155,7 @@ class Engine:
             ranks[0].tensor.get_group() if ranks is not None and plan.options.partition_activations else None,
         )
         self.graphs.packing.register(units)
-        self.brackets = Brackets(self.graphs.packing, self.accesses)
+        self.active_forwards = ActiveForwards(self.graphs.packing, self.accesses)
         self.saver = Saver()
         self.stepper = Stepper(
             units,
@@ -167,10 +167,10 @@ class Engine:
             self.accesses,
             self._meter.stalled,
             scaler,
-            self.together,
+            self.rank_group,
         )
         self._forks = forks()
-        self._threads = Threads(self._lanes, feeders, self.saver, self.together)
+        self._threads = Threads(self._lanes, feeders, self.saver, self.rank_group)
         self._dropped = weakref.finalize(self, end_dropped, self._threads, self._executor, self.store, self._forks)
         self._dropped.atexit = False  # `_close_all` is for that
         _OPEN.add(self)
@@ -184,9 +184,9 @@ class Engine:
 
     def step(self) -> None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward."""
-        self.brackets.drop_interrupted()
-        if self._meter.tape is not None:
-            self._meter.tape.access("step")
+        self.active_forwards.drop_interrupted()
+        if self._meter.recorder is not None:
+            self._meter.recorder.access("step")
         self.check_usable()
         scale = self.stepper.scaler.scale
         with as_plain():  # it asks each parameter for its gradient
@@ -316,18 +316,18 @@ class Engine:
 
     def trace_next_step(self) -> None:
         """Record from now until the end of the next `step()`."""
-        self._record_to(Tape())
+        self._record_to(TimelineRecorder())
 
-    def _record_to(self, tape: Tape | None) -> None:
-        self._meter.tape = tape
+    def _record_to(self, recorder: TimelineRecorder | None) -> None:
+        self._meter.recorder = recorder
         for lane in self._lanes.values():
-            lane.tape = tape
+            lane.recorder = recorder
 
-    def _end_recording(self, tape: Tape) -> None:
+    def _end_recording(self, recorder: TimelineRecorder) -> None:
         self._record_to(None)
         plan, tier = self.plan, self.plan.lease_tier
         leases = plan.bytes[tier].get(LEASES, 0) if tier is not None else 0
-        self.timeline = tape.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
+        self.timeline = recorder.timeline(self._meter.stall_s, plan.peak_bytes, tier, leases)
 
     def _follow_trace(self) -> bool:
         """Have the plan of the steps that the scheduler expects; returns whether that is another one."""
@@ -340,7 +340,7 @@ class Engine:
 
     def _end_updates(self) -> None:
         """Wait until every update has ended; raises the first error that nobody has seen."""
-        self.brackets.drop_interrupted()
+        self.active_forwards.drop_interrupted()
         self.accesses.drain()
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
@@ -368,8 +368,8 @@ class Engine:
             activation_bytes=activations,
         )
         self._speculations = kept, undone
-        if meter.tape is not None:
-            self._end_recording(meter.tape)
+        if meter.recorder is not None:
+            self._end_recording(meter.recorder)
         meter.reset()
 
     def peak_bytes(self) -> dict[str, int]:

@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import torch
 
+from pagoda.distributed.agreement import Call, CollectiveKind
+from pagoda.distributed.service import Service
+from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import NonFiniteGradientError, RankError
-from pagoda.parallel.agreement import Asks, Call
-from pagoda.parallel.service import Service
-from pagoda.parallel.world import rank_timeout_s
 from pagoda.plan.collective import MESSAGE_BYTES
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
@@ -57,25 +57,25 @@ class Gathering:
         self._reading = threading.Lock()
         self._updated: dict[int, Handle] = {}
         """unit -> this rank's latest update of a slice that is shared."""
-        collectives.serve(Asks.GATHER, self._take_part)
-        collectives.serve(Asks.SHARE, self._take_part_in_sharing)
+        collectives.serve(CollectiveKind.GATHER, self._take_part)
+        collectives.serve(CollectiveKind.SHARE, self._take_part_in_sharing)
         mesh = collectives.mesh
-        self._service = Service(collectives.wire, self._answer) if mesh.ranks.shards_weights else None
+        self._service = Service(collectives.transport, self._answer) if mesh.ranks.shards_weights else None
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
         """Complete a lease, shape [numel], in which this rank's slice lies once `own` has ended, and which others'
         slices may overwrite once compute has passed `free`."""
         spec, version = unit.spec, unit.version
 
-        def work(together: bool) -> None:
+        def work(rank_group: bool) -> None:
             free.synchronize()
-            if together:
+            if rank_group:
                 self._complete(spec, weights)
             else:
                 self._ask(unit, version, weights)
 
         sent = ring_bytes(weights.nbytes, len(self._shards.sharers(spec)))
-        call = Call(Asks.GATHER, unit.index, version)
+        call = Call(CollectiveKind.GATHER, unit.index, version)
         return self._collectives.submit(call, work, (own,), sent, f"gather {spec.name}")
 
     def share(self, unit: LiveUnit, updated: Handle) -> Handle:
@@ -83,7 +83,7 @@ class Gathering:
         spec = unit.spec
         self._updated[unit.index] = updated
         sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
-        call = Call(Asks.SHARE, unit.index, unit.version)
+        call = Call(CollectiveKind.SHARE, unit.index, unit.version)
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         alike, label = not self._early, f"share {spec.name}"
         return self._collectives.submit(call, lambda _: self._share(unit), (updated,), sent, label, alike)

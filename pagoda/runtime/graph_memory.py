@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pagoda.parallel.tensors import local
+from pagoda.distributed.tensors import local
 from pagoda.plan.activations import LEAST_OFFLOADED_BYTES, ActivationBytes, ActivationPlan
 from pagoda.plan.ops import HOST, SSD
 from pagoda.runtime.accesses import Accesses

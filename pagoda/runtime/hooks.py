@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
-from pagoda.models.experts import RoutedExperts
-from pagoda.models.hidden import as_plain
+from pagoda.runtime.announcing import Announcing
 from pagoda.runtime.blocks import Block, find_blocks, refuse_compiling
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.markers import GradientMarker
 from pagoda.runtime.next_update import check_is_ours
 from pagoda.runtime.reads import has_forward, methods_reading_params, params_read_in
@@ -61,7 +61,7 @@ class ModelHooks:
             for slot in range(unit.trainable):
                 self._catch_gradient(unit, slot)
         for module in model.modules():
-            if isinstance(module, RoutedExperts):
+            if isinstance(module, Announcing):
                 self._announce_chosen(module, needed)
 
     def close(self) -> None:
@@ -86,17 +86,17 @@ class ModelHooks:
             refuse_compiling()
         if root:
             self._begin(module, args, kwargs)
-        self._engine.brackets.open(module, units)
+        self._engine.active_forwards.open(module, units)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A forward of the whole model begins, or of it within itself."""
-        brackets = self._engine.brackets
-        brackets.drop_interrupted(calling=model)
-        if not brackets.in_forward and torch.is_grad_enabled():
+        active_forwards = self._engine.active_forwards
+        active_forwards.drop_interrupted(calling=model)
+        if not active_forwards.in_forward and torch.is_grad_enabled():
             self._engine.graphs.begin_forward((args, kwargs))
 
     def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        self._engine.brackets.close(module)
+        self._engine.active_forwards.close(module)
 
     def _bracket_compiled(self, module: nn.Module, call: Callable[..., Any], units: list[LiveUnit], root: bool) -> None:
         """Bracket a module that was compiled in place, whose own hooks are part of what was compiled."""
@@ -107,27 +107,27 @@ class ModelHooks:
     ) -> Any:
         if root:
             self._begin(module, args, kwargs)
-        return self._engine.brackets.run(module, units, call, *args, **kwargs)
+        return self._engine.active_forwards.run(module, units, call, *args, **kwargs)
 
     def _bracket_methods(self, module: nn.Module, owner: dict[int, LiveUnit]) -> None:
         """Bracket the methods that read parameters: they may be called outside every forward, as `encode` often is."""
         for name, params in methods_reading_params(module).items():
             method = getattr(module, name)
             units = list(dict.fromkeys(owner[id(param)] for param in params if id(param) in owner))
-            bracketed = partial(self._engine.brackets.run_method, module, units, method)
+            bracketed = partial(self._engine.active_forwards.run_method, module, units, method)
             module.__dict__[name] = update_wrapper(bracketed, method)
 
     def _follow(self, block: Block, units: list[LiveUnit]) -> None:
         """Let activations run a block's forward, and lease its units when backward repeats that: no hook sees it."""
-        brackets, graphs = self._engine.brackets, self._engine.graphs
+        active_forwards, graphs = self._engine.active_forwards, self._engine.graphs
 
         def run(block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            again = partial(brackets.run, block.module, units, forward)
+            again = partial(active_forwards.run, block.module, units, forward)
             return graphs.run(block, forward, args, kwargs, again)
 
         block.wrap(run)
 
-    def _announce_chosen(self, experts: RoutedExperts, needed: dict[nn.Module, list[LiveUnit]]) -> None:
+    def _announce_chosen(self, experts: Announcing, needed: dict[nn.Module, list[LiveUnit]]) -> None:
         units_of = {
             expert: list(dict.fromkeys(unit for module in expert.modules() for unit in needed.get(module, [])))
             for expert, _ in experts.pieces()

@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import PAST, Event
-from pagoda.runtime.tape import Tape
+from pagoda.runtime.timeline_recorder import TimelineRecorder
 
 SSD_THREADS = 4
 """Threads of `ssd_read` for each drive, and of `ssd_write`: while some hash what was read, or is to be written, the
@@ -195,7 +195,7 @@ class Lane:
         self.inline_bytes = inline_bytes
         self._open = 0
         """Work that has been queued and has not ended. Read without the lock: it is a hint."""
-        self.tape: Tape | None = None
+        self.recorder: TimelineRecorder | None = None
         """Where work is recorded as it ends, if anywhere."""
         self._label = f"pagoda::{name}"
         self._queue: queue.SimpleQueue[tuple[Work, _Ticket] | None] = queue.SimpleQueue()
@@ -215,7 +215,7 @@ class Lane:
     def submit(self, work: Work, after: Iterable[Handle] = (), nbytes: int = 0, label: str = "") -> Handle:
         """Do `work`, which moves `nbytes`, once `after` have ended; if one of them failed, fail with its error.
 
-        `label` is what a tape calls it: a verb and a unit's name, as in a simulated timeline.
+        `label` is what a timeline calls it: a verb and a unit's name, as in a simulated timeline.
         """
         check_not_forked(self._forks)
         handle = Handle(self.name)
@@ -329,8 +329,8 @@ class Lane:
         with self._lock:
             self._busy_s += end - start
             self._bytes += ticket.nbytes
-        if (tape := self.tape) is not None:
-            tape.add(self.name, ticket.label or self.name, start, end, ticket.nbytes)
+        if (recorder := self.recorder) is not None:
+            recorder.add(self.name, ticket.label or self.name, start, end, ticket.nbytes)
 
 
 def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: bool) -> dict[str, Lane]:

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from pagoda.distributed.tensors import Form, local
 from pagoda.errors import UsageError
-from pagoda.models.hidden import hidden_class, outside_use
-from pagoda.parallel.tensors import Form, local
 from pagoda.plan.activations import Policy
 from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.hidden import hidden_class, outside_use
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.offload import Offloader
 from pagoda.runtime.partition import Partitioner

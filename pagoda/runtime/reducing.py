@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagoda.distributed.agreement import Call, CollectiveKind
+from pagoda.distributed.groups import Group
+from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import BudgetError, RankError
 from pagoda.optim.means import mean_into, sum_into, warm_up
-from pagoda.parallel.agreement import Asks, Call
-from pagoda.parallel.groups import Group
-from pagoda.parallel.world import rank_timeout_s
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.ranks import ring_bytes
@@ -92,7 +92,7 @@ class Reducer:
         self._dtype = buffers.dtype
         self._equal = not self._shards.differ
         warm_up(self._dtype)
-        collectives.serve(Asks.REDUCE, self._take_part)
+        collectives.serve(CollectiveKind.REDUCE, self._take_part)
 
     def add(self, unit: LiveUnit, step: int, slot: int, grad: torch.Tensor, accumulate: bool) -> UnitGradient:
         """Take a parameter's gradient; `accumulate` where earlier ones of this step have not been dropped."""
@@ -128,7 +128,7 @@ class Reducer:
         if filling is None:
             return
         record = filling.record
-        call = Call(Asks.REDUCE, record.unit.index, record.unit.version)
+        call = Call(CollectiveKind.REDUCE, record.unit.index, record.unit.version)
         spec = record.unit.spec
 
         def work(_: bool) -> None:
@@ -263,7 +263,7 @@ class Reducer:
         """The first such slot of any part of a parameter, where tensor-parallel ranks have one each."""
         if not self._early or self._ranks.tensor_parallel == 1:
             return mine
-        found = self._collectives.wire.announce([-1 if mine is None else mine])
+        found = self._collectives.transport.announce([-1 if mine is None else mine])
         return min((slot for (slot,) in found if slot >= 0), default=None)
 
     def _equal_slices(self, spec: UnitSpec, whole: torch.Tensor, flags: Flags) -> tuple[Flags, Iterator[_Mean]]:

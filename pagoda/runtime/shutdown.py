@@ -10,9 +10,9 @@ from pagoda.errors import UsageError
 from pagoda.process import forks
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import THREAD_NAMES, Lane
+from pagoda.runtime.rank_group import RankGroup
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.store import Store
-from pagoda.runtime.together import Together
 from pagoda.runtime.updates import Feeder
 
 _log = logging.getLogger("pagoda")
@@ -28,7 +28,7 @@ class Threads:
     lanes: Mapping[str, Lane]
     feeders: Sequence[Feeder]
     saver: Saver
-    together: Together | None
+    rank_group: RankGroup | None
 
     def end(self, stack: ExitStack) -> None:
         """Have `stack` end all of them: finish what they have been given, and join them."""
@@ -45,8 +45,8 @@ class Threads:
             stack.callback(self.lanes[name].close)
         for feeder in self.feeders:
             stack.callback(feeder.close)
-        if self.together is not None:
-            stack.callback(self.together.close)
+        if self.rank_group is not None:
+            stack.callback(self.rank_group.close)
         stack.callback(self.saver.close)
 
 
@@ -66,7 +66,7 @@ def end_dropped(threads: Threads, executor: Executor, store: Store, since: int) 
     closer = threading.Thread(target=_end, args=(threads, executor, store), name=f"{THREAD_NAMES}closer", daemon=True)
     closer.start()
     # Ranks end when all of them drop theirs. A thread of an engine must not wait for itself.
-    if threads.together is None and not threading.current_thread().name.startswith(THREAD_NAMES):
+    if threads.rank_group is None and not threading.current_thread().name.startswith(THREAD_NAMES):
         closer.join(_CLOSE_S)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pagoda.plan.activations import ActivationBytes
-from pagoda.runtime.tape import Tape
+from pagoda.runtime.timeline_recorder import TimelineRecorder
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Meter:
     def __init__(self, lanes: Sequence[str]) -> None:
         self._lock = threading.Lock()
         self._lanes = lanes
-        self.tape: Tape | None = None
+        self.recorder: TimelineRecorder | None = None
         """Where the step is recorded, if anywhere."""
         self.reset()
 
@@ -107,5 +107,5 @@ class Meter:
         """Compute waited for `lane`."""
         with self._lock:
             self.stall_s[lane] += seconds
-            if self.tape is not None:
-                self.tape.waited(seconds)
+            if self.recorder is not None:
+                self.recorder.waited(seconds)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
-from pagoda.models.hidden import outside_use
 from pagoda.optim.rule import Hyper, Rule
 from pagoda.plan.ops import HOST
 from pagoda.plan.options import Options
@@ -18,6 +17,7 @@ from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.factors import Factors
 from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
+from pagoda.runtime.hidden import outside_use
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import (
     Group,
@@ -26,8 +26,8 @@ from pagoda.runtime.next_update import (
     check_gradients,
     check_hypers_are_as_used,
 )
+from pagoda.runtime.rank_group import Counts, RankGroup
 from pagoda.runtime.segments import segments_of
-from pagoda.runtime.together import Counts, Together
 from pagoda.runtime.unit import LiveUnit
 
 _TOO_LATE = (
@@ -58,7 +58,7 @@ class Stepper:
         accesses: Accesses,
         stalled: Callable[[str, float], None],
         scaler: LossScaler,
-        together: Together | None,
+        rank_group: RankGroup | None,
     ) -> None:
         """`stalled` accounts for what was waited for."""
         self._units = units
@@ -71,11 +71,11 @@ class Stepper:
         self._accesses = accesses
         self._stalled = stalled
         self.scaler = scaler
-        self._together = together
-        self._arrivals = gradients if together is None else together.arrivals
+        self._rank_group = rank_group
+        self._arrivals = gradients if rank_group is None else rank_group.arrivals
         """Where gradients go from autograd."""
-        if together is not None:
-            together.when_flushed(self._bring)
+        if rank_group is not None:
+            rank_group.when_flushed(self._bring)
         self.group_of: Callable[[LiveUnit, int], Group]
         """The param group of a parameter; set by the optimizer, as is `groups`."""
         self.groups: Callable[[], Sequence[Group]]
@@ -131,8 +131,8 @@ class Stepper:
             self._guess(record)
         if self._gradients.is_due(record):
             self._send(record, last)
-        elif self._together is not None and record.complete:
-            self._together.flush(last)
+        elif self._rank_group is not None and record.complete:
+            self._rank_group.flush(last)
         self._note_early()
 
     def _send(self, record: UnitGradient, last: bool) -> None:
@@ -143,8 +143,8 @@ class Stepper:
 
     def _send_all(self) -> None:
         """Bring every gradient that has been made to its buffer."""
-        if self._together is not None:
-            self._together.flush()
+        if self._rank_group is not None:
+            self._rank_group.flush()
         for record in self._gradients.records():
             if record.made:
                 self._send(record, last=False)
@@ -195,8 +195,8 @@ class Stepper:
                 "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
             )
-        if self._together is not None:
-            self._together.drop_gradients()
+        if self._rank_group is not None:
+            self._rank_group.drop_gradients()
         self._drop_gradients()
         self._factors.clear()
 
@@ -226,8 +226,8 @@ class Stepper:
         self._send_all()
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
         self._settle(terms.values())
-        if self._together is not None:
-            found = self._together.norm_terms(asked_by, self._norm_terms, self._square_sums)
+        if self._rank_group is not None:
+            found = self._rank_group.norm_terms(asked_by, self._norm_terms, self._square_sums)
             first, square_sums = found.non_finite, found.square_sums
         else:
             first = min((bad for record in terms.values() if (bad := record.non_finite())), default=(0, None))[1]
@@ -269,7 +269,7 @@ class Stepper:
             raise UsageError(_TOO_LATE.format("Clipping, or multiplying param.grad,"))
 
     def _check_one_rank(self) -> None:
-        if self._together is not None:
+        if self._rank_group is not None:
             raise UsageError(
                 "On several ranks, param.grad cannot be asked for its norm or multiplied, and torch's clip_grad_norm_ "
                 "does both: pass wrap(clip_grad_norm=...), or call optimizer.clip_grad_norm_(max_norm) on every rank."
@@ -421,5 +421,5 @@ class Stepper:
         if self._options.max_staleness is None and record.segments:
             unit.version += 1
         self._executor.latest[unit.index] = record
-        if self._together is not None:
-            self._together.share(record)
+        if self._rank_group is not None:
+            self._rank_group.share(record)

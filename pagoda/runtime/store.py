@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from pagoda.distributed.shards import Shards
 from pagoda.errors import StorageError
 from pagoda.memory.page import Run, pages_for
 from pagoda.memory.region import Region
 from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optim.rule import StateSpec
-from pagoda.parallel.shards import Shards
 from pagoda.plan.layout import GRAD, WEIGHT, WEIGHT_BACK, before
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.placement import CHECKPOINT, LEASES, RING, SPARE, STAGING, UNDO, WORK

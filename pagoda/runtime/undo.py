@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections.abc import Mapping
 
-from pagoda.memory.ssd.tier import FrozenPages
+from pagoda.memory.ssd.tier import PageSnapshot
 from pagoda.plan.layout import before
 from pagoda.runtime.store import Store
 
@@ -21,7 +21,7 @@ class Undo:
         self._store = store
         self._unit = unit
         self._lock = threading.Lock()
-        self._frozen: FrozenPages | None = None
+        self._frozen: PageSnapshot | None = None
         """The pages of states on SSD as they were."""
         self._saved: list[tuple[str, range]] = []
         """State, and which elements of its extent have been copied."""
@@ -33,7 +33,7 @@ class Undo:
         """The update is about to begin: nothing of the unit is being stored."""
         runs = [self._store.run(self._unit, state.name) for state in self._store.plan.layout.states]
         if self._store.ssd is not None and any(runs):
-            self._frozen = self._store.ssd.freeze(awaited=False)
+            self._frozen = self._store.ssd.snapshot(awaited=False)
             for run in filter(None, runs):
                 self._frozen.add(run)
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagoda.distributed.tensors import Form
 from pagoda.errors import UsageError
-from pagoda.models.hidden import as_plain, hidden_class, hide, name_of
-from pagoda.parallel.tensors import Form
 from pagoda.plan.units import UnitSpec
+from pagoda.runtime.hidden import as_plain, hidden_class, hide, name_of
 
 Owner = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""

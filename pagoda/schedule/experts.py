@@ -10,7 +10,7 @@ _FIRST_DECISION, _LONGEST_WAIT = 4, 1000
 """Steps until it is first decided which experts a plan counts on, and the most from one decision to the next."""
 
 
-class Steadiness:
+class ExpertHistory:
     """Which units of experts the steps use alike, so that they can be fetched ahead by the trace. At first it is none.
 
     That is decided after 4 steps, and again whenever twice as many have passed: it is those that every step since the

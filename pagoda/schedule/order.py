@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf
 
 from pagoda.plan.trace import Access, Cursor, NextUse, Phase, Recorder, Trace
-from pagoda.schedule.experts import Chosen, Steadiness
+from pagoda.schedule.experts import Chosen, ExpertHistory
 
 
 class Order:
@@ -23,7 +23,7 @@ class Order:
         self._recorder = Recorder()
         self._previous: Trace | None = None
         """The last step, without experts."""
-        self._steadiness = Steadiness(routed)
+        self._steadiness = ExpertHistory(routed)
         self._chosen = Chosen()
         self._follow(self._steadiness.counted_on(trace))
         self._start = -len(self.trace.accesses)

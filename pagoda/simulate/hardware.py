@@ -92,7 +92,7 @@ class Cpu:
     """Bytes copied from RAM to an arena that stands in for a device, by one lane thread: each is read and written."""
     gradient_bytes_per_s: Figure | None = None
     """Bytes of gradient through the kernel that stores it and sums its squares, on one lane thread."""
-    handover_s: Figure | None = None
+    task_switch_s: Figure | None = None
     """Seconds that compute loses to each piece of work that another thread takes up, beside that work."""
     parameter_s: Figure | None = None
     """Seconds of a step for each trainable parameter, whatever its size: leases, hooks, its gradient handed over."""

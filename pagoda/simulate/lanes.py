@@ -52,7 +52,7 @@ class SimulatedLanes:
         self.now = 0.0
         self.ended: list[Task] = []
         """In the order of their ends."""
-        self._handover_s = rates.handover_s
+        self._handover_s = rates.task_switch_s
         self._shared = cache(rates.shared)
         self._ready: dict[str, deque[Task]] = {lane: deque() for lane in (COMPUTE, *LANES, COLLECTIVE)}
         self._active: dict[str, Task] = {}

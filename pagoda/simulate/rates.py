@@ -56,7 +56,7 @@ class Rates:
             self._bytes_per_s[READ] = ssd.read_bytes_per_s.value / ranks
             self._bytes_per_s[WRITE] = ssd.write_bytes_per_s.value / ranks
             both[READ, WRITE] = ssd.both_bytes_per_s.value / ranks
-        self._together = {pair: self._halves(pair, total) for pair, total in both.items()}
+        self._rank_group = {pair: self._halves(pair, total) for pair, total in both.items()}
         """Two lanes that are the directions of one thing -> what is left of each one's rate while both work."""
         beside = None if ssd is None or hardware.device is not None else ssd.beside_bytes_per_s
         self._beside_compute = 1.0 if beside is None or ssd is None else beside.value / ssd.both_bytes_per_s.value
@@ -66,7 +66,7 @@ class Rates:
         """Lanes that make do with what the others leave: threads that transfer sleep most of the time, so a CPU that
         computes runs them first."""
         computes = hardware.device is None
-        self.handover_s = cpu.handover_s.value if computes and cpu.handover_s is not None else 0.0
+        self.task_switch_s = cpu.task_switch_s.value if computes and cpu.task_switch_s is not None else 0.0
         """What compute loses to each piece of work of a lane, where the CPU computes."""
         self.parameter_s = cpu.parameter_s.value if computes and cpu.parameter_s is not None else 0.0
         """What compute loses in a step to the bookkeeping of each trainable parameter, where the CPU computes."""
@@ -148,7 +148,7 @@ class Rates:
         if COMPUTE in lanes:
             for lane in lanes & {READ, WRITE}:
                 shares[lane] *= self._beside_compute
-        for pair, halves in self._together.items():
+        for pair, halves in self._rank_group.items():
             if lanes.issuperset(pair):
                 for lane, half in zip(pair, halves, strict=True):
                     shares[lane] *= half

@@ -36,7 +36,7 @@ class RecordedRates(Rates):
     """How fast each lane was in a recorded step, whatever worked at the same time."""
 
     def __init__(self, plan: Plan, recorded: Timeline) -> None:
-        self.handover_s = self.parameter_s = 0.0  # recorded with compute
+        self.task_switch_s = self.parameter_s = 0.0  # recorded with compute
         lanes = {span.lane for span in recorded.spans}
         busy_s = {lane: _covered_s(span for span in recorded.spans if span.lane == lane) for lane in lanes}
         moved = recorded.bytes_moved

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from pagoda.calibrate.matmul import FAR_SLOWER, cpu_slowdown
 from pagoda.config.run import Run
+from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.activations import chunking_helps
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
-from pagoda.forecast.subject import widths
-from pagoda.parallel.mesh import Mesh
+from pagoda.forecast.model_description import widths
 from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.simulate.hardware import hardware_file, read_hardware

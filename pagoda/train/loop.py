@@ -22,6 +22,8 @@ from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.construction.construct import init
+from pagoda.distributed.mesh import Mesh, open_mesh
+from pagoda.distributed.world import was_restarted
 from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.plan_table import plan_table
@@ -32,8 +34,6 @@ from pagoda.models.chunked_loss import chunked_loss
 from pagoda.models.lora import LoraConfig, add_adapters
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.optimizer import PagedOptimizer
-from pagoda.parallel.mesh import Mesh, open_mesh
-from pagoda.parallel.world import was_restarted
 from pagoda.plan.planner import Plan
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
-from pagoda.parallel.mesh import Mesh
+from pagoda.distributed.mesh import Mesh
 from pagoda.train.metrics import MetricsFile, StepMetrics
 from pagoda.train.run_dir import RunDir
 
@@ -18,7 +18,7 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
         return mine, stopped_by
     everyone: list[str] = [""] * mesh.size
     said = json.dumps([asdict(mine), stopped_by])
-    mesh.jointly("the metrics of a step", lambda: dist.all_gather_object(everyone, said))
+    mesh.on_all_ranks("the metrics of a step", lambda: dist.all_gather_object(everyone, said))
     metrics, signals = zip(*map(json.loads, everyone), strict=True)
     return merged([StepMetrics(**fields) for fields in metrics]), next((s for s in signals if s is not None), None)
 
@@ -53,13 +53,13 @@ class MetricsFiles:
 
     def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int) -> None:
         run_dir.path.mkdir(parents=True, exist_ok=True)
-        self._together = MetricsFile(run_dir.metrics, after_step) if mesh.rank == 0 else None
+        self._rank_group = MetricsFile(run_dir.metrics, after_step) if mesh.rank == 0 else None
         self._own = MetricsFile(run_dir.metrics_of(mesh.rank), after_step) if mesh.size > 1 else None
 
     def write(self, together: StepMetrics, mine: StepMetrics) -> None:
         """Append one step."""
-        if self._together is not None:
-            self._together.write(together)
+        if self._rank_group is not None:
+            self._rank_group.write(together)
         if self._own is not None:
             self._own.write(mine)
 
@@ -73,4 +73,4 @@ class MetricsFiles:
             file.close()
 
     def _files(self) -> list[MetricsFile]:
-        return [file for file in (self._together, self._own) if file is not None]
+        return [file for file in (self._rank_group, self._own) if file is not None]

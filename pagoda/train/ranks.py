@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from pagoda.distributed.mesh import Mesh
 from pagoda.errors import PagodaError
-from pagoda.parallel.mesh import Mesh
 
 _T = TypeVar("_T")
 
@@ -21,7 +21,7 @@ def from_first(mesh: Mesh, what: str, find: Callable[[], _T]) -> _T:
             found[0] = find()
         except PagodaError as error:
             found[0] = error
-    mesh.jointly(what, lambda: dist.broadcast_object_list(found))
+    mesh.on_all_ranks(what, lambda: dist.broadcast_object_list(found))
     if isinstance(found[0], PagodaError):
         raise found[0]
     result: _T = found[0]
@@ -32,5 +32,5 @@ def from_all(mesh: Mesh, what: str, mine: _T) -> list[_T]:
     """What every rank has found, by rank, on every rank. `what` names it in errors."""
     found: list[Any] = [mine] * mesh.size
     if mesh.size > 1:
-        mesh.jointly(what, lambda: dist.all_gather_object(found, mine))
+        mesh.on_all_ranks(what, lambda: dist.all_gather_object(found, mine))
     return found

@@ -7,21 +7,21 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pagoda.distributed.tensors import as_dtensor
 from pagoda.errors import ConfigError
-from pagoda.models.experts import (
+from pagoda.experts.modules import (
     ExpertStack,
     RoutedExperts,
     SwitchExperts,
     SwitchRouter,
-    TokenExchange,
     experts_of_stack,
     is_expert_stack,
-    is_switch,
     some_experts,
 )
-from pagoda.models.late_logits import LateHead, make_late
+from pagoda.experts.parallel import ExpertExchange
+from pagoda.models.deferred_logits import LateHead, defer_logits
+from pagoda.models.switch import is_switch
 from pagoda.models.tiles import EmbeddingTile, LinearTile, Tiled, TiledEmbedding, TiledLinear, row_blocks
-from pagoda.parallel.tensors import as_dtensor
 from pagoda.plan.units import ALIGN_ELEMENTS
 
 _LINEARS = (nn.Linear, LateHead)
@@ -46,7 +46,7 @@ class Tiling:
         most_elements: int | None = None,
         *,
         cuts_stacks: bool = True,
-        exchange: TokenExchange | None = None,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         """
         Args:
@@ -153,7 +153,7 @@ class Tiling:
         linear = [LinearTile(w, b, at[0]) for w, b, at in zip(weights, biases, blocks, strict=True)]
         tiled = TiledLinear(linear, width, rows, layer.bias is not None).train(layer.training)
         if isinstance(layer, LateHead):
-            make_late(tiled)
+            defer_logits(tiled)
         return tiled
 
     def _is_free(self, experts: nn.Module, compiled: Container[nn.Module]) -> bool:

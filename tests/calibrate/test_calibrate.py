@@ -175,7 +175,7 @@ def test_under_torchrun_ranks_measure_what_they_gather_and_the_first_writes(tmp_
         "import sys, torch\n"
         "from pathlib import Path\n"
         "from pagoda.calibrate import calibrate\n"
-        "from pagoda.parallel.world import launched\n"
+        "from pagoda.distributed.world import launched\n"
         "from pagoda.simulate.hardware import write_hardware\n"
         "from tests.calibrate.test_calibrate import LEAST\n"
         "hardware = calibrate(None, torch.device('cpu'), effort=LEAST)\n"

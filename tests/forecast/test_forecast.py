@@ -15,8 +15,8 @@ from pagoda.forecast.describe import module_spec
 from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine, budgets_for, compute_memory, find_machine_for
+from pagoda.forecast.model_description import describe_model
 from pagoda.forecast.report import as_json
-from pagoda.forecast.subject import find_subject
 from pagoda.models.papers import PAPER_SHAPES, gpt_of_step
 from pagoda.optim import AdamW
 from pagoda.plan.options import Options
@@ -39,10 +39,10 @@ def made(machine: Machine = HERE_NOT, **settings: Any) -> Forecast:
 def test_a_model_that_fits_has_every_figure() -> None:
     one = made()
     assert one.fits
-    assert one.subject.params == find_subject("gpt-4x256", batch_size=1, seq_len=128).params
+    assert one.described.params == describe_model("gpt-4x256", batch_size=1, seq_len=128).params
     assert one.tokens_per_s == pytest.approx(128 / one.timeline.step_s)
     # 6 FLOPs a parameter and token, and attention; look-ups of the position table are none.
-    assert one.flop_per_s * one.timeline.step_s == pytest.approx(6 * 128 * one.subject.params, rel=0.05)
+    assert one.flop_per_s * one.timeline.step_s == pytest.approx(6 * 128 * one.described.params, rel=0.05)
     assert one.share_of_peak == pytest.approx(one.flop_per_s / 2e11)
     assert 0 < one.share_of_peak < 0.5
     assert one.ssd_bytes_written_per_step == 0
@@ -103,7 +103,7 @@ def test_json_has_the_documented_keys_whether_it_fits_or_not() -> None:
 def test_the_usual_plan_is_the_one_that_the_planner_makes() -> None:
     one = made(host="150MiB", plan="usual")
     assert one.inputs is not None
-    made_by_wrap = make_plan(one.subject.root, one.inputs.states, one.inputs.budgets, one.inputs.options)
+    made_by_wrap = make_plan(one.described.root, one.inputs.states, one.inputs.budgets, one.inputs.options)
     assert one.plan == made_by_wrap
 
 
@@ -201,10 +201,10 @@ def test_activations_and_context_are_kept_free_on_a_gpu() -> None:
 
 
 def test_recomputing_keeps_the_inputs_of_layers_only_and_offloading_what_is_on_its_way() -> None:
-    subject = find_subject("gpt-8x256", batch_size=1, seq_len=128)
+    described = describe_model("gpt-8x256", batch_size=1, seq_len=128)
     inputs = 2 * 1024 * 256
     less, more, away, both = (
-        estimate_activations(subject, 1024, 2, mode) for mode in ("recompute", "keep", "offload", "recompute+offload")
+        estimate_activations(described, 1024, 2, mode) for mode in ("recompute", "keep", "offload", "recompute+offload")
     )
     assert less.saved == 8 * inputs
     assert more.saved > 10 * less.saved
@@ -219,8 +219,8 @@ def test_more_processes_share_ram_and_ssd() -> None:
     machine = replace(SMALL, intra_node_bytes_per_s=figure(1e9))
     config = PlanConfig(model="gpt-2x192", seq_len=16, gpus_per_node=2)
     shared = Machine(machine.with_gpus(2), False, Ranks(2, 2))
-    subject = find_subject("gpt-2x192", batch_size=1, seq_len=16)
-    none = estimate_activations(subject, 16, 2, "recompute")
+    described = describe_model("gpt-2x192", batch_size=1, seq_len=16)
+    none = estimate_activations(described, 16, 2, "recompute")
     one, _ = budgets_for(HERE_NOT, config.memory, none)
     two, _ = budgets_for(shared, config.memory, none)
     assert (two.host, two.ssd) == (one.host // 2, GIB)
@@ -245,7 +245,7 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
     config = PlanConfig(nodes=32, expert_parallel=256, plan="usual", **settings)
     one = forecast(config, find_machine_for(config))
     shape = PAPER_SHAPES["t5-moe-1.2t"]
-    assert one.subject.params == shape.params
+    assert one.described.params == shape.params
     # A rank has the moments of its own experts whole, and a part of all others.
     experts = 16 * (2304 // 256) * 2 * shape.hidden * shape.ffn
     assert one.bytes["host"]["exp_avg"] == pytest.approx(4 * experts, rel=0.05)
@@ -266,7 +266,7 @@ def test_experts_are_divided_over_ranks_and_tokens_travel_to_them() -> None:
 )
 def test_experts_that_cannot_be_divided_are_refused(model: str, parallel: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        find_subject(model, batch_size=1, seq_len=64, expert_parallel=parallel)
+        describe_model(model, batch_size=1, seq_len=64, expert_parallel=parallel)
 
 
 def test_a_stage_that_shares_less_out_holds_more() -> None:
@@ -317,7 +317,7 @@ def test_the_largest_model_fits_and_a_seventh_more_is_refused(memory: Memory) ->
     one = forecast(replace(config, model=name, max_model=False), HERE_NOT)
     assert one.fits
     assert one.inputs is not None
-    larger = next(shape for shape in map(gpt_of_step, count()) if shape.params >= 1.15 * one.subject.params)
+    larger = next(shape for shape in map(gpt_of_step, count()) if shape.params >= 1.15 * one.described.params)
     with pytest.raises(BudgetError):
         make_plan(
             module_spec(larger),
@@ -338,7 +338,7 @@ def test_a_papers_shape_is_planned_from_its_data() -> None:
     machine = Machine(find_machine("a100-40g").with_gpus(1), here=False)
     one = made(machine, model="t5-27b", batch_size=4, seq_len=512)
     assert one.fits
-    assert one.subject.params == pytest.approx(27e9, rel=0.1)
+    assert one.described.params == pytest.approx(27e9, rel=0.1)
     assert sum(one.bytes["host"].values()) > 100 * GIB
     assert sum(one.bytes["device"].values()) < 40 * GIB
     assert MIB < one.activations.total < 10 * GIB

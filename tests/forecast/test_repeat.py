@@ -4,9 +4,9 @@ import pytest
 
 from pagoda.construction.construct import describe
 from pagoda.forecast.describe import module_spec
-from pagoda.forecast.subject import find_subject
+from pagoda.forecast.flops import forward_flops, weightless
+from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
-from pagoda.models.flops import forward_flops, weightless
 from pagoda.models.papers import PAPER_SHAPES
 from pagoda.plan.units import layers_of
 from pagoda.transforms.operator_tiles import Tiling
@@ -20,10 +20,10 @@ def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, 
         whole = build_model(name, seq_len=32)
         Tiling(whole, most)
         flops, root = forward_flops(whole, 2, 32), describe(whole)
-    subject = find_subject(name, batch_size=2, seq_len=32, tile_elements=most)
-    assert subject.root == root
-    assert list(subject.forward_flops.items()) == list(flops.items())
-    assert subject.layers == len(layers_of(root))
+    described = describe_model(name, batch_size=2, seq_len=32, tile_elements=most)
+    assert described.root == root
+    assert list(described.forward_flops.items()) == list(flops.items())
+    assert described.layers == len(layers_of(root))
 
 
 @pytest.mark.parametrize("name", ["gpt-13b", "t5-58b", "t5-moe-1.2t"])

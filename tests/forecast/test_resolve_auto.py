@@ -136,9 +136,9 @@ def test_as_few_tiles_as_fit() -> None:
 
 def test_tiles_make_units_smaller() -> None:
     whole, tiled = (made(gpu(4 * GIB, 1e10, 1e12), model="llama-15m", tile_limit=limit) for limit in (None, "128KiB"))
-    assert max(param.numel for param in tiled.subject.root.walk()) * 2 <= 128 << 10
+    assert max(param.numel for param in tiled.described.root.walk()) * 2 <= 128 << 10
     assert tiled.plan.layout.lease_pages(1) < whole.plan.layout.lease_pages(1)
-    assert tiled.subject.params == whole.subject.params
+    assert tiled.described.params == whole.described.params
     with pytest.raises(ConfigError, match="takes parameters whole"):
         made(gpu(4 * GIB, 1e10, 1e12), tile_limit="256KiB", optimizer="adafactor")
 
@@ -221,8 +221,8 @@ def test_the_largest_with_activations_left_open_is_at_least_that_of_each_policy(
     def params(mode: ActivationMode) -> int:
         asked = replace(config, activations=mode)
         name = largest_model(asked, machine)
-        subject = subject_of(replace(asked, model=name, max_model=False), count_flops=False)
-        return subject.params
+        described = subject_of(replace(asked, model=name, max_model=False), count_flops=False)
+        return described.params
 
     assert "auto" in get_args(ActivationMode)
     assert params("auto") == max(params(mode) for mode in MODES)

@@ -7,7 +7,7 @@ from typing import Self
 from pagoda.memory.arena import Arena
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
-from pagoda.memory.ssd.tier import FrozenPages, SSDTier
+from pagoda.memory.ssd.tier import PageSnapshot, SSDTier
 
 PAGE = 4096
 
@@ -22,8 +22,8 @@ class Tier(SSDTier):
         self._runs = (*self._runs, run)
         return run
 
-    def freeze_all(self, awaited: bool = True) -> FrozenPages:
-        frozen = self.freeze(awaited)
+    def freeze_all(self, awaited: bool = True) -> PageSnapshot:
+        frozen = self.snapshot(awaited)
         for run in self._runs:
             frozen.add(run)
         return frozen

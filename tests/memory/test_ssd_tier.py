@@ -84,7 +84,7 @@ def test_pages_that_are_not_added_are_in_no_freeze_and_need_no_spare_slots(tmp_p
         state, spill = tier.alloc(2), tier.alloc(2)
         for run in (state, spill):
             tier.store(run, 0, pattern(2, 1))
-        with closing(tier.freeze()) as frozen:
+        with closing(tier.snapshot()) as frozen:
             frozen.add(state)
             for seed in range(2, 5):
                 tier.store(state, 0, pattern(2, seed))
@@ -110,7 +110,7 @@ def test_a_freeze_is_closed_or_restored_without_io(tier: Tier, undo: bool, monke
         patch.delattr(os, "pwritev")
         frozen.restore() if undo else frozen.close()
     assert loaded(tier, run) == expected
-    with pytest.raises(ValueError, match="were released"):
+    with pytest.raises(ValueError, match="was released"):
         frozen.restore()
     for seed in range(3):  # no slot is lost
         other = tier.freeze_all()
@@ -317,7 +317,7 @@ def test_adjoining_pages_move_in_one_transfer(tmp_path: Path, monkeypatch: pytes
 def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_every_bit(
     tier: Tier, tmp_path: Path
 ) -> None:
-    """Each thread owns a run and knows what it must read as; freezes of one thread see whole stores of the others."""
+    """Each thread owns a run and knows what it must read as; snapshots of one thread see whole stores of the others."""
     failures: list[BaseException] = []
     runs = [tier.alloc(2) for _ in range(3)]
 
@@ -331,7 +331,7 @@ def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_ev
                     value = seed + 3 * step
                     tier.store(run, 0, pattern(2, value))
                 elif action < 0.7:
-                    frozen, before = tier.freeze(awaited=False), value
+                    frozen, before = tier.snapshot(awaited=False), value
                     frozen.add(run)
                     value += 1
                     tier.store(run, 0, pattern(2, value))
@@ -345,7 +345,7 @@ def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_ev
         except BaseException as error:
             failures.append(error)
 
-    def freeze() -> None:
+    def snapshot() -> None:
         try:
             into = Arena(2 * PAGE).view(0, 2 * PAGE)
             for step in range(6):
@@ -360,7 +360,7 @@ def test_random_stores_freezes_restores_and_commits_from_several_threads_keep_ev
             failures.append(error)
 
     threads = [threading.Thread(target=own, args=(seed,)) for seed in range(3)]
-    threads.append(threading.Thread(target=freeze))
+    threads.append(threading.Thread(target=snapshot))
     for thread in threads:
         thread.start()
     for thread in threads:

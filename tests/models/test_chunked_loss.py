@@ -16,7 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import pagoda
 from pagoda.models import linear_cross_entropy
-from pagoda.models.late_logits import LateLogits
+from pagoda.models.deferred_logits import DeferredLogits
 
 TOKENS, HIDDEN, ROWS = 60, 48, 700
 
@@ -161,7 +161,7 @@ def test_a_models_loss_and_gradients_stay(name: str, items: int | None) -> None:
     for model in models:
         output = model(**inputs(), **more)
         if model is models[1]:
-            assert type(output.logits) is LateLogits
+            assert type(output.logits) is DeferredLogits
         output.loss.backward()
         model.loss = output.loss.detach()
     torch.testing.assert_close(models[1].loss, models[0].loss)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pagoda.forecast import describe
-from pagoda.forecast.subject import find_subject
+from pagoda.forecast.flops import forward_flops, weightless
+from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
-from pagoda.models.flops import forward_flops, weightless
 from pagoda.models.papers import gpt_of_step
 
 BATCH, LENGTH = 2, 64
@@ -48,6 +48,6 @@ def test_a_gpt_that_is_built_costs_what_its_shape_says() -> None:
 
 def test_experts_cost_as_much_whole_as_in_tiles() -> None:
     """Also where they are one unit, as under Muon: transformers' kernel cannot run without values."""
-    whole, tiles = (find_subject("mixtral-15m", batch_size=2, seq_len=32, cuts_stacks=cut) for cut in (False, True))
+    whole, tiles = (describe_model("mixtral-15m", batch_size=2, seq_len=32, cuts_stacks=cut) for cut in (False, True))
     assert sum(whole.forward_flops.values()) == pytest.approx(sum(tiles.forward_flops.values()))
     assert len(whole.forward_flops) < len(tiles.forward_flops)

@@ -28,10 +28,10 @@ from zoo import ALL_ON_SSD, ARENA, PAGE, PLACEMENTS, RESIDENT, VOCABULARY, Loop,
 
 import pagoda
 from pagoda.checkpoint.export import export
-from pagoda.models.experts import ExpertStack, RoutedExperts, SwitchRouter
+from pagoda.experts.modules import ExpertStack, RoutedExperts, SwitchRouter
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.trace import STEP, Access, Phase, Trace
-from pagoda.schedule.experts import Steadiness
+from pagoda.schedule.experts import ExpertHistory
 
 STEPS = 6
 WHOLE = pagoda.Tiles(tile_limit=1 << 40)
@@ -463,7 +463,7 @@ def traces(chance: float, units: int, steps: int) -> Iterator[Trace]:
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.9, 0.99, 1.0])
 def test_routing_seldom_changes_what_is_counted_on(chance: float) -> None:
     units, steps = 50, 1000
-    steadiness = Steadiness(frozenset(range(1, units)))
+    steadiness = ExpertHistory(frozenset(range(1, units)))
     changes = 0
     for trace in traces(chance, units, steps):
         changes += steadiness.observe(trace)

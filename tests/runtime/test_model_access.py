@@ -702,9 +702,9 @@ def test_two_models_train_side_by_side(wrap: Wrap, tmp_path: Path) -> None:
 
     other = fresh()
     other, other_optimizer = wrap(other, squeeze(other, ALL_ON_SSD, tmp_path))
-    together = run(Recipe("conv").build(), RESIDENT, loop_beside((other, other_optimizer)), clip_grad_norm=0.5)
+    rank_group = run(Recipe("conv").build(), RESIDENT, loop_beside((other, other_optimizer)), clip_grad_norm=0.5)
     alone = run(Recipe("conv").build(), RESIDENT, loop_beside(None), clip_grad_norm=0.5)
-    together.assert_same_bits(alone)
+    rank_group.assert_same_bits(alone)
 
 
 def test_the_plan_is_there_before_the_first_step(wrap: Wrap) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.runtime.test_tape import count, llama_loss, settle, steps
 
 import pagoda
 from pagoda.config.training import ActivationMode
@@ -14,11 +15,10 @@ from pagoda.optim.adamw import AdamW
 from pagoda.plan.activations import Policy, SavedBlocks
 from pagoda.plan.ops import HOST, SSD, OpKind
 from pagoda.plan.planner import make_plan
-from pagoda.runtime.tape import Tape
+from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Span
 from tests.forecast.machines import SMALL
-from tests.runtime.test_tape import count, llama_loss, settle, steps
 from tests.zoo import llama
 
 PIECE = 4096
@@ -46,15 +46,15 @@ def test_what_is_moved_is_what_is_planned(place: str, mode: ActivationMode, tmp_
     try:
         steps(model, optimizer, llama_loss, 2)
         settle(optimizer)
-        tape = Tape()
+        recorder = TimelineRecorder()
         for lane in optimizer._engine._lanes.values():
-            lane.tape = tape
+            lane.recorder = recorder
         steps(model, optimizer, llama_loss, 1)
         settle(optimizer)
         live = pagoda.plan_of(model)
     finally:
         optimizer.close()
-    spans = tape.timeline({}, {}, None, 0).spans
+    spans = recorder.timeline({}, {}, None, 0).spans
     assert live.activations is not None
     sizes = live.activations.sizes
     assert sizes is not None

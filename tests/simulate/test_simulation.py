@@ -153,7 +153,7 @@ def test_every_operation_moves_its_bytes_as_often_as_a_step_has_it(
 @settings(deadline=None)
 @given(plans(separate=False))
 def test_compute_waits_for_each_piece_of_work_handed_to_a_thread_beside_it(plan: Plan) -> None:
-    handing = replace(FAST, cpu=replace(FAST.cpu, handover_s=figure(1e-3)))
+    handing = replace(FAST, cpu=replace(FAST.cpu, task_switch_s=figure(1e-3)))
     updates = sum(bool(unit.trainable_numel) for unit in plan.units)
     assert _more_than_fast(plan, handing) >= updates * 1e-3 * 0.99
 

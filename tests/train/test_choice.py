@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from pagoda.config.memory import Memory
+from pagoda.distributed.mesh import open_mesh
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import find_machine_for
-from pagoda.parallel.mesh import open_mesh
 from pagoda.simulate.hardware import hardware_file, write_hardware
 from pagoda.train import TrainConfig, TrainResult, run
 from pagoda.train.choice import plan_config

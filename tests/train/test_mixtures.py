@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from pagoda.checkpoint.export import export
 from pagoda.config.memory import Memory
 from pagoda.construction.construct import describe
-from pagoda.forecast.subject import find_subject
+from pagoda.experts.modules import RoutedExperts
+from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
-from pagoda.models.experts import RoutedExperts
 from pagoda.train import TrainConfig, run
 from pagoda.train.data import Batches, ByteText
 from pagoda.train.metrics import read_metrics
@@ -83,16 +83,16 @@ def test_a_mixture_is_exported_and_trained_on_from_there(tmp_path: Path) -> None
 @pytest.mark.parametrize("expert_parallel", [1, 4])
 @pytest.mark.parametrize("model", ["mixtral-15m", "qwen3-moe-15m", "t5-moe-15m"])
 def test_what_is_planned_is_what_is_trained(model: str, expert_parallel: int) -> None:
-    subject = find_subject(model, batch_size=2, seq_len=64, expert_parallel=expert_parallel)
+    described = describe_model(model, batch_size=2, seq_len=64, expert_parallel=expert_parallel)
     with torch.device("meta"):
         built = build_model(model, seq_len=64)
-    assert subject.params == sum(param.numel() for param in built.parameters())
+    assert described.params == sum(param.numel() for param in built.parameters())
     first: Any = SimpleNamespace(ranks=expert_parallel, rank=0) if expert_parallel > 1 else None
     Tiling(built, exchange=first)
-    assert subject.root == describe(built)
+    assert described.root == describe(built)
     if expert_parallel > 1:
-        whole = find_subject(model, batch_size=2, seq_len=64)
-        assert sum(subject.forward_flops.values()) == pytest.approx(sum(whole.forward_flops.values()))
-        assert subject.params == whole.params
-        assert len(subject.exchanged) == sum(isinstance(module, RoutedExperts) for module in built.modules())
+        whole = describe_model(model, batch_size=2, seq_len=64)
+        assert sum(described.forward_flops.values()) == pytest.approx(sum(whole.forward_flops.values()))
+        assert described.params == whole.params
+        assert len(described.exchanged) == sum(isinstance(module, RoutedExperts) for module in built.modules())
         assert not whole.exchanged

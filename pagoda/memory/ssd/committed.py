@@ -59,7 +59,7 @@ class CommittedPages:
 
 
 def open_commit(reference: Mapping[str, Any], directories: Sequence[str | Path] = ()) -> CommittedPages:
-    """The pages that `FrozenPages.commit` gave this reference for.
+    """The pages that `PageSnapshot.commit` gave this reference for.
 
     They are looked for in `directories`, then where they were written. Raises StorageError when store or commit is not
     there, its page table or files are damaged, or the page table is not the one that the reference was given for.

@@ -49,7 +49,7 @@ class SlotTable:
     """Pages [0, pages) over slots [0, slots): where each page is now, and what keeps each slot.
 
     A slot is kept by references: one of the live table for each page in it (several after a table was adopted more
-    than once), and one of every pinned `PageTable` (of a freeze or a commit) that has it. Invariants: a slot
+    than once), and one of every pinned `PageTable` (of a snapshot or a commit) that has it. Invariants: a slot
     with two references or more is never the target of a store; a slot without references, and that no store is going
     to, is free. A page is stored to by one caller at a time, and never while it is loaded: `begin_load` and
     `begin_store` say None where one has to wait.

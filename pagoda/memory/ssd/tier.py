@@ -29,11 +29,11 @@ class SSDTier:
     """Pages on one or several drives, out of place and verified.
 
     Where a page lies is the slot table's business, not the run's: a store to a page that nothing else refers to
-    overwrites its slot, and one to a page that a freeze or a commit keeps goes to a free slot. `spare` slots beyond the
-    pages make that possible: a commit of all pages takes at most as many slots as pages have changed since.
+    overwrites its slot, and one to a page that a snapshot or a commit keeps goes to a free slot. `spare` slots beyond
+    the pages make that possible: a commit of all pages takes at most as many slots as pages have changed since.
 
     Every store hashes each page (xxh3_64), every load compares. Pages never stored read as zeros. One load or store is
-    atomic with every other that touches its pages, and with `FrozenPages.add`.
+    atomic with every other that touches its pages, and with `PageSnapshot.add`.
 
     The directories are locked from the constructor to `close`. Pages of commits that `PageStore` finds there can be
     adopted.
@@ -51,7 +51,7 @@ class SSDTier:
         self._allocated = 0
         self._changed = threading.Condition()
         self._kept: list[_Kept] = []
-        """What freezes keep that have not ended."""
+        """What snapshots keep that have not ended."""
         self._closed = False
         self._store = PageStore(directories, pages, page_bytes, spare)
         self._table = SlotTable(pages, self._store.file.slots)
@@ -114,8 +114,8 @@ class SSDTier:
     def store(self, run: Run, offset_bytes: int, data: memoryview) -> None:
         """Write whole pages, where nothing that is kept lies.
 
-        Waits for a free slot while a freeze may yet free some. Raises ValueError as `load` does, StorageError when the
-        disk fails, BudgetError when no slot is left; then pages may hold neither the old bytes nor the new, and
+        Waits for a free slot while a snapshot may yet free some. Raises ValueError as `load` does, StorageError when
+        the disk fails, BudgetError when no slot is left; then pages may hold neither the old bytes nor the new, and
         loading them says so.
         """
         pages = self._part(run, offset_bytes, data.nbytes)
@@ -133,13 +133,13 @@ class SSDTier:
             self._table.end_store(pages, targets, hashes)
             self._changed.notify_all()
 
-    def freeze(self, awaited: bool = True) -> "FrozenPages":
-        """A freeze of no pages yet: `FrozenPages.add` keeps each run as it is when that is called.
+    def snapshot(self, awaited: bool = True) -> "PageSnapshot":
+        """A snapshot of no pages yet: `PageSnapshot.add` keeps each run as it is when that is called.
 
         `awaited`: stores that find no free slot wait until it is closed. Otherwise they fail, because it ends only
         after they have.
         """
-        return FrozenPages(self, awaited)
+        return PageSnapshot(self, awaited)
 
     def adopt(self, run: Run, committed: CommittedPages, its_run: Run) -> bool:
         """Let a run have the content of committed pages, without I/O. False, and nothing has changed, when these are
@@ -198,7 +198,7 @@ class SSDTier:
         return targets
 
     def _let_go(self, kept: "_Kept") -> None:
-        """A freeze has ended; unless it was committed, its slots are free."""
+        """A snapshot has ended; unless it was committed, its slots are free."""
         self._kept.remove(kept)
         if kept.reference is None:
             for table in kept.tables.values():
@@ -218,9 +218,9 @@ class SSDTier:
 
 @dataclass(eq=False)
 class _Kept:
-    """What a freeze keeps. The tier has it too, because the freeze may be dropped without `close`."""
+    """What a snapshot keeps. The tier has it too, because the snapshot may be dropped without `close`."""
 
-    holder: "weakref.ref[FrozenPages]"
+    holder: "weakref.ref[PageSnapshot]"
     awaited: bool
     tables: dict[Run, PageTable] = field(default_factory=dict)
     """Pinned, until they are committed; then the commit's own table is."""
@@ -228,7 +228,7 @@ class _Kept:
     """Once it is committed."""
 
 
-class FrozenPages:
+class PageSnapshot:
     """Runs of a tier as they were, each at the instant when it was added, whatever has been stored since.
 
     It keeps their slots until it is closed, restored, or dropped. Close it only after older commits have been
@@ -294,5 +294,5 @@ class FrozenPages:
 
     def _open(self) -> _Kept:
         if self._kept not in self._tier._kept:
-            raise ValueError("the frozen pages were released")
+            raise ValueError("the snapshot was released")
         return self._kept

@@ -1,0 +1,168 @@
+"""The mesh: every rank as a place in a grid, and the ranks that hold the parts of one thing."""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pagoda.distributed.world import World, computes_on, join, launched
+from pagoda.errors import ConfigError
+from pagoda.plan.ranks import Ranks, Stage
+
+REPLICATE, SHARD = "replicate", "shard"
+"""Dimensions of the mesh of dense weights: whole copies of the state, and the slices of one copy."""
+TENSOR = "tensor"
+"""Its third dimension: the parts of the parameters that tensor-parallel ranks have."""
+_DIMENSIONS = {
+    **dict.fromkeys((REPLICATE, "dp_replicate"), REPLICATE),
+    **dict.fromkeys((SHARD, "dp_shard", "dp"), SHARD),
+    **dict.fromkeys((TENSOR, "tp"), TENSOR),
+}
+"""What a torch mesh may call them."""
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"
+"""Dimensions of the mesh of experts: ranks that share the same experts, and ranks that have different ones."""
+
+
+OnAllRanks = Callable[[str, Callable[[], None]], None]
+"""Runs a collective that every rank runs at the same point of its program; the text says what it is, for errors."""
+
+
+class Mesh:
+    """The ranks of a run as two grids over the same processes.
+
+    Dense weights: rank r is at (r // ST, r // T % S, r % T) of replicas x S slices x T parts of tensors; ranks that
+    divide tensors are consecutive, and so are those of a replica, so that each lies inside a node where a node has as
+    many. Experts: rank r is at (r // E, r % E); ranks of the same second coordinate have the same experts and share out
+    their state, consecutive ones have different experts.
+    """
+
+    def __init__(self, world: World, ranks: Ranks) -> None:
+        self.world = world
+        self.ranks = ranks
+        self.lane: OnAllRanks | None = None
+        """What orders all collectives, while a model is wrapped."""
+
+    def on_all_ranks(self, what: str, work: Callable[[], None]) -> None:
+        """Run a collective of compute's own, such as sending tokens to experts; returns when it has ended.
+
+        While a model is wrapped it goes over the lane that orders all collectives, where it cannot meet a gather that
+        another rank is waiting for.
+        """
+        if self.lane is None:
+            work()
+        else:
+            self.lane(what, work)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    @cached_property
+    def dense(self) -> DeviceMesh:
+        """The grid (REPLICATE, SHARD, TENSOR); every rank has to ask for it at the same point."""
+        shape = (self.ranks.replicas, self.ranks.sharers(expert=False), self.ranks.tensor_parallel)
+        return init_device_mesh(computes_on(self.world), shape, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that have the parts of this one's parameters, for torch's `parallelize_module`."""
+        return self.dense[TENSOR]
+
+    @property
+    def tensor_index(self) -> int:
+        """Which part of each parameter this rank has, from 0."""
+        return self.rank % self.ranks.tensor_parallel
+
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """The ranks that have the parts of this one's parameters, in order."""
+        first = self.rank - self.tensor_index
+        return tuple(range(first, first + self.ranks.tensor_parallel))
+
+    @cached_property
+    def experts(self) -> DeviceMesh:
+        """The grid (EXPERT_SHARD, EXPERT); every rank has to ask for it at the same point."""
+        each = self.ranks.expert_parallel
+        shape = (self.ranks.data_parallel // each, each)
+        return init_device_mesh("cpu", shape, mesh_dim_names=(EXPERT_SHARD, EXPERT))
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """The ranks among which tokens travel to their experts: one of each part of the experts."""
+        return self.experts.get_group(EXPERT)
+
+    @property
+    def expert_index(self) -> int:
+        """Which part of the experts this rank has, from 0."""
+        return self.rank % self.ranks.expert_parallel
+
+    def sharers(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
+        """Ranks that hold the slices of one copy of a unit's state, a rank's (this one's by default) among them, in the
+        order of the slices; `expert` for a unit of experts."""
+        rank = self.rank if rank is None else rank
+        if expert:
+            return tuple(range(rank % self.ranks.expert_parallel, self.size, self.ranks.expert_parallel))
+        each = self.ranks.tensor_parallel
+        replica = self.ranks.sharers(expert=False) * each
+        first = rank // replica * replica + rank % each
+        return tuple(range(first, first + replica, each))
+
+    def copies(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
+        """Ranks that hold the same slice of a dense unit's state as a rank, this one by default, one a replica;
+        `expert` for a unit of experts, whose state has no replicas."""
+        rank = self.rank if rank is None else rank
+        if expert:
+            return (rank,)
+        replica = self.ranks.sharers(expert=False) * self.ranks.tensor_parallel
+        return tuple(range(rank % replica, self.size, replica))
+
+    def family(self) -> tuple[int, ...]:
+        """Ranks that hold slices of the parts of parameters that this one has, of any replica."""
+        return tuple(range(self.tensor_index, self.size, self.ranks.tensor_parallel))
+
+
+def open_mesh(
+    stage: Stage = 3,
+    replicas: int = 1,
+    expert_parallel: int = 1,
+    tensor_parallel: int = 1,
+) -> Mesh:
+    """The mesh of the processes that torchrun started, for `wrap(mesh=...)`; of one process without torchrun.
+
+    `stage` is ZeRO's: what is divided over the ranks. `replicas` is the number of whole copies of the state (hybrid
+    sharding), `expert_parallel` the number of ranks over which experts are divided. `tensor_parallel` consecutive ranks
+    divide each parameter, as torch's `parallelize_module(model, mesh.tensor, ...)` says, and get the same batches; the
+    state of their parts is shared out over the ranks that have the same part. Every rank
+    calls it, equally.
+
+    Raises ConfigError where the ranks cannot be divided like that.
+    """
+    world = launched()
+    if tensor_parallel < 1 or world.size % tensor_parallel:
+        raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide {world.size} ranks")
+    ranks = Ranks(world.size // tensor_parallel, world.local_size, stage, expert_parallel, replicas, tensor_parallel)
+    join(world)
+    return Mesh(world, ranks)
+
+
+def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
+    """The mesh, or that of a torch mesh whose dimensions are some of those in `_DIMENSIONS`, in this order.
+
+    Raises ConfigError for any other torch mesh. Every rank calls it.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    kinds = [_DIMENSIONS.get(name) for name in mesh.mesh_dim_names or ()]
+    ordered = [kind for kind in (REPLICATE, SHARD, TENSOR) if kind in kinds]
+    if kinds != ordered or mesh.mesh.flatten().tolist() != list(range(launched().size)):
+        raise ConfigError(
+            f"wrap cannot use {mesh}: it takes a mesh of all ranks in order, whose dimensions are some of replicate, "
+            "shard (or dp) and tensor (or tp), in this order. pagoda.open_mesh makes one."
+        )
+    sizes = dict(zip(ordered, mesh.shape, strict=True))
+    return open_mesh(replicas=sizes.get(REPLICATE, 1), tensor_parallel=sizes.get(TENSOR, 1))

@@ -1,0 +1,171 @@
+"""The start: what ranks must have in common before a model can be theirs together."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from pagoda.distributed.transport import Transport
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.memory.sizes import format_bytes
+from pagoda.plan.layout import PIECE_ELEMENTS, WEIGHT
+from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.placement import LEASES, Budgets
+from pagoda.plan.planner import Plan
+from pagoda.plan.units import ModuleSpec
+
+_NONE = -1
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_START = re.compile(r"start=\d+")
+
+
+def least_budgets(transport: Transport, mine: Budgets) -> Budgets:
+    """The least that any rank has of each tier, so that all make the same plan."""
+    by_rank = transport.announce([_NONE if n is None else n for n in (mine.host, mine.device, mine.ssd)])
+    host, device, ssd = (min(column) for column in zip(*by_rank, strict=True))
+    if (device == _NONE) != (mine.device is None) or (ssd == _NONE) != (mine.ssd is None):
+        raise ConfigError(
+            "Some ranks have memory.device or memory.ssd and others have none: give all of them the same."
+        )
+    return Budgets(host, None if mine.device is None else device, None if mine.ssd is None else ssd)
+
+
+def check_equal(transport: Transport, **settings: object) -> None:
+    """Raises ConfigError, on every rank, naming the ranks whose settings read otherwise than rank 0's, and which."""
+    readable = {name: _readable(value) for name, value in settings.items()}
+    hashes = [hashlib.blake2b(text.encode(), digest_size=7).digest() for text in readable.values()]
+    by_rank = transport.announce([int.from_bytes(digest) for digest in hashes])
+    for name, column in zip(readable, zip(*by_rank, strict=True), strict=True):
+        others = [str(rank) for rank, value in enumerate(column) if value != column[0]]
+        if others:
+            raise ConfigError(
+                f"Ranks have different {name}: rank {', '.join(others)} not that of rank 0 (here: "
+                f"{readable[name]:.200}). Every rank must wrap the same model with the same settings."
+            )
+
+
+def _readable(value: object) -> str:
+    """How a setting reads, whichever process it is in: without the addresses of objects that have no better name."""
+    return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
+
+
+def on_any_rank(thing: object, root: ModuleSpec) -> str:
+    """How something of a model reads on every rank: experts by their place in a rank's part, not by number, and
+    tiles without their first element, which follows from the sizes of those before."""
+    text = _START.sub("start=", repr(thing))
+    first: dict[str, int] = {}
+    for expert in root.experts():
+        row = expert.rstrip("0123456789")
+        first.setdefault(row, int(expert[len(row) :]))
+    if not any(first.values()):
+        return text
+    numbered = re.compile(rf"({'|'.join(map(re.escape, first))})(\d+)")
+    return numbered.sub(lambda found: f"{found[1]}{int(found[2]) - first[found[1]]}", text)
+
+
+def check_for_ranks(asynchronous: bool, speculate: bool | None) -> None:
+    """Raises ConfigError for settings of `wrap` that one rank alone can be trained with."""
+    why = {
+        "update='async'": (asynchronous, "each would lag by its own amount, and gather weights of different steps"),
+        "speculate=True": (speculate, "another one may still need a unit's old weights, or add to its gradient"),
+    }
+    for name, (asked, reason) in why.items():
+        if asked:
+            raise ConfigError(f"{name} is not for several ranks, as {reason}: leave it out, or train on one.")
+
+
+def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec) -> Plan:
+    """The plan that `make` makes on this rank, once every rank has one, and all fit together.
+
+    Raises BudgetError, on every rank, where one has none, ConfigError where they differ.
+    """
+    plan, refusal = None, None
+    try:
+        plan = make()
+        _check_weights(plan)
+    except BudgetError as error:
+        refusal = error
+    said = transport.announce_bytes(b"" if refusal is None else str(refusal).encode())
+    if refusal is not None:
+        raise refusal
+    refused = [rank for rank, text in enumerate(said) if text]
+    if refused:
+        raise BudgetError(f"Rank {refused[0]} cannot hold its share: {said[refused[0]].decode()}")
+    assert plan is not None
+    check_equal(transport, plan=on_any_rank(in_common(plan), root))
+    return plan
+
+
+def _check_weights(plan: Plan) -> None:
+    """Raises BudgetError where ranks that share the state of the same weights have all of them each, and not in RAM.
+
+    Keeping them on SSD is not worth building: each rank would read all weights from its drive and write all of them
+    after each update, where stage 3 reads and writes 1/N of that and the rest comes over the network.
+    """
+    if plan.ranks is None or plan.ranks.shards_weights or plan.ranks.data_parallel == 1:
+        return
+    on_ssd = [unit for unit in plan.units if plan.placement.home(unit.index, WEIGHT) == SSD]
+    if on_ssd:
+        whole = plan.layout.total_pages(WEIGHT) * plan.page_bytes
+        raise BudgetError(
+            f"In ZeRO stage {plan.ranks.stage} every rank keeps all weights in RAM, {format_bytes(whole)} beside "
+            f"buffers: those of {len(on_ssd)} of {len(plan.units)} units do not fit memory.host. Raise it, or use "
+            "stage 3, in which each rank keeps a slice of them, on SSD if need be.",
+            tier=HOST,
+        )
+
+
+def in_common(plan: Plan) -> dict[str, object]:
+    """What of a plan must be the same on all ranks, in plain values, which read alike in every process.
+
+    Where ranks hold other numbers of elements, each has its own homes for them.
+    """
+    layout, trace = plan.layout, plan.trace
+    common: dict[str, object] = {
+        "units": layout.units,
+        "experts": sorted(layout.expert_units),
+        "page_bytes": layout.page_bytes,
+        "states": [(state.name, str(state.dtype), state.per) for state in layout.states],
+        "gradient": str(layout.gradient_dtype),
+        "ranks": layout.ranks,
+        "leases": plan.placement.pages(plan.lease_tier or HOST, LEASES),
+        "trace": [(access.unit, access.phase.name) for access in trace.accesses],
+    }
+    if layout.slices.differ:
+        places = {unit.index: range(layout.group(unit)) for unit in plan.units}
+        common["slices"] = [[layout.slices.trained(unit, at) for at in places[unit.index]] for unit in plan.units]
+    else:
+        common["homes"] = sorted(plan.placement.homes.items())
+    return common
+
+
+class FromFirst:
+    """Gives every rank the first one's values, as DDP does at its start: what was drawn at random may differ.
+
+    The first is rank 0, and of a parameter that only some ranks have the first of those.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __call__(self, tensor: torch.Tensor, having: Sequence[int] | None = None) -> torch.Tensor:
+        """The first rank's tensor, in place of an equally large one; every rank asks for one at once.
+
+        `having` are the ranks that have the same one, this one among them; by default all.
+        """
+        first, *others = having if having is not None else range(self._transport.size)
+        flat = tensor.detach().contiguous().reshape(-1)
+        if self._transport.rank != first:
+            flat = flat.clone()
+        for piece in flat.split(PIECE_ELEMENTS):  # type: ignore[no-untyped-call]
+            if self._transport.rank == first:
+                self._transport.trade([(rank, piece) for rank in others], ())
+            else:
+                self._transport.trade((), [(first, piece)])
+        return flat.view(tensor.shape)
+
+    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+        for tensor in tensors:
+            tensor.copy_(self(tensor))

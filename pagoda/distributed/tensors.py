@@ -1,0 +1,167 @@
+"""Tensors of several ranks: parameters that torch's tensor parallelism has made DTensors, and a rank's parts of them.
+
+Pages hold a rank's own part. Where compute uses a parameter it is a DTensor again, around the lease's view, which takes
+no communication.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pagoda.distributed.mesh import Mesh
+from pagoda.errors import ConfigError
+from pagoda.optim.rule import ElementwiseRule, Rule, StateSpec
+from pagoda.plan.units import TensorShard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
+    """The tensor, if it is a DTensor; torch's module for those is not imported for it."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return None
+    known = sys.modules.get("torch.distributed.tensor")
+    return tensor if known is not None and isinstance(tensor, known.DTensor) else None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: all, unless it is a DTensor. Waits for it, if it is on its way."""
+    distributed = as_dtensor(tensor)
+    if distributed is None:
+        return tensor
+    mine = distributed._local_tensor
+    return mine.wait() if hasattr(mine, "wait") else mine  # an AsyncCollectiveTensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a DTensor shows what a rank has of it."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    """Of the whole."""
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form | None:
+        """That of a DTensor; None for any other tensor."""
+        distributed = as_dtensor(tensor)
+        if distributed is None:
+            return None
+        return cls(distributed.device_mesh, distributed.placements, distributed.shape, distributed.stride())
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank has all of it."""
+        return all(placement.is_replicate() for placement in self.placements)
+
+    def around(self, mine: torch.Tensor) -> DTensor:
+        """A DTensor that shares the storage of this rank's part."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(mine, self.mesh, self.placements, shape=self.shape, stride=self.stride)
+
+    @torch.no_grad()
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the whole's shape: a DTensor, however it is divided, or one that every rank
+        has."""
+        distributed = as_dtensor(tensor)
+        if distributed is not None:
+            if distributed.placements != self.placements:
+                distributed = distributed.redistribute(placements=self.placements)
+            return local(distributed)
+        for placement in self.placements:
+            if placement.is_shard():
+                tensor = tensor.chunk(self.mesh.size(), placement.dim)[self.mesh.get_local_rank()]  # type: ignore[attr-defined]
+        return tensor.contiguous()
+
+
+def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorShard | None]:
+    """Shape of what this rank has of a parameter, and what it is a part of; None where the rank has all of it.
+
+    Raises ConfigError for a DTensor that is divided otherwise than in equal parts along one dimension.
+    """
+    distributed = as_dtensor(param)
+    if distributed is None:
+        return tuple(param.shape), None
+    shape, ranks = tuple(distributed.shape), distributed.device_mesh.size()
+    if distributed.device_mesh.ndim != 1:
+        raise ConfigError(
+            f"{name!r} is a DTensor over a mesh of {distributed.device_mesh.ndim} dimensions: give parallelize_module "
+            "the mesh of tensor-parallel ranks alone, such as pagoda.open_mesh(tensor_parallel=N).tensor. What "
+            "data-parallel ranks share out is wrap's."
+        )
+    (placement,) = distributed.placements
+    if placement.is_replicate():
+        return shape, None
+    if not placement.is_shard():
+        raise ConfigError(f"{name!r} is a DTensor that is placed as {placement}: use Shard or Replicate.")
+    dim: int = placement.dim % len(shape)  # type: ignore[attr-defined]
+    if shape[dim] % ranks:
+        raise ConfigError(
+            f"{name!r} of shape {shape} cannot be divided in {ranks} equal parts along dimension {dim}: change that "
+            "size, or leave the parameter out of the parallelize plan."
+        )
+    shard = TensorShard(shape, dim, ranks)
+    return shard.part_shape, shard
+
+
+def check_tensor_parallel(
+    model: nn.Module, mesh: Mesh, rule: Rule, states: tuple[StateSpec, ...], device: torch.device, tiled: bool
+) -> None:
+    """Raises ConfigError for a model that is not divided as the mesh says, or with which that cannot be trained."""
+    wanted, found = mesh.ranks.tensor_parallel, dict(_dtensors(model))
+    if wanted == 1 and not found:
+        return
+    if not found:
+        raise ConfigError(
+            f"tensor_parallel is {wanted}, but no parameter is a DTensor: call parallelize_module(model, mesh.tensor, "
+            "...) before wrap."
+        )
+    for name, param in found.items():
+        ranks = tuple(param.device_mesh.mesh.flatten().tolist())
+        if ranks != mesh.tensor_ranks:
+            raise ConfigError(
+                f"{name!r} is a DTensor over ranks {ranks}, but tensor_parallel of the mesh is {wanted}, so that it "
+                f"should be over {mesh.tensor_ranks}: give parallelize_module the mesh's `tensor`, and wrap the mesh."
+            )
+        if param.device_mesh.device_type != device.type:
+            raise ConfigError(
+                f"{name!r} is a DTensor on {param.device_mesh.device_type}, and compute runs on {device.type}: make "
+                f"its mesh for {device.type!r}."
+            )
+    if not isinstance(rule, ElementwiseRule):
+        raise ConfigError(
+            "Tensor-parallel ranks have parts of parameters, and the optimizer takes them whole: use one that is "
+            "element-wise (adamw, adam, sgd, lion)."
+        )
+    if any(state.per > 1 for state in states):
+        raise ConfigError(
+            "Blocks of quantized moments would depend on how tensors are divided: use moments='fp32' or 'bf16' with "
+            "tensor parallelism."
+        )
+    if tiled:
+        raise ConfigError("tile_limit cuts layers that tensor parallelism has divided already: leave it out.")
+    for name, buffer in model.named_buffers():
+        if as_dtensor(buffer) is not None:
+            raise ConfigError(f"Buffer {name!r} is a DTensor, which is not supported: keep it out of the plan.")
+
+
+def divided_in(model: nn.Module) -> int:
+    """Tensor-parallel ranks that a model's parameters are divided over; 1 where none is a DTensor."""
+    return max((param.device_mesh.size() for _, param in _dtensors(model)), default=1)
+
+
+def _dtensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, param in model.named_parameters():
+        if as_dtensor(param) is not None:
+            yield name, param

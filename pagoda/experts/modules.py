@@ -1,0 +1,229 @@
+"""Experts of transformers' mixtures as modules of their own, of which each forward runs those that routers chose.
+
+transformers holds the experts of a layer in common tensors (Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and others: a
+stack) or as modules (Switch Transformers). `wrap` replaces both by the classes here, so that each expert is a unit.
+Shapes: N tokens, K experts for each, H hidden, E experts.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pagoda.experts.parallel import ExpertExchange
+from pagoda.models.tiles import Tiled
+from pagoda.runtime.announcing import Announcing
+
+
+class RoutedExperts(Announcing):
+    """The experts of a layer. A forward runs those that have tokens, in the order of their numbers.
+
+    The K results of a token are weighted and added up as in transformers' grouped kernel, to the same bits. With an
+    exchange, the experts here are this rank's part; tokens go to their experts' ranks, and unweighted results return.
+    """
+
+    num_experts: int
+    """Of the layer, on all ranks."""
+    exchange: ExpertExchange | None = None
+
+    @property
+    def row(self) -> nn.Module:
+        """The module whose children are the experts."""
+        raise NotImplementedError
+
+    def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """The results [n, H] of `tokens` [n, H], which are by expert; `counts` says how many each expert has."""
+        raise NotImplementedError
+
+    def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
+        """Parameters of idle pieces that get a gradient of zeros, as they do in transformers' own module."""
+        raise NotImplementedError
+
+    def route(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """[N, H], numbers [N, K] and weights [N, K] to [N, H]. A number from E on is no expert and adds nothing."""
+        count, choices = self.num_experts, experts.shape[1]
+        numbers, order = experts.flatten().sort(stable=True)
+        counts = numbers.clamp(max=count).bincount(minlength=count + 1).tolist()[:count]
+        order = order[: sum(counts)]
+        results = self._through_ranks(hidden[order // choices], counts)
+        weighted = results * weights.flatten()[order].unsqueeze(-1)
+        combined = weighted.new_zeros(experts.numel(), hidden.shape[-1]).index_copy(0, order, weighted)
+        return combined.view(len(hidden), choices, -1).sum(1).to(hidden.dtype)
+
+    def _through_ranks(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        """The results [n, H] for the tokens [n, H] of this rank, which are by expert."""
+        if self.exchange is None:
+            return self._run(tokens, counts)
+        received, by_rank = self.exchange.to_experts(tokens, counts)
+        here = [sum(column) for column in zip(*by_rank, strict=True)]
+        order = _by_expert(by_rank, received.device)
+        results = self._run(received[order], here)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return self.exchange.from_experts(results[back], counts, by_rank)
+
+    def _run(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """The results [n, H] for the tokens [n, H] of the experts here, which are by expert."""
+        pieces = self.pieces()
+        ends = [*accumulate((experts for _, experts in pieces), initial=0)]
+        of_pieces = [counts[start:stop] for start, stop in pairwise(ends)]
+        parts = torch.split(tokens, [sum(each) for each in of_pieces])
+        runs = [
+            (piece, part, each) for (piece, _), part, each in zip(pieces, parts, of_pieces, strict=True) if len(part)
+        ]
+        running = {id(piece) for piece, _, _ in runs}
+        idle = [piece for piece, _ in pieces if id(piece) not in running]
+        params = self.idle_params(idle)
+        if self.coming is not None:
+            self.coming([piece for piece, _, _ in runs], idle if params else ())
+        results = torch.cat([self.run_piece(*run) for run in runs]) if runs else tokens  # still in the graph
+        return _with_zero_gradients(results, params)
+
+
+class ExpertStack(Tiled, RoutedExperts):
+    """A stack of experts in tiles, each a stack of the same class with some of them; its name is its first expert's
+    number. An expert without tokens gets a gradient of zeros, as it does in the whole stack."""
+
+    def __init__(
+        self, tiles: Mapping[int, nn.Module], stack: nn.Module, exchange: ExpertExchange | None = None
+    ) -> None:
+        """`tiles`: number of the first expert -> the tile; all of the stack's, or this rank's part of them."""
+        shapes = {name: tuple(param.shape) for name, param in stack.named_parameters()}
+        named = {str(first): tile for first, tile in tiles.items()}
+        super().__init__(named, shapes, first_row=next(iter(tiles)))
+        self.num_experts = experts_of_stack(stack)
+        self.exchange = exchange
+
+    @property
+    def row(self) -> nn.Module:
+        return self.tiles
+
+    def pieces(self) -> list[tuple[nn.Module, int]]:
+        return [(tile, experts_of_stack(tile)) for tile in self.tiles.values()]
+
+    def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(tokens.device)
+        return piece(tokens, numbers[:, None], tokens.new_ones(len(tokens), 1))  # type: ignore[no-any-return]
+
+    def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
+        return [param for tile in idle for param in tile.parameters()]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[N, H], [N, K] and [N, K] to [N, H]."""
+        return self.route(hidden_states, top_k_index, top_k_weights)
+
+
+class SwitchExperts(RoutedExperts):
+    """The experts of a Switch Transformer, under their own names. One without tokens gets no gradient."""
+
+    def __init__(self, experts: Mapping[str, nn.Module], count: int, exchange: ExpertExchange | None = None) -> None:
+        """`experts`: all `count` experts of the layer, or this rank's part of them."""
+        super().__init__()
+        for name, expert in experts.items():
+            self.add_module(name, expert)
+        self.num_experts = count
+        self.exchange = exchange
+
+    @property
+    def row(self) -> nn.Module:
+        return self
+
+    def pieces(self) -> list[tuple[nn.Module, int]]:
+        return [(expert, 1) for expert in self.children()]
+
+    def run_piece(self, piece: nn.Module, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        return piece(tokens)  # type: ignore[no-any-return]
+
+    def idle_params(self, idle: Sequence[nn.Module]) -> list[Tensor]:
+        return []
+
+    def forward(self, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
+        """[N, H], a one-hot choice [N, 1, E], zero where an expert had no room, and weights [N, 1] to [N, H]."""
+        numbers = selected_experts.argmax(-1).masked_fill(selected_experts.sum(-1) == 0, self.num_experts)
+        return self.route(hidden_states, numbers, routing_weights)
+
+
+class SwitchRouter(nn.Linear):
+    """The linear layer of a Switch Transformer's router. transformers casts the layer itself to the router's dtype in
+    every forward, which a paged weight cannot be; here each product casts the weight."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "SwitchRouter":
+        """The same layer, on the same parameters."""
+        made = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        return made.train(linear.training)
+
+    def to(self, *_dtype: Any, **_others: Any) -> "SwitchRouter":
+        """Itself."""
+        return self
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return functional.linear(hidden, self.weight.to(hidden.dtype), bias)
+
+
+def is_expert_stack(module: nn.Module) -> bool:
+    """Whether a module is as transformers' stacks are: it is called with tokens [N, H], their experts [N, K] and the
+    weights of these [N, K], and all its parameters have experts as their first dimension."""
+    if not hasattr(module, "is_transposed"):  # set by their decorator, `use_experts_implementation`
+        return False
+    own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
+    return (
+        len(inspect.signature(type(module).forward).parameters) == 4
+        and len(own) == sum(1 for _ in module.parameters()) > 0
+        and all(param.dim() > 1 and len(param) == count and param.is_floating_point() for param in own)
+        and next(module.buffers(), None) is None
+    )
+
+
+def experts_of_stack(stack: nn.Module) -> int:
+    """How many experts a stack or a tile of one has."""
+    return len(next(stack.parameters(recurse=False)))
+
+
+def some_experts(stack: nn.Module, params: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A stack of the same class with `params`, those of some of its experts."""
+    tile: nn.Module = object.__new__(type(stack))
+    nn.Module.__init__(tile)
+    tile.__dict__.update({key: value for key, value in vars(stack).items() if key not in vars(tile)})
+    for name, child in stack.named_children():
+        tile.add_module(name, child)
+    for name, param in params.items():
+        tile.register_parameter(name, param)
+    tile.__dict__["num_experts"] = len(next(iter(params.values())))
+    return tile.train(stack.training)
+
+
+def _by_expert(by_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 [n]: the order that brings rows that lie by rank, then by expert, to lie by expert, then by rank."""
+    experts = torch.arange(len(by_rank[0])).repeat(len(by_rank))
+    counts = torch.tensor(list(chain.from_iterable(by_rank)), dtype=torch.int64)
+    return experts.repeat_interleave(counts).argsort(stable=True).to(device)
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """A tensor as it is, which gives parameters that it does not depend on gradients of zeros. Reads none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *params: Tensor) -> Tensor:
+        ctx.like = [(param.shape, param.dtype, param.device) for param in params]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        # One element each: they become tensors of their own one by one, when each is accumulated.
+        zeros = [
+            torch.zeros((), dtype=dtype, device=device).expand(shape) if wanted else None
+            for wanted, (shape, dtype, device) in zip(needed, ctx.like, strict=True)
+        ]
+        return grad, *zeros
+
+
+def _with_zero_gradients(tensor: Tensor, params: Sequence[Tensor]) -> Tensor:
+    return _ZeroGradients.apply(tensor, *params) if params else tensor  # type: ignore[no-untyped-call]

@@ -1,0 +1,106 @@
+"""FLOPs of a transformers model, counted module by module on a forward without values."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Tensors made inside have shapes but no memory, and operators on them do nothing; for `forward_flops`.
+
+    Fake tensors on meta: transformers asks a mask for its values unless it sees that nothing is real.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.device("meta"):
+        yield
+
+
+def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str, float]:
+    """FLOPs of one forward pass by module, for the modules that do any; call it inside `weightless`, as the builder.
+
+    A product of matrices costs 2 FLOPs per multiplication; norms, activations and look-ups cost none. Attention is
+    the full square, causal or not, as in `forecast.describe.forward_flops`; it is done by a module that has parts and
+    booked on the last of them that holds parameters, which takes its result. So every module here holds parameters or
+    is without children. Experts do not run: their tokens are taken to be spread evenly.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ids = torch.zeros((batch_size, seq_len), dtype=torch.long)
+    training = model.training
+    decoder = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), _even_experts(model) as of_experts:
+        model.eval()(input_ids=ids, use_cache=False, **decoder)
+    model.train(training)
+    counts: dict[str, dict[Any, int]] = counter.get_flop_counts()
+    root = type(model).__name__
+    within = {name.removeprefix(root).removeprefix("."): sum(ops.values()) for name, ops in counts.items()}
+    modules = dict(model.named_modules())
+    booked: dict[str, float] = {}
+    for name, total in within.items():
+        if name not in modules:
+            continue  # the counter's own "Global"
+        parts = sum(within[part] for part in _nearest_counted(name, within, modules))
+        if total > parts:
+            taker = _last_holder(name, modules)
+            booked[taker] = booked.get(taker, 0.0) + total - parts
+    booked |= of_experts
+    return {name: booked[name] for name in modules if name in booked}
+
+
+@contextmanager
+def _even_experts(model: "nn.Module") -> Iterator[dict[str, float]]:
+    """Inside, experts give zeros in place of their results, and what they would compute is in the dictionary, by
+    module. Of those that ranks divide, one rank computes for the tokens of all of them."""
+    from pagoda.experts.modules import RoutedExperts, is_expert_stack
+
+    flops: dict[str, float] = {}
+
+    def stand_in(name: str, experts: Any, hidden: Any, chosen: Any, _weights: Any) -> Any:
+        ranks = 1 if getattr(experts, "exchange", None) is None else experts.exchange.ranks
+        met = chosen.shape[0] * chosen.shape[1] * ranks / experts.num_experts
+        for inside, module in experts.named_modules(prefix=name):
+            elements = sum(param.numel() for param in module.parameters(recurse=False))
+            if elements:
+                flops[inside] = 2.0 * met * elements
+        return hidden.new_zeros(hidden.shape)
+
+    rows = [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+    inside = {module for _, row in rows for module in row.modules()}
+    whole = [(name, m) for name, m in model.named_modules() if is_expert_stack(m) and m not in inside]
+    found = rows + whole
+    for name, module in found:
+        module.__dict__["forward"] = partial(stand_in, name, module)
+    try:
+        yield flops
+    finally:
+        for _, module in found:
+            del module.__dict__["forward"]
+
+
+def _nearest_counted(name: str, within: dict[str, int], modules: dict[str, Any]) -> Iterator[str]:
+    """Modules inside `name` that were counted, but not those inside one that was."""
+    for short, _ in modules[name].named_children():
+        child = f"{name}.{short}" if name else short
+        if child in within:
+            yield child
+        elif child in modules:
+            yield from _nearest_counted(child, within, modules)
+
+
+def _last_holder(name: str, modules: dict[str, Any]) -> str:
+    """The last module without children, in `name`, that holds parameters; `name` itself if there is none."""
+    prefix = f"{name}." if name else ""
+    holders = [
+        other
+        for other, module in modules.items()
+        if other.startswith(prefix) and module._parameters and not any(True for _ in module.children())
+    ]
+    return holders[-1] if holders else name

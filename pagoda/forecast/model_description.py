@@ -1,0 +1,171 @@
+"""The model that a forecast is about: its tree, its arithmetic and its widths, without its weights."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from pagoda.errors import ConfigError
+from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec
+from pagoda.forecast.repeat import repeated
+from pagoda.forecast.tiles import tiled
+from pagoda.models.papers import PAPER_SHAPES, PaperShape
+from pagoda.plan.units import ModuleSpec
+
+_DESCRIBED = 2
+"""Layers from which those of a built-in shape are described."""
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as a forecast needs it."""
+
+    name: str
+    params: int
+    """Parameters, tied ones counted once; of all ranks where they divide experts."""
+    root: ModuleSpec
+    """As one rank has it."""
+    forward_flops: Mapping[str, float]
+    """Module -> FLOPs of one forward pass of the batch; empty where nobody asked for it."""
+    layers: int
+    """Layers that a forward pass goes through."""
+    hidden: int
+    ffn: int
+    """Width inside a layer's MLP; of all experts that see a token."""
+    vocab: int
+    measurable: bool
+    """Whether its compute can be measured: not of a paper's shape, which is not built, nor of a mixture of experts,
+    whose layers take as long as routing makes them."""
+    top_k: int = 0
+    """Of a mixture of experts, how many see each token."""
+    exchanged: Mapping[str, int] = field(default_factory=dict)
+    """Module that holds a block's experts -> elements of tokens that a rank sends to others' in one forward pass."""
+
+
+def describe_model(
+    name: str,
+    *,
+    batch_size: int,
+    seq_len: int,
+    count_flops: bool = True,
+    expert_parallel: int = 1,
+    tile_elements: int | None = None,
+    cuts_stacks: bool = True,
+) -> ModelDescription:
+    """The model called `name`: a paper's shape, or what `pagoda.models.build_model` builds.
+
+    Of an encoder-decoder, the encoder reads `seq_len` tokens and the decoder as many. With `tile_elements`, layers
+    whose weights have more elements are in tiles, as `wrap(tiles=Tiles(tile_limit=...))` has them; without
+    `cuts_stacks`, stacks of experts are whole, as under a rule that takes parameters whole.
+
+    Raises ConfigError: as `build_model`; experts that `expert_parallel` ranks cannot divide.
+    """
+    shape = PAPER_SHAPES.get(name)
+    if shape is None:
+        return _of_transformers(name, batch_size, seq_len, count_flops, tile_elements, expert_parallel, cuts_stacks)
+    if expert_parallel > 1:
+        if not shape.experts:
+            raise ConfigError(f"--expert-parallel is {expert_parallel}, but model {name!r} has no experts to divide")
+        if shape.experts % expert_parallel:
+            raise ConfigError(
+                f"--expert-parallel is {expert_parallel}, which does not divide {shape.experts:,} experts"
+            )
+    described = _of_paper(shape, batch_size * seq_len, seq_len, expert_parallel)
+    return described if tile_elements is None else _in_tiles(described, tile_elements)
+
+
+def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int) -> ModelDescription:
+    return ModelDescription(
+        name=shape.name,
+        params=shape.params,
+        root=module_spec(shape, expert_parallel=expert_parallel),
+        forward_flops=forward_flops(shape, tokens, seq_len, expert_parallel=expert_parallel),
+        layers=shape.layers + shape.decoder_layers,
+        hidden=shape.hidden,
+        ffn=shape.ffn * max(1, shape.top_k),
+        vocab=shape.vocab,
+        measurable=False,
+        top_k=shape.top_k,
+        exchanged=exchanged_elements(shape, tokens, expert_parallel),
+    )
+
+
+def _in_tiles(described: ModelDescription, most_elements: int) -> ModelDescription:
+    root, flops = tiled(described.root, described.forward_flops, most_elements)
+    return replace(described, root=root, forward_flops=flops)
+
+
+def _of_transformers(
+    name: str,
+    batch_size: int,
+    seq_len: int,
+    count_flops: bool,
+    tile_elements: int | None,
+    ranks: int,
+    cuts_stacks: bool,
+) -> ModelDescription:
+    """Layers of a built-in decoder are alike, so two of them are built, without values, and described as all."""
+    from pagoda.construction.construct import describe
+    from pagoda.forecast import flops as counting
+    from pagoda.models import build_model
+    from pagoda.models.build import is_encoder_decoder, layer_count, model_directory
+    from pagoda.transforms.operator_tiles import Tiling
+
+    try:
+        layers = layer_count(name)
+        alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
+        with counting.weightless():
+            model = build_model(name, seq_len=seq_len, layers=_DESCRIBED if alike else None)
+            first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
+            Tiling(model, tile_elements, cuts_stacks=cuts_stacks, exchange=first)
+            counted = counting.forward_flops(model, batch_size, seq_len) if count_flops else {}
+            root = describe(model)
+    except ConfigError as error:
+        if name not in str(error) or "unknown model" not in str(error):
+            raise
+        raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
+    if alike:
+        root, counted = repeated(root, counted, layers)
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    hidden, ffn, vocab = widths(config)
+    top_k = experts_per_token(config)
+    elsewhere = batch_size * seq_len * top_k * hidden * (ranks - 1) // ranks
+    rows = [*_rows(root)] if elsewhere else []
+    experts = sum(param.numel for row in rows for param in row.walk())
+    return ModelDescription(
+        name=name,
+        params=sum(param.numel for param in root.walk()) + (ranks - 1) * experts,
+        root=root,
+        forward_flops=counted,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        vocab=vocab,
+        measurable=not top_k,
+        top_k=top_k,
+        exchanged={row.name: elsewhere for row in rows},
+    )
+
+
+def _rows(module: ModuleSpec) -> Iterator[ModuleSpec]:
+    """The modules whose children are experts."""
+    if module.routed:
+        yield module
+    for child in module.children:
+        yield from _rows(child)
+
+
+def widths(config: Any) -> tuple[int, int, int]:
+    """Hidden width, width inside the MLP, of all experts that see a token, and vocabulary of a language model of
+    transformers."""
+    hidden = int(config.hidden_size)
+    given = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size", "d_ff", "n_inner"))
+    ffn = int(next(filter(None, given), 4 * hidden))
+    return hidden, ffn * max(1, experts_per_token(config)), int(config.vocab_size)
+
+
+def experts_per_token(config: Any) -> int:
+    """How many experts see each token in a model of transformers; 0 where it has none."""
+    if config.model_type == "switch_transformers":
+        return 1
+    return int(getattr(config, "num_experts_per_tok", None) or 0)

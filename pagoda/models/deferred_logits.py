@@ -1,0 +1,298 @@
+"""Logits that are made when somebody reads them; a loss over them is computed without their ever being whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
+
+from pagoda.errors import UsageError
+from pagoda.models.linear_cross_entropy import Map, Reduced, cross_entropy, reduce_logits
+from pagoda.models.tiles import TiledLinear, Visit
+
+
+def defer_logits(head: nn.Module) -> bool:
+    """Let the output of a linear layer, tiled or not, wait to be read; False for other layers.
+
+    The layer changes its class: its parameters, names and hooks stay as they are.
+    """
+    if isinstance(head, LateHead | LateTiledHead):
+        return True
+    late = {nn.Linear: LateHead, TiledLinear: LateTiledHead}.get(type(head))
+    if late is None:
+        return False
+    _count_steps()
+    head.__class__ = late
+    return True
+
+
+class LateHead(nn.Linear):
+    """A linear layer whose output waits to be read.
+
+    A loss needs the weight after the layer's forward has ended, where a paged weight is no longer in memory. So it
+    calls the layer again, with what is to be done with the weight: hooks on the layer then see to it, as ever.
+    """
+
+    def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
+        if visit is not None:
+            return visit(self.weight, self.bias, 0)
+        if torch.compiler.is_compiling():
+            return super().forward(hidden)
+        return DeferredLogits.of(hidden, self)
+
+
+class LateTiledHead(TiledLinear):
+    """The same of a linear layer in tiles: one after another is at hand."""
+
+    def forward(self, hidden: torch.Tensor, visit: Visit | None = None) -> Any:
+        if visit is not None or torch.compiler.is_compiling():
+            return super().forward(hidden, visit)
+        return DeferredLogits.of(hidden, self)
+
+
+class DeferredLogits(torch.Tensor):
+    """The output of a `LateHead`, shape [..., V].
+
+    Shape, dtype and device are known; `torch.nn.functional.cross_entropy` runs block by block; reshaping and picking
+    tokens, changes of dtype and products with numbers wait as well. Anything else makes the values, once.
+    """
+
+    hidden: torch.Tensor
+    head: LateHead | LateTiledHead
+    maps: tuple[Map, ...]
+    _computes_in: torch.dtype
+    _with_grad: bool
+    _made_in: int
+    _made: torch.Tensor | None
+
+    @staticmethod
+    def of(hidden: torch.Tensor, head: LateHead | LateTiledHead) -> DeferredLogits:
+        """Of `hidden` [..., H], in the dtype that the layer would compute in."""
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        return _late(hidden, head, (), dtype, dtype, torch.is_grad_enabled(), _steps[0])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        self = args[0] if args and isinstance(args[0], DeferredLogits) else kwargs.get("input")
+        if isinstance(self, DeferredLogits) and self._made is None:
+            late = None
+            if func is functional.cross_entropy:
+                late = _loss(self, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+            elif func in _ELEMENTWISE:
+                late = _mapped(self, func, args, kwargs)
+            elif func in _RESHAPING:
+                late = _reshaped(self, func, args, kwargs)
+            elif func is torch.Tensor.__getitem__:
+                late = _picked(self, args[1])
+            if late is not None:
+                return late
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub names a function that refuses
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+
+    def values(self) -> torch.Tensor:
+        """The logits, whole. Raises UsageError once an optimizer has changed the weights they are to be made with."""
+        if self._made is None:
+            rows: list[torch.Tensor] = []
+
+            def take(weight: torch.Tensor, bias: torch.Tensor | None, _first: int) -> None:
+                dtype = self._computes_in
+                rows.append(functional.linear(self.hidden.to(dtype), weight.to(dtype), _cast(bias, dtype)))
+
+            with torch.set_grad_enabled(self._with_grad):
+                self.visit(take)
+                logits = rows[0] if len(rows) == 1 else torch.cat(rows, -1)
+                for each in self.maps:
+                    logits = each(logits)
+            self._made = logits
+        return self._made
+
+    def visit(self, rows: Visit) -> None:
+        """Call the head for its weight."""
+        if self._made_in != _steps[0]:
+            raise UsageError(
+                "Logits of a model with pagoda.chunked_loss were read after an optimizer.step(): they are made when "
+                "they are read, and the weights have changed. Read or .detach() them before."
+            )
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            self.head(self.hidden, rows)
+
+
+def _late(
+    hidden: torch.Tensor,
+    head: LateHead | LateTiledHead,
+    maps: tuple[Map, ...],
+    computes_in: torch.dtype,
+    dtype: torch.dtype,
+    with_grad: bool,
+    made_in: int,
+) -> DeferredLogits:
+    shape = (*hidden.shape[:-1], head.out_features)
+    late: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+        DeferredLogits, shape, dtype=dtype, device=hidden.device, requires_grad=with_grad
+    )
+    late.hidden, late.head, late.maps = hidden, head, maps
+    late._computes_in, late._with_grad, late._made_in, late._made = computes_in, with_grad, made_in, None
+    if with_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            late.register_hook(_lost)  # type: ignore[no-untyped-call]
+    return late
+
+
+def _lost(_grad: torch.Tensor) -> None:
+    raise UsageError(
+        "A gradient arrived at logits of a model with pagoda.chunked_loss that were never made: what computes the loss "
+        "takes them past torch's functions, as a torch.autograd.Function does. Use torch.nn.functional.cross_entropy, "
+        "or leave out pagoda.chunked_loss."
+    )
+
+
+def _again(late: DeferredLogits, hidden: torch.Tensor, maps: tuple[Map, ...], dtype: torch.dtype) -> DeferredLogits:
+    return _late(hidden, late.head, maps, late._computes_in, dtype, late._with_grad, late._made_in)
+
+
+def _mapped(late: DeferredLogits, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DeferredLogits | None:
+    """The same with one more element-wise function, if nothing but numbers and dtypes goes into it."""
+    others = [*args[1:], *kwargs.values()]
+    if not all(isinstance(other, int | float | torch.dtype) or other == late.device for other in others):
+        return None
+    twin = func(_twin(late), *[other for other in args[1:] if not isinstance(other, torch.device)], **_on_meta(kwargs))
+    return _again(late, late.hidden, (*late.maps, partial(_apply, func, tuple(args[1:]), kwargs)), twin.dtype)
+
+
+def _only_widens(each: Map) -> bool:
+    """Whether one of `_mapped`'s functions changes no value."""
+    assert isinstance(each, partial), "made by _mapped"
+    func, others, _ = each.args
+    return func in (_T.float, _T.contiguous, _T.clone) or (func is _T.to and others == (torch.float32,))
+
+
+def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = func(logits, *args, **kwargs)
+    return result
+
+
+def _reshaped(late: DeferredLogits, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DeferredLogits | None:
+    """The same in another shape, if tokens stay whole: elements keep their order, so the last dimension tells."""
+    shape = func(_twin(late), *args[1:], **kwargs).shape
+    if not shape or shape[-1] != late.shape[-1]:
+        return None
+    return _again(late, late.hidden.reshape(*shape[:-1], late.hidden.shape[-1]), late.maps, late.dtype)
+
+
+def _picked(late: DeferredLogits, index: Any) -> DeferredLogits | None:
+    """Some of the tokens, if the index leaves the vocabulary alone."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(isinstance(part, int | slice | torch.Tensor) or part is ... for part in parts):
+        return None
+    taken = [part.dim() if isinstance(part, torch.Tensor) and part.dtype is torch.bool else 1 for part in parts]
+    if ... in parts:
+        at = next(place for place, part in enumerate(parts) if part is ...)
+        open_ = late.dim() - sum(taken) + 1
+        parts[at : at + 1] = [slice(None)] * open_
+        taken[at : at + 1] = [1] * open_
+    if sum(taken) == late.dim():
+        if not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
+            return None
+        parts.pop()
+    return _again(late, late.hidden[tuple(parts)], late.maps, late.dtype)
+
+
+def _loss(
+    late: DeferredLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """`torch.nn.functional.cross_entropy`; None for what it can do and we cannot."""
+    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not plain or late.dim() != 2 or target.dim() != 1 or target.is_floating_point() or len(target) != len(late):
+        return None
+    parts: list[Reduced] = []
+    maps = () if all(map(_only_widens, late.maps)) else late.maps  # the loss is that of fp32 logits anyway
+
+    def take(rows: torch.Tensor, bias: torch.Tensor | None, first: int) -> None:
+        dtype = late._computes_in
+        parts.append(
+            reduce_logits(
+                late.hidden.to(dtype),
+                rows.to(dtype),
+                _cast(bias, dtype),
+                target - first,
+                maps,
+                label_smoothing=label_smoothing,
+            )
+        )
+
+    late.visit(take)
+    loss = cross_entropy(
+        parts,
+        target,
+        late.shape[-1],
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    return loss.to(late.dtype)
+
+
+def _real(value: Any) -> Any:
+    return value.values() if isinstance(value, DeferredLogits) else value
+
+
+def _twin(late: DeferredLogits) -> torch.Tensor:
+    """A tensor without values of the same shape and dtype."""
+    return torch.empty(late.shape, dtype=late.dtype, device="meta")
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if not isinstance(value, torch.device)}
+
+
+def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+_T = torch.Tensor
+_ASKING = frozenset(
+    {_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.__len__, _T.is_floating_point, _T.is_complex}
+    | {_T.__hash__, _T.element_size}
+    | {getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta")}
+)
+_ELEMENTWISE = frozenset(
+    {_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.contiguous, _T.clone, _T.tanh, torch.tanh, _T.neg}
+    | {_T.mul, _T.__mul__, _T.__rmul__, torch.mul, _T.div, _T.__truediv__, torch.div, _T.add, _T.sub, torch.clone}
+)
+_RESHAPING = frozenset({_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.unflatten, _T.unsqueeze})
+
+_steps = [0]
+"""Steps that any optimizer has taken since the first head became late."""
+
+
+@cache
+def _count_steps() -> None:
+    def count(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        _steps[0] += 1
+
+    register_optimizer_step_post_hook(count)

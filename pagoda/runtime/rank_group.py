@@ -1,0 +1,216 @@
+"""RankGroup: all that a model's ranks do with one another, as the engine asks for it."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.distributed.exact import exact_parts
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.transport import Transport
+from pagoda.optim.rule import StateSpec
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.units import UnitSpec
+from pagoda.runtime.collective import Collectives
+from pagoda.runtime.device import Device, Event
+from pagoda.runtime.executor import Executor
+from pagoda.runtime.gathering import Gathering
+from pagoda.runtime.gradients import Gradients, UnitGradient
+from pagoda.runtime.lanes import Handle, Lane
+from pagoda.runtime.reducing import Reducer
+from pagoda.runtime.rows import Buffers
+from pagoda.runtime.store import Store
+from pagoda.runtime.unit import LiveUnit
+
+_MESSAGE_ELEMENTS = 1 << 20
+
+Counts = Callable[[UnitSpec, int], bool]
+"""Whether a norm counts what this rank has of a unit's parameter."""
+SquareSums = Callable[[Iterable[UnitGradient], Counts], list[list[float]]]
+"""The square sums of the gradients that a step uses, by param group."""
+
+
+@dataclass(frozen=True)
+class NormTerms:
+    """Terms of a global norm."""
+
+    square_sums: list[list[float]]
+    """By param group: what they add up to, exactly, the square sums of all ranks do."""
+    non_finite: str | None
+    """Name of the first parameter whose gradient is NaN or infinite on some rank."""
+
+
+class RankGroup:
+    """One engine's dealings with those of other ranks. See `Collectives` for their order."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        transport: Transport,
+        store: Store,
+        units: Sequence[LiveUnit],
+        gradients: Gradients,
+        buffers: Buffers | None,
+        device: Device,
+        copies: Lane,
+        executor: Executor,
+        stalled: Callable[[str, float], None],
+    ) -> None:
+        """`buffers` are for gradients of several ranks; None where no two have any of the same elements."""
+        self._store = store
+        self._units = units
+        self._gradients = gradients
+        transport.connect(device.torch_device)
+        early = store.plan.options.update_under_backward
+        driver = executor.driver
+        # Which experts a rank uses, and in which order, is its own.
+        listed = not store.plan.layout.expert_units
+        self.collectives = Collectives(mesh, transport, store.shards, device, units, driver.scheduler, listed)
+        landing = buffers.landing if buffers is not None else None
+        self._gathering = Gathering(self.collectives, store, units, device, executor, landing, early)
+        self._reducer = (
+            None
+            if buffers is None
+            else Reducer(self.collectives, gradients, units, buffers, device, copies, driver, stalled, early)
+        )
+        self.saver_transport = Transport(mesh.world)
+        """For the thread that writes checkpoints."""
+        store.assemble = self._assemble
+
+    @property
+    def rank(self) -> int:
+        return self.collectives.mesh.rank
+
+    @property
+    def ranks(self) -> int:
+        return self.collectives.mesh.size
+
+    @property
+    def parts(self) -> int:
+        """Parts of the experts of a block, on different ranks."""
+        return self.collectives.mesh.ranks.expert_parallel
+
+    def of_every_part(self, what: str, mine: torch.Tensor, receivers: Collection[int]) -> list[torch.Tensor]:
+        """What each part of the experts has of something alike in shape, which `what` names; nothing where this rank
+        is none of the `receivers`. The first rank of each part sends."""
+        parts, part_of_mine = self.parts, self.collectives.mesh.expert_index
+        found: list[torch.Tensor] = []
+        if self.rank in receivers:
+            found = [mine if part == part_of_mine else torch.empty_like(mine) for part in range(parts)]
+
+        def messages(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+            return torch.split(tensor.view(-1), _MESSAGE_ELEMENTS)
+
+        def work(_: object) -> None:
+            others = [rank for rank in receivers if rank % parts != part_of_mine and self.rank < parts]
+            sends = [(rank, message) for rank in others for message in messages(mine)]
+            coming = [(part, tensor) for part, tensor in enumerate(found) if part != part_of_mine]
+            self.collectives.transport.trade(
+                sends, [(part, message) for part, each in coming for message in messages(each)]
+            )
+
+        self.collectives.on_all_ranks(what, work)
+        return found
+
+    @property
+    def arrivals(self) -> Gradients | Reducer:
+        """Where gradients go from autograd."""
+        return self._reducer or self._gradients
+
+    def when_flushed(self, bring: Callable[[UnitGradient, bool], None]) -> None:
+        """Have `bring` told of gradients that wait for a buffer to be reduced to."""
+        if self._reducer is not None:
+            self._reducer.bring = bring
+
+    def flush(self, last: bool = False) -> None:
+        """Reduce what has arrived since the last time."""
+        if self._reducer is not None:
+            self._reducer.flush(last)
+
+    def announce(self, what: str, data: bytes) -> list[bytes]:
+        """Every rank's bytes, which each of them gives at the same point of its program."""
+        found: list[bytes] = []
+        self.collectives.on_all_ranks(what, lambda _: found.extend(self.collectives.transport.announce_bytes(data)))
+        return found
+
+    def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
+        """Complete a lease of this rank's slice, if ranks have slices; see `Gathering.gather`."""
+        if not self._store.shards.is_cut(unit.spec, WEIGHT):
+            return own
+        return self._gathering.gather(unit, weights, own, free)
+
+    def share(self, record: UnitGradient) -> None:
+        """Have all of a unit's new weights here, once this rank has updated what it updates of them."""
+        if record.shown is not record.updated:
+            self._gathering.share(record.unit, record.updated).then(record.shown.finish)
+
+    def norm_terms(self, what: str, terms: Mapping[int, UnitGradient], square_sums: SquareSums) -> NormTerms:
+        """What the gradient's norm is the root of the sum of, of all ranks, and the first parameter that is not finite.
+
+        All ranks ask for it at the same point (`what` says which), and whatever was asked for before is done then.
+        `terms` are gradients whose update has been queued; the others of this step are found when all ranks are there.
+        """
+        self.flush()
+        found: list[NormTerms] = []
+
+        def work(_: object) -> None:
+            records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
+            for record in records.values():
+                self._mark(record)
+            transport = self.collectives.transport
+            of_groups = square_sums(records.values(), self._store.shards.counts)
+            finite = [[s for s in sums if math.isfinite(s)] for sums in of_groups]
+            sums = [transport.announce_floats(exact_parts(of_group)) for of_group in finite]
+            found.append(NormTerms(sums, self._first_non_finite(records.values())))
+
+        self.collectives.on_all_ranks(what, work, step=True)
+        return found[0]
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that no step has used, on every rank at once."""
+        if self._reducer is None or (self._reducer.is_empty and not self._gradients.records()):
+            return
+        self._reducer.drop()
+        self.collectives.on_all_ranks("optimizer.zero_grad() with gradients to drop", lambda _: None, step=False)
+
+    def close(self) -> None:
+        """Leave the others."""
+        self.collectives.close()
+        self._gathering.close()
+
+    def _first_non_finite(self, records: Iterable[UnitGradient]) -> str | None:
+        """Name of the parameter whose gradient was the first on any rank that is NaN or infinite."""
+        here = [(at[0], record.unit.index, at[1]) for record in records if (at := record.non_finite_slot())]
+        everywhere = self.collectives.transport.announce(min(here, default=(-1, -1, -1)))
+        found = [(order, unit, slot) for order, unit, slot in everywhere if unit >= 0]
+        if not found:
+            return None
+        _, unit, slot = min(found)
+        return self._units[unit].name(slot)
+
+    def _mark(self, record: UnitGradient) -> None:
+        """Let parameters show a gradient that has arrived on other ranks only: this step updates them."""
+        unit = record.unit
+        for slot in record.present:
+            if not record.arrivals[slot]:
+                unit.params[slot].grad = unit.markers[slot]
+
+    def _assemble(self, spec: UnitSpec, state: StateSpec, start: int, out: torch.Tensor) -> None:
+        """Elements of a state from `start` on: this rank's lie in `out`, the others' come."""
+        shards = self._store.shards
+
+        def parts(rank: int) -> list[torch.Tensor]:
+            found: list[torch.Tensor] = []
+            for span in shards.held(spec, state.name, rank):
+                part = span.within(start, start + out.numel())
+                if part is not None:
+                    found.extend(torch.split(out[part.start - start : part.stop - start], _MESSAGE_ELEMENTS))
+            return found
+
+        def work(_: object) -> None:
+            others = [rank for rank in shards.sharers(spec) if rank != shards.rank]
+            sends = [(rank, part) for rank in others for part in parts(shards.rank)]
+            self.collectives.transport.trade(sends, [(rank, part) for rank in others for part in parts(rank)])
+
+        self.collectives.on_all_ranks(f"reading {state.name} of unit {spec.index} from element {start}", work)

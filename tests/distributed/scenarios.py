@@ -1,0 +1,489 @@
+"""What each rank does in a test: functions that `rank_server` calls in every process of a group."""
+
+import io
+import json
+import os
+import pkgutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+from zoo import Outcome, Recipe, batch, loss_of, take_step
+
+import pagoda
+from pagoda.checkpoint.state import ParameterState
+from pagoda.config.training import ActivationMode
+from pagoda.construction.construct import describe
+from pagoda.distributed.service import Service
+from pagoda.distributed.transport import Transport
+from pagoda.distributed.world import join, launched
+from pagoda.errors import RankError
+from pagoda.memory.identity import partial
+from pagoda.models import build_model
+from pagoda.optim import means
+from pagoda.optim.formats import warm_up as warm_up_kernels
+from pagoda.plan.collective import reduce_pages
+from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.options import Options
+from pagoda.plan.placement import Budgets
+from pagoda.plan.planner import make_plan
+from pagoda.train import TrainConfig, run
+
+PAGE = 4096
+RULES: dict[str, Any] = {
+    "muon": lambda: pagoda.Muon(lr=1e-2),
+    "adafactor": lambda: pagoda.Adafactor(lr=1e-2, beta1=0.9),
+    "adagrad": lambda: pagoda.Optim(torch.optim.Adagrad, lr=1e-2),
+}
+"""Rules that take parameters whole, by the name that a recipe has."""
+
+
+def recipe_of(said: dict[str, Any]) -> Recipe:
+    """A recipe, whose rule is said by name."""
+    rule = RULES[said["rule"]]() if "rule" in said else None
+    return Recipe(**{**said, "rule": rule})
+
+
+def rule_of(recipe: Recipe) -> pagoda.optim.Rule:
+    return recipe.rule or pagoda.AdamW(lr=1e-2, weight_decay=0.1, moments=recipe.moments)
+
+
+def warm_up() -> None:
+    """Compile everything before forks."""
+    for precision in ("bf16", "fp32"):
+        warm_up_kernels(pagoda.AdamW(), precision)
+        warm_up_kernels(pagoda.Muon(), precision)
+    means.warm_up(torch.bfloat16)
+    means.warm_up(torch.float32)
+
+
+def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> pagoda.Memory:
+    """Budgets by name: everything in RAM; moments on SSD; everything on SSD, in the least RAM there can be; the same in
+    a memory of its own for compute."""
+    sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB"}
+    if kind == "ram":
+        return pagoda.Memory(host="64MiB", **sizes)
+    model = recipe.build()
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    root, states = describe(model, trained), rule_of(recipe).states(recipe.precision)
+    announced = recipe.accumulation if recipe.announced else None
+    options = Options(PAGE, 64 << 10, announced, recipe.clip is not None, keep_checkpoints=0)
+    ranks = mesh.ranks if mesh.size > 1 else None
+    layout = make_plan(root, states, Budgets(1 << 40), options, ranks).layout
+    device = None
+    if kind.startswith("arena"):
+        device = (layout.lease_pages(ahead=1) + reduce_pages(layout)) * PAGE
+        sizes["device"] = f"cpu:{device}"
+    if kind == "arena":
+        return pagoda.Memory(host="64MiB", **sizes)
+    try:
+        make_plan(root, states, Budgets(PAGE, device, 1 << 40), options, ranks)
+        raise AssertionError("one page of RAM is not enough")
+    except pagoda.BudgetError as refused:
+        host = refused.needed_bytes or 0
+    if kind == "moments-ssd":
+        host += (layout.total_pages(WEIGHT) + layout.total_pages(GRAD)) * PAGE
+    if recipe.rule is not None:
+        host += 8 * PAGE  # ranks hold other numbers of pages, by some
+    return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", **sizes)
+
+
+def wrapped(
+    recipe: Recipe, kind: str, out: Path, stage: int, replicas: int = 1, kept: int | None = None, **options: Any
+) -> tuple[nn.Module, Any]:
+    """A model of the zoo, wrapped by every rank."""
+    mesh = pagoda.open_mesh(stage=stage, replicas=replicas)
+    return pagoda.wrap(
+        recipe.build(),
+        rule_of(recipe),
+        memory=replace(memory_of(kind, out, recipe, mesh), ssd_checkpoints=kept),
+        precision=recipe.precision,
+        clip_grad_norm=recipe.clip,
+        accumulation_steps=recipe.accumulation if recipe.announced else None,
+        mesh=mesh,
+        **options,
+    )
+
+
+def place() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    world = launched()
+    return world.rank, world.size
+
+
+def take_steps(
+    made: Recipe,
+    model: nn.Module,
+    optimizer: Any,
+    outcome: Outcome,
+    parts: int,
+    steps: range,
+    left_out: list[list[int]] | None = None,
+    lengths: dict[str, int] | None = None,
+    evaluated: list[tuple[int, int, str]] | None = None,
+) -> None:
+    """Each rank takes its share of the `parts` micro-batches of a step, whose losses are divided such that gradients
+    are the mean over all.
+
+    `left_out` has (step, part) of those that nobody takes; `lengths` has the tokens of those that are shorter, by part.
+    `evaluated` has (step, rank, when) of evaluations that one rank makes by itself: "before" its forward, or "in" its
+    step, between forward and backward.
+    """
+    rank, size = place()
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps.stop):
+        losses = []
+        for part in range(parts):
+            data = batch(made.model, generator)
+            mine = part * size // parts == rank and [step, part] not in (left_out or [])
+            if step < steps.start or not mine:
+                continue
+            length = (lengths or {}).get(str(part))
+            evaluations = [when for at, who, when in evaluated or [] if (at, who) == (step, rank)]
+            if "before" in evaluations:
+                evaluate(model, data)
+            loss = loss_of(model(**{name: values[:, :length] for name, values in data.items()} if length else data))
+            if "in" in evaluations:
+                evaluate(model, data)
+            (loss / (parts // size)).backward()
+            losses.append(loss.item())
+        if step >= steps.start:
+            outcome.losses.append(losses)
+            take_step(optimizer, outcome)
+
+
+def evaluate(model: nn.Module, data: dict[str, torch.Tensor]) -> None:
+    """A forward that no step is made of."""
+    with torch.no_grad():
+        loss_of(model(**data))
+
+
+def train(
+    out: Path,
+    recipe: dict[str, Any],
+    kind: str = "ram",
+    stage: int = 3,
+    replicas: int = 1,
+    parts: int = 0,
+    **departures: Any,
+) -> dict[str, Any]:
+    """Train a model and give back everything that it leaves behind; each step has a micro-batch a rank by default."""
+    made = recipe_of(recipe)
+    model, optimizer = wrapped(made, kind, out, stage, replicas)
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, parts or place()[1], range(made.steps), **departures)
+    plan = pagoda.plan_of(model)
+    rank_group = optimizer._engine.rank_group
+    result = {
+        "losses": outcome.losses,
+        "norms": outcome.norms,
+        "faults": outcome.faults,
+        "moved": outcome.moved,
+        "weights": model.state_dict(),
+        "states": optimizer.state_dict()["state"],
+        "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
+        "peak": optimizer.stats.peak_bytes,
+        "plan_peak": dict(plan.peak_bytes),
+        "parameters": plan.parameters,
+        "served": rank_group.collectives.served if rank_group is not None else 0,
+        "asked": rank_group.collectives.asked if rank_group is not None else 0,
+        "on_ssd": sorted(state for state in plan.bytes.get("ssd", {}) if state != GRAD),
+    }
+    optimizer.close()
+    return result
+
+
+def save_and_go_on(
+    out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
+) -> dict[str, Any]:
+    """Train, save a checkpoint on the way, and give back the state at that point and the losses after it."""
+    made = recipe_of(recipe)
+    model, optimizer = wrapped(made, kind, out, stage)
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after))
+    optimizer.save_checkpoint(directory, {"step": saved_after}, wait=False)
+    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
+    optimizer.wait_for_checkpoint()
+    extra = optimizer.load_checkpoint(directory)
+    result = {"losses": outcome.losses, "extra": extra, **state_of(model, optimizer)}
+    optimizer.close()
+    return result
+
+
+def resume(
+    out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
+) -> dict[str, Any]:
+    """Load a checkpoint, give back the state it holds, and go on; every rank takes the same share as before."""
+    made = recipe_of(recipe)
+    model, optimizer = wrapped(made, kind, out, stage)
+    extra = optimizer.load_checkpoint(directory)
+    state = state_of(model, optimizer)
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
+    optimizer.close()
+    return {"losses": outcome.losses, "extra": extra, **state}
+
+
+def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None) -> dict[str, Any]:
+    """Train from a checkpoint, or from the start, a step for each directory of `saves`, and save a checkpoint there in
+    place of the one before; give back the state at each, the tensors copied in, and the commits at the end."""
+    made = recipe_of(recipe)
+    model, optimizer = wrapped(made, "ssd", out, 3, kept=1)
+    done, states, outcome, last = 0, {}, Outcome(), loads
+    with mock.patch.object(ParameterState, "copy_in", autospec=True, side_effect=ParameterState.copy_in) as copy_in:
+        if loads is not None:
+            done = optimizer.load_checkpoint(loads)["step"]
+            states["loaded"] = state_of(model, optimizer)
+    for step, directory in enumerate(saves, done + 1):
+        take_steps(made, model, optimizer, outcome, place()[1], range(step - 1, step))
+        replaces = [] if last is None else [Path(last)]
+        optimizer.save_checkpoint(directory, {"step": step}, wait=True, replaces=replaces)
+        states[Path(directory).name] = state_of(model, optimizer)
+        last = directory
+    commits = len(optimizer._engine.store.ssd.commits)
+    optimizer.close()
+    return {"states": states, "losses": outcome.losses, "commits": commits, "copied": copy_in.call_count}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a rank dies in a save: at a call of a function, where `at(directory of the checkpoint, *arguments)`."""
+
+    victim: int
+    function: str
+    at: Callable[..., bool]
+    after: bool = False
+    """Once the call has ended, not before."""
+
+
+MOMENTS: dict[str, Moment] = {
+    "its pages are not committed": Moment(
+        1, "memory.ssd.tier.PageSnapshot.commit", lambda last, _, at, *__: at == last
+    ),
+    "its pages are committed": Moment(
+        1, "memory.ssd.tier.PageSnapshot.commit", lambda last, _, at, *__: at == last, True
+    ),
+    "all have agreed": Moment(0, "checkpoint.directory._sync", lambda last, at: at == partial(last)),
+    "the checkpoint has its name": Moment(0, "checkpoint.directory._sync", lambda last, _: last.exists()),
+    "the one before is gone": Moment(0, "checkpoint.directory.Removable.retire", lambda *_: True, after=True),
+}
+
+
+def die_while_saving(out: Path, moment: str, saves: list[str], **settings: Any) -> None:
+    """As `train_saved`, but a rank is killed in the last save."""
+    dies = MOMENTS[moment]
+    call = pkgutil.resolve_name(f"pagoda.{dies.function}")
+
+    def dying(*arguments: Any) -> Any:
+        if not dies.at(Path(saves[-1]), *arguments):
+            return call(*arguments)
+        if dies.after:
+            call(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if place()[0] == dies.victim:
+        owner, _, name = dies.function.rpartition(".")
+        setattr(pkgutil.resolve_name(f"pagoda.{owner}"), name, dying)
+    train_saved(out, saves=saves, **settings)
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"weights": model.state_dict(), "states": optimizer.state_dict()["state"]}
+
+
+def gather_some(out: Path) -> dict[str, Any]:
+    """Read and change parameters under ranks."""
+    made = Recipe("llama", steps=1)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    outcome = Outcome()
+    take_steps(made, model, optimizer, outcome, place()[1], range(1))
+    before = model.state_dict()["model.norm.weight"].clone()
+    with pagoda.gathered(model.model.norm, modify=True), torch.no_grad():
+        model.model.norm.weight += 1
+    after = model.state_dict()["model.norm.weight"].clone()
+    optimizer.close()
+    return {"before": before, "after": after}
+
+
+def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What `pagoda train` does in each rank."""
+    shown = io.StringIO()
+    result = run(TrainConfig.from_json(json.dumps(config)), Console(file=shown))
+    steps, options = (result.first_step, result.last_step), result.plan.options
+    return {"steps": steps, "loss": result.final_loss, "shown": shown.getvalue(), "options": repr(options)}
+
+
+def resave_experts(out: Path, source: str, expert_parallel: int) -> None:
+    """Save a mixture that each rank drew by itself, then load a checkpoint into it and save that again."""
+    torch.manual_seed(place()[0])
+    mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
+    model = build_model("mixtral-15m", seq_len=16)
+    memory = pagoda.Memory(host="1GiB", unit_limit="1MiB")
+    _, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32", mesh=mesh)
+    optimizer.save_checkpoint(out / "drawn", wait=True)
+    optimizer.load_checkpoint(source)
+    optimizer.save_checkpoint(out / "again", wait=True)
+    optimizer.close()
+
+
+def mixture(name: str, expert_parallel: int, seed: int) -> tuple[nn.Module, Any]:
+    """A mixture whose every rank draws weights of its own, after a step."""
+    torch.manual_seed(seed + place()[0])
+    mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
+    model = build_model(name, seq_len=16)
+    memory = pagoda.Memory(host="1GiB", unit_limit="1MiB")
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh)
+    ids = torch.randint(256, (2, 16))
+    loss_of(model(input_ids=ids, labels=ids)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def joined(state: Any) -> Any:
+    """A state dict with whole tensors in place of what is divided over ranks."""
+    return tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, state)
+
+
+def pass_on_full_states(out: Path, name: str, expert_parallel: int) -> dict[str, Any]:
+    """Give a mixture's weights to another one as a full state dict, then all of its state as torch's checkpoint."""
+    model, optimizer = mixture(name, expert_parallel, seed=0)
+    own, full = model.state_dict(), pagoda.full_state_dict(model)
+    everywhere = pagoda.full_state_dict(model, all_ranks=True)
+    state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+    dcp.save(state, checkpoint_id=out / "dcp")
+    saved = {key: joined(value.state_dict()) for key, value in state.items()}
+    optimizer.close()
+    other, optimizer = mixture(name, expert_parallel, seed=5)
+    other.load_state_dict(everywhere, strict=False)
+    loaded = other.state_dict()
+    optimizer.zero_grad()
+    state = {"model": pagoda.ModelState(other), "optim": pagoda.OptimizerState(optimizer)}
+    dcp.load(state, checkpoint_id=out / "dcp")
+    restored = {key: joined(value.state_dict()) for key, value in state.items()}
+    optimizer.close()
+    result = {"own": own, "full": full, "loaded": loaded, "saved": saved, "restored": restored}
+    return {**result, "everywhere": sorted(everywhere)}
+
+
+def load_full_states(out: Path, name: str, source: str) -> dict[str, Any]:
+    """Load torch's checkpoint of a mixture whose experts were divided."""
+    model, optimizer = mixture(name, 1, seed=3)
+    state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
+    dcp.load(state, checkpoint_id=source)
+    restored = {key: joined(value.state_dict()) for key, value in state.items()}
+    result = {"full": model.state_dict(), "restored": restored}
+    optimizer.close()
+    return result
+
+
+def wrap_indivisible_experts(out: Path, name: str, activations: ActivationMode) -> str:
+    """Give wrap a mesh that divides experts, and a model or a mode that does not allow that."""
+    model = build_model(name, seq_len=16)
+    try:
+        pagoda.wrap(model, pagoda.AdamW(), mesh=pagoda.open_mesh(expert_parallel=3), activations=activations)
+    except pagoda.ConfigError as error:
+        return str(error)
+    return "wrapped"
+
+
+def kill_one(out: Path, victim: int) -> None:
+    """Train until rank `victim` is killed, in the middle of a step."""
+    made = Recipe("llama", steps=1000)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(3))
+    if place()[0] == victim:
+        (out / f"kill-{victim}").touch()
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 1000))
+
+
+def leave_early(out: Path) -> None:
+    """Rank 1 runs fewer steps than the others."""
+    made = Recipe("llama", steps=2 if place()[0] == 1 else 5)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(made.steps))
+    optimizer.close()
+
+
+def read_alone(out: Path) -> None:
+    """Rank 0 reads the weights while the others go on training."""
+    made = Recipe("llama", steps=2)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    if place()[0] == 0:
+        model.state_dict()
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1, 2))
+
+
+def different_settings(out: Path) -> None:
+    """Rank 1 has another learning rate."""
+    recipe = Recipe("llama")
+    pagoda.wrap(
+        recipe.build(), pagoda.AdamW(lr=1e-2 * (1 + int(os.environ["RANK"]))), memory=pagoda.Memory(host="64MiB")
+    )
+
+
+def not_finite(out: Path) -> dict[str, Any]:
+    """The gradient of rank 1 is NaN: no rank may change a weight."""
+    made = Recipe("llama", steps=1)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    before = model.state_dict()
+    loss = loss_of(model(**batch("llama", torch.Generator().manual_seed(1))))
+    (loss * (torch.nan if place()[0] == 1 else 1.0)).backward()
+    try:
+        optimizer.step()
+        error = ""
+    except pagoda.NonFiniteGradientError as found:
+        error = str(found)
+    after = model.state_dict()
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
+    optimizer.close()
+    return {"error": error, "same": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def ask_services(out: Path) -> dict[str, Any]:
+    """The first rank asks the others for a slice of which one refuses a version, and then for one that both have."""
+    world = launched()
+    join(world)
+    transport = Transport(world)
+
+    def answer(unit: int, version: int) -> Iterator[torch.Tensor]:
+        if version == 7 and transport.rank == 1:
+            raise RankError("this one has no such version")
+        yield torch.full((1000,), float(100 * transport.rank + 10 * unit + version))
+
+    service = Service(transport, answer)
+    error, found = "", [torch.zeros(1000) for _ in range(2)]
+    if transport.rank == 0:
+        try:
+            service.ask(3, 7, [(rank, [torch.zeros(1000)]) for rank in (1, 2)])
+        except RankError as refusal:
+            error = str(refusal)
+        service.ask(4, 8, [(rank, [found[rank - 1]]) for rank in (1, 2)])
+    transport.announce([0])
+    service.close()
+    return {"error": error, "found": [values.unique().tolist() for values in found]}
+
+
+def clip_by_torch(out: Path) -> dict[str, Any]:
+    """Torch's function asks for each gradient's norm here, where every rank would have to be asked together."""
+    model, optimizer = wrapped(Recipe("llama", steps=1, clip=None), "ram", out, 3)
+    loss_of(model(**batch("llama", torch.Generator().manual_seed(1)))).backward()
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        error = ""
+    except pagoda.UsageError as found:
+        error = str(found)
+    norm = optimizer.clip_grad_norm_(0.1)
+    clipped = optimizer.clip_grad_norm_(0.05)
+    optimizer.step()
+    optimizer.close()
+    return {"error": error, "norm": norm, "clipped": clipped}

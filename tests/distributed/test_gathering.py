@@ -1,0 +1,108 @@
+"""A rank that is asked for weights it has not updated yet: the others wait for it as long as it can still do so."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from runtime.parts import RESIDENT, Parts, parts
+
+from pagoda.distributed.agreement import CollectiveKind
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.world import World
+from pagoda.errors import RankError
+from pagoda.plan.ranks import Ranks
+from pagoda.plan.slices import Span
+from pagoda.runtime import gathering
+from pagoda.runtime.collective import Collectives
+from pagoda.runtime.device import Device
+from pagoda.runtime.gathering import Gathering
+
+from .test_agreement import FakeWire, Table
+
+NUMEL = 2048
+
+
+class FakeCollectives:
+    """Rank 1 of two, which both have all weights; what it has when they are gathered is kept."""
+
+    def __init__(self) -> None:
+        self.awaited = self.failed = False
+        self.given: list[torch.Tensor] = []
+        self.take_part: dict[CollectiveKind, Callable[..., None]] = {}
+        self.serve = self.take_part.__setitem__
+        self.mesh = Mesh(World(), Ranks(1, 1, stage=1))
+        group = SimpleNamespace(gather=lambda whole, spans: self.given.append(whole[slice(*spans[1])].clone()))
+        self.sharing = lambda _: group
+        slices = [Span(0, NUMEL // 2, 0), Span(NUMEL // 2, NUMEL, 0)]
+        self.shards = SimpleNamespace(rank=1, trained_slices=lambda _: slices)
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Iterator[Parts]:
+    with parts(tmp_path, [[NUMEL]], placement=RESIDENT) as made:
+        made.store.write(0, "weight", 0, torch.arange(NUMEL).to(made.dtype))
+        yield made
+
+
+def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
+    """Rank 0 asks rank 1 for its weights after one update; each of the waits of rank 1 takes a second of the clock."""
+    executor: Any = SimpleNamespace(is_to_come=lambda _: False)
+    Gathering(collectives, part.store, part.units, Device(), executor, None, early=True)
+    waits = 0
+
+    def sleep(_: float) -> None:
+        nonlocal waits
+        waits += 1
+        on_wait(waits)
+
+    monkeypatch.setattr(gathering, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(waits)))
+    collectives.take_part[CollectiveKind.SHARE](part.units[0], 1)
+
+
+def test_a_rank_that_takes_a_minute_to_queue_its_update_is_waited_for(
+    part: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def update(waits: int) -> None:
+        part.units[0].version = int(waits >= 60)
+
+    collectives = FakeCollectives()
+    ask(part, collectives, monkeypatch, update)
+    (given,) = collectives.given
+    assert torch.equal(given, torch.arange(NUMEL // 2, NUMEL).to(part.dtype))
+
+
+def test_a_rank_that_waits_for_what_comes_later_has_not_made_the_update(
+    part: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reach_the_end_of_the_step(waits: int) -> None:
+        assert waits <= 3, "it will never be updated"
+        collectives.awaited = waits == 3
+
+    collectives = FakeCollectives()
+    with pytest.raises(RankError, match="after 1 updates, and rank 1 has made 0"):
+        ask(part, collectives, monkeypatch, reach_the_end_of_the_step)
+    assert not collectives.given
+
+
+def test_collectives_know_that_compute_waits_for_them() -> None:
+    mesh = Mesh(World(), Ranks(1, 1))
+    transport: Any = FakeWire(Table(1), 0)
+    nothing: Any = None
+    scheduler: Any = SimpleNamespace(position=0, trace=None)
+    collectives = Collectives(mesh, transport, nothing, Device(), (), scheduler)
+    seen: list[bool] = []
+    collectives.on_all_ranks("optimizer.step()", lambda _: seen.append(collectives.awaited))
+    assert seen == [True]
+    assert not collectives.awaited
+    collectives.close()
+
+
+def test_ranks_are_not_waited_for_longer_than_the_timeout(part: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_RANK_TIMEOUT", "70")
+    waited: list[int] = []
+    with pytest.raises(RankError, match="has made 0"):
+        ask(part, FakeCollectives(), monkeypatch, waited.append)
+    assert waited[-1] == 70

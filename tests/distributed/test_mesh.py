@@ -1,0 +1,97 @@
+"""Places in the grids: who shares what, and which elements each has."""
+
+import pytest
+
+from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.shards import Shards
+from pagoda.distributed.world import World, launched
+from pagoda.errors import ConfigError
+from pagoda.optim import AdamW
+from pagoda.plan.layout import GRAD, WEIGHT, Layout
+from pagoda.plan.ranks import Ranks
+from pagoda.plan.units import ModuleSpec, ParamSpec, UnitSpec, discover
+
+
+def mesh(rank: int, size: int, **settings: int) -> Mesh:
+    return Mesh(World(rank, size, rank, size), Ranks(size, size, **settings))
+
+
+def test_without_torchrun_the_world_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == World(0, 1, 0, 1)
+
+
+def test_replicas_are_consecutive_ranks_and_copies_are_apart() -> None:
+    for rank in range(8):
+        place = mesh(rank, 8, replicas=2)
+        assert place.sharers() == (tuple(range(4)) if rank < 4 else tuple(range(4, 8)))
+        assert place.copies() == (rank % 4, rank % 4 + 4)
+
+
+def test_every_slice_of_every_copy_is_held_by_exactly_one_rank() -> None:
+    for replicas in (1, 2, 3, 6):
+        places = [(mesh(r, 6, replicas=replicas).sharers(), mesh(r, 6, replicas=replicas).copies()) for r in range(6)]
+        for rank, (sharers, copies) in enumerate(places):
+            assert set(sharers) & set(copies) == {rank}
+            assert len(sharers) * len(copies) == 6
+
+
+def test_ranks_with_the_same_experts_are_as_far_apart_as_there_are_parts() -> None:
+    for rank in range(8):
+        place = mesh(rank, 8, expert_parallel=4)
+        assert place.expert_index == rank % 4
+        assert place.sharers(expert=True) == (rank % 4, rank % 4 + 4)
+        assert place.sharers() == tuple(range(8))
+
+
+@pytest.mark.parametrize("settings", [{"replicas": 3}, {"replicas": 0}, {"replicas": 2, "expert_parallel": 2}])
+def test_uneven_replicas_are_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        Ranks(4, 4, 3, **settings)
+
+
+def layout_of(stage: int, ranks: int, frozen: int) -> tuple[Layout, UnitSpec]:
+    """Ten parameters of a unit, the last `frozen` of which train nothing."""
+    params = tuple(ParamSpec(f"p{i}", (1000 + 37 * i,), trainable=i < 10 - frozen) for i in range(10))
+    units = discover(ModuleSpec("", params), 1 << 30, 2)
+    states = AdamW().states("bf16")
+    return Layout(units, states, 4096, ranks=Ranks(ranks, ranks, stage)), units[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("frozen", [0, 4])
+def test_slices_hold_every_element_once_and_fit_their_extents(stage: int, count: int, frozen: int) -> None:
+    layout, unit = layout_of(stage, count, frozen)
+    shards = [
+        Shards(layout, Mesh(World(rank, count, rank, count), layout.ranks or Ranks(1, 1))) for rank in range(count)
+    ]
+    for state, numel in ((WEIGHT, unit.numel), ("exp_avg", unit.trainable_numel), (GRAD, unit.trainable_numel)):
+        cut = shards[0].is_cut(unit, state)
+        assert cut == ((state, stage) not in ((WEIGHT, 1), (WEIGHT, 2), (GRAD, 1)))
+        seen = [
+            element
+            for one in (shards if cut else shards[:1])
+            for span in one.spans(unit, state)
+            for element in range(span.start, span.stop)
+        ]
+        assert sorted(seen) == list(range(numel))
+        for one in shards:
+            for span in one.spans(unit, state):
+                assert span.at + len(span) <= layout.elements(unit, state)
+    written = [e for one in shards for span in one.responsible(unit, WEIGHT) for e in range(span.start, span.stop)]
+    assert sorted(written) == list(range(unit.numel))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whoever_updates_an_element_has_all_states_of_it(stage: int) -> None:
+    layout, unit = layout_of(stage, 4, frozen=3)
+    for rank in range(4):
+        shards = Shards(layout, Mesh(World(rank, 4, rank, 4), layout.ranks or Ranks(1, 1)))
+        updated = shards.updated(unit)
+        for state in (WEIGHT, "weight_low", "exp_avg", GRAD):
+            begins = shards.origin(unit, state)
+            holding = next(span for span in shards.spans(unit, state) if span.start <= updated.start < span.stop)
+            assert holding.at + updated.start - holding.start == begins
+            assert holding.stop >= updated.stop

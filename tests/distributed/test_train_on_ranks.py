@@ -1,0 +1,122 @@
+"""`pagoda train` on several ranks: the batch of one rank with as many sequences, one set of metrics, restarts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.simulate.hardware import write_hardware
+from pagoda.train import TrainConfig
+from pagoda.train.data import Batches, ByteText
+from pagoda.train.lock import LOCK, locked
+from pagoda.train.metrics import read_metrics
+from pagoda.train.run_dir import RunDir
+from tests.forecast.machines import SMALL, figure
+
+from .conftest import RankServer
+from .tiny_runs import STEPS, assert_same, started, tiny_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    return tiny_config(tmp_path)
+
+
+def test_ranks_read_the_batch_that_one_rank_would(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("0123456789abcdef" * 50)
+    text = ByteText.open(str(tmp_path / "text"))
+    shape = {"text": text, "seq_len": 4, "accumulation_steps": 2, "seed": 3}
+    whole = Batches(batch_size=6, **shape)
+    by_rank = [Batches(batch_size=2, rank=rank, ranks=3, **shape) for rank in range(3)]
+    assert all(one.tokens_per_step == whole.tokens_per_step for one in by_rank)
+    for step in range(4):
+        for index in range(2):
+            ids = torch.cat([one.batch(step, index)[0] for one in by_rank])
+            assert torch.equal(ids, whole.batch(step, index)[0])
+
+
+def test_other_ranks_go_on_behind_the_samples_that_were_read(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("0123456789abcdef" * 50)
+    text = ByteText.open(str(tmp_path / "text"))
+    before = Batches(text=text, batch_size=2, seq_len=4, ranks=3)
+    after = Batches(text=text, batch_size=2, seq_len=4, first_step=5, first_sample=before.samples_before(5))
+    alone = Batches(text=text, batch_size=2, seq_len=4)
+    assert torch.equal(after.batch(5)[0], alone.batch(15)[0])
+    assert torch.equal(after.batch(6)[0], alone.batch(16)[0])
+
+
+def test_two_ranks_are_one_that_accumulates(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
+    alone = replace(config, out=tmp_path / "alone", accumulation_steps=2)
+    assert started(ranks, 1, tmp_path / "one", alone) == [0]
+    assert started(ranks, 2, tmp_path / "two", config) == [0, 0]
+    assert_same(alone, config)
+    mine, rank_group = read_metrics(RunDir(alone.out).metrics), read_metrics(RunDir(config.out).metrics)
+    own = [read_metrics(RunDir(config.out).metrics_of(rank)) for rank in range(2)]
+    for step, (one, two, first, second) in enumerate(zip(mine, rank_group, *own, strict=True)):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert two["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-12)
+        assert first["loss"] != second["loss"]
+        assert two["bytes_moved"]["collective"] > 0
+        assert two["step"] == step + 1
+
+
+def test_a_run_that_was_killed_and_restarted_ends_with_the_same_bits(
+    ranks: RankServer, config: TrainConfig, tmp_path: Path
+) -> None:
+    whole = replace(config, out=tmp_path / "whole")
+    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
+    assert started(ranks, 2, tmp_path / "b", replace(config, steps=4)) == [0, 0]
+    again = {"environment": {"TORCHELASTIC_RESTART_COUNT": "1"}}
+    assert started(ranks, 2, tmp_path / "c", config, **again) == [0, 0]
+    assert_same(whole, config)
+    lines = read_metrics(RunDir(config.out).metrics)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_ranks_take_the_plan_that_the_first_finds(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
+    memory = replace(config.memory, host="800KiB", ssd=f"{tmp_path / 'ssd'}:64MiB", unit_limit=None)
+    usual = replace(config, memory=memory, out=tmp_path / "usual")
+    searching = replace(usual, plan="search", out=tmp_path / "search")
+    cache = tmp_path / "cache" / "pagoda"
+    environment = {"XDG_CACHE_HOME": str(cache.parent)}
+    write_hardware(SMALL, cache / "hardware.json")
+    assert started(ranks, 2, tmp_path / "refused", searching, environment=environment) == [1, 1]
+    for rank in range(2):
+        assert "-m pagoda calibrate" in (tmp_path / "refused" / f"error-{rank}.txt").read_text()
+    write_hardware(replace(SMALL, gpus_per_node=2, intra_node_bytes_per_s=figure(1e9)), cache / "hardware.json")
+    assert started(ranks, 2, tmp_path / "a", usual) == [0, 0]
+    assert started(ranks, 2, tmp_path / "b", searching, environment=environment) == [0, 0]
+    assert_same(usual, searching)
+    for searched, out in ((False, "a"), (True, "b")):
+        first, second = (torch.load(tmp_path / out / f"rank-{rank}.pt") for rank in range(2))
+        assert ("chosen by a search" in first["shown"]) == searched
+        assert first["options"] == second["options"]
+
+
+def test_ranks_fall_back_together_from_a_damaged_checkpoint(
+    ranks: RankServer, config: TrainConfig, tmp_path: Path
+) -> None:
+    whole = replace(config, out=tmp_path / "whole")
+    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
+    assert started(ranks, 2, tmp_path / "b", config) == [0, 0]
+    last = RunDir(config.out).checkpoint(STEPS)
+    damaged = last / "exp_avg_sq.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert started(ranks, 2, tmp_path / "c", replace(config, resume=True)) == [0, 0]
+    first, second = (torch.load(tmp_path / "c" / f"rank-{rank}.pt") for rank in range(2))
+    assert first["steps"] == second["steps"] == (STEPS - 1, STEPS)
+    assert first["shown"].count("Falling back to the checkpoint after step 4") == 1
+    assert second["shown"] == ""
+    assert_same(whole, config)
+    assert last.with_name(f"{last.name}.damaged").is_dir()
+
+
+def test_a_directory_in_use_is_refused_on_every_rank(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
+    with locked(config.out):
+        assert started(ranks, 2, tmp_path / "a", config) == [1, 1]
+        for rank in range(2):
+            assert "is in use by another run" in (tmp_path / "a" / f"error-{rank}.txt").read_text()
+        assert [path.name for path in config.out.iterdir()] == [LOCK]

@@ -1,0 +1,163 @@
+"""Experts as modules of their own compute what transformers' modules do."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, Qwen3MoeConfig, SwitchTransformersConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+from pagoda.experts.modules import ExpertStack, SwitchExperts, SwitchRouter
+from pagoda.transforms.operator_tiles import Tiling
+
+TOKENS, HIDDEN, EXPERTS = 18, 64, 8
+
+
+@pytest.fixture(autouse=True)
+def stable_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers sorts tokens by expert in no fixed order, which is that of the sums in the gradients of weights."""
+    monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
+
+
+def stack(kind: str, implementation: str, dtype: torch.dtype) -> nn.Module:
+    """A module that holds a stack of experts."""
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        config: Any = MixtralConfig(num_local_experts=EXPERTS, intermediate_size=48, hidden_size=HIDDEN)
+        config._experts_implementation = implementation
+        experts: nn.Module = MixtralExperts(config)
+    else:
+        config = Qwen3MoeConfig(num_experts=EXPERTS, moe_intermediate_size=48, hidden_size=HIDDEN)
+        config._experts_implementation = implementation
+        experts = Qwen3MoeExperts(config)
+    for param in experts.parameters():
+        nn.init.normal_(param, std=0.1)
+    return nn.ModuleDict({"experts": experts}).to(dtype)
+
+
+def gradients(model: nn.Module, chosen: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Of the tokens, their weights and the stack's parameters, and the output."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weights = torch.rand(chosen.shape, generator=generator).to(dtype).requires_grad_()
+    experts: Any = model["experts"]  # type: ignore[index]
+    out = experts(tokens, chosen, weights)
+    out.float().square().sum().backward()
+    found = {"out": out.detach(), "tokens": tokens.grad, "weights": weights.grad}
+    for name in ("gate_up_proj", "down_proj"):
+        parts = experts.parts(name) if isinstance(experts, ExpertStack) else [(experts.get_parameter(name), 0)]
+        found[name] = torch.cat([param.grad for param, _ in parts])
+    return found
+
+
+def choices(top_k: int, among: int = EXPERTS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.stack([torch.randperm(among, generator=generator)[:top_k] for _ in range(TOKENS)])
+
+
+@pytest.mark.parametrize("tile", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_a_stack_in_tiles_gives_the_bits_of_the_stack(kind: str, dtype: torch.dtype, tile: int | None) -> None:
+    chosen = choices(3, among=EXPERTS - 2)  # two experts get no token, and gradients of zeros
+    whole = gradients(stack(kind, "grouped_mm", dtype), chosen, dtype)
+    model = stack(kind, "grouped_mm", dtype)
+    tiling = Tiling(model, None if tile is None else tile * 3 * 48 * HIDDEN)
+    assert isinstance(model["experts"], ExpertStack)  # type: ignore[index]
+    assert len(model["experts"].pieces()) == (EXPERTS if tile is None else 3)  # type: ignore[index]
+    cut = gradients(model, chosen, dtype)
+    for name, value in whole.items():
+        assert torch.equal(cut[name], value), name
+    assert not cut["down_proj"][-2:].any()
+    tiling.undo()
+    assert not isinstance(model["experts"], ExpertStack)  # type: ignore[index]
+
+
+def test_a_number_past_the_experts_adds_nothing() -> None:
+    chosen = choices(3)
+    chosen[::4, 1] = EXPERTS
+    whole = gradients(stack("mixtral", "eager", torch.float32), chosen, torch.float32)
+    model = stack("mixtral", "grouped_mm", torch.float32)
+    Tiling(model)
+    cut = gradients(model, chosen, torch.float32)
+    for name, value in whole.items():
+        torch.testing.assert_close(cut[name], value)
+
+
+class Layer(nn.Module):
+    """A layer of a Switch Transformer, of whose experts some are full and some are without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = SwitchTransformersConfig(
+            d_model=HIDDEN, d_ff=48, num_experts=EXPERTS, expert_capacity=1, router_jitter_noise=0.0, dropout_rate=0.0
+        )
+        self.mlp = SwitchTransformersSparseMLP(config)
+
+
+def test_experts_of_switch_give_the_bits_of_transformers_with_the_same_names() -> None:
+    found: list[tuple[Any, ...]] = []
+    for cut in (False, True):
+        model = Layer()
+        if cut:
+            Tiling(model)
+        assert isinstance(model.mlp.experts, SwitchExperts) == cut
+        hidden = torch.randn(1, 6, HIDDEN, generator=torch.Generator().manual_seed(1)).repeat(1, 2, 1)
+        hidden.requires_grad_()
+        out = model.mlp(hidden)
+        out.square().sum().backward()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        found.append((out.detach(), hidden.grad, grads))
+    whole, split = found
+    assert torch.equal(whole[0], split[0])
+    assert torch.equal(whole[1], split[1])
+    assert whole[2].keys() == split[2].keys()
+    idle = [name for name, grad in whole[2].items() if grad is None]
+    assert idle
+    assert idle == [name for name, grad in split[2].items() if grad is None]
+    assert all(torch.equal(grad, split[2][name]) for name, grad in whole[2].items() if grad is not None)
+    assert not whole[0].any(-1).all()  # some tokens found no room
+
+
+def test_a_switch_router_computes_in_fp32_and_keeps_its_weight_as_it_is() -> None:
+    logits = []
+    hidden = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for cut in (False, True):
+        model = Layer().bfloat16()
+        if cut:
+            Tiling(model)
+        logits.append(model.mlp.router(hidden)[2])
+        kept = torch.bfloat16 if cut else torch.float32
+        assert model.mlp.router.classifier.weight.dtype is kept
+        assert isinstance(model.mlp.router.classifier, SwitchRouter) == cut
+    assert logits[1].dtype is torch.float32
+    assert torch.equal(*logits)
+
+
+def test_what_keeps_the_weights_is_told_what_runs_and_what_gets_zeros() -> None:
+    told: list[Any] = []
+    model = stack("mixtral", "grouped_mm", torch.float32)
+    Tiling(model)
+    experts: Any = model["experts"]  # type: ignore[index]
+    names = {tile: int(name) for name, tile in experts.tiles.items()}
+    experts.coming = lambda runs, idle: told.append(([names[t] for t in runs], [names[t] for t in idle]))
+    chosen = torch.tensor([[5, 2], [2, 7]])
+    experts(torch.randn(2, HIDDEN), chosen, torch.ones(2, 2))
+    assert told == [([2, 5, 7], [0, 1, 3, 4, 6])]
+
+
+def test_the_zeros_of_experts_without_tokens_take_no_memory_before_they_are_accumulated() -> None:
+    model = stack("mixtral", "grouped_mm", torch.float32)
+    Tiling(model)
+    experts: Any = model["experts"]  # type: ignore[index]
+    out = experts(torch.randn(2, HIDDEN), torch.tensor([[0], [1]]), torch.ones(2, 1))
+    idle = experts.tiles["5"].down_proj
+    (grad,) = torch.autograd.grad(out.sum(), [idle])
+    assert grad.shape == idle.shape
+    assert not grad.any()
+    assert grad.untyped_storage().nbytes() == grad.element_size()

@@ -1,0 +1,231 @@
+"""What the runtime does is what the simulator says it does: the same lanes, the same work, in the same order."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairwise import each_once
+from torch import nn
+
+import pagoda
+from pagoda.optim.adamw import AdamW
+from pagoda.optimizer import PagedOptimizer
+from pagoda.plan.layout import GRAD
+from pagoda.plan.ops import SSD
+from pagoda.plan.trace import Access
+from pagoda.runtime.lanes import wait_all
+from pagoda.runtime.timeline_recorder import TimelineRecorder
+from pagoda.schedule.scheduler import Scheduler
+from pagoda.simulate.simulation import simulate
+from pagoda.simulate.timeline import COMPUTE, Span
+from tests.forecast.machines import SMALL
+from tests.zoo import BATCH, LENGTH, VOCABULARY, llama
+
+ARENA, MOMENTS_ON_SSD, ALL_ON_SSD = "arena", "moments on SSD", "all on SSD"
+PLACEMENTS = (ARENA, MOMENTS_ON_SSD, ALL_ON_SSD)
+WIDTH = 128
+Step = Callable[[nn.Module], torch.Tensor]
+
+
+class Chain(nn.Module):
+    """Layers that backward uses, and completes, in exactly the reverse of forward's order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+
+def chain_loss(model: nn.Module) -> torch.Tensor:
+    # An input that needs a gradient makes the first layer's backward use its weights, as all others do.
+    hidden = torch.randn(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    return model(hidden).float().square().mean()
+
+
+def llama_loss(model: nn.Module) -> torch.Tensor:
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def memory(placement: str, directory: Path) -> pagoda.Memory:
+    """Budgets in which either model's state lies where the placement says, with frames for a part of it."""
+    common: dict[str, Any] = {"page_size": 4096, "unit_limit": "48KiB"}
+    if placement == ARENA:
+        return pagoda.Memory(host="64MiB", device="cpu:160KiB", **common)
+    host = {MOMENTS_ON_SSD: "1100KiB", ALL_ON_SSD: "700KiB"}[placement]
+    return pagoda.Memory(host=host, ssd=str(directory), **common)
+
+
+@contextmanager
+def wrapped(model: nn.Module, placement: str, directory: Path, clip: float | None) -> Iterator[PagedOptimizer]:
+    _, optimizer = pagoda.wrap(
+        model, AdamW(lr=1e-3), memory=memory(placement, directory), clip_grad_norm=clip, accumulation_steps=1
+    )
+    try:
+        yield optimizer
+    finally:
+        optimizer.close()
+
+
+def steps(model: nn.Module, optimizer: PagedOptimizer, loss: Step, count: int) -> None:
+    for _ in range(count):
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def settle(optimizer: PagedOptimizer) -> None:
+    """Wait until every lane has done what it was given, next step's prefetches included."""
+    optimizer.drain()
+    for lane in optimizer._engine._lanes.values():
+        meeting = threading.Barrier(len(lane._threads))
+        wait_all([lane.submit(lambda meeting=meeting: (meeting.wait(), None)[1]) for _ in lane._threads])
+
+
+def count(spans: Iterable[Span], *verbs: str) -> Counter[tuple[str, str]]:
+    """(lane, name) -> spans whose name begins with one of the verbs."""
+    return Counter((span.lane, span.name) for span in spans if span.name.partition(" ")[0] in verbs)
+
+
+@each_once(placement=PLACEMENTS, clip=[None, 1.0])
+def test_measured_and_predicted_have_the_same_lanes_and_the_same_work(
+    placement: str, clip: float | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = llama()
+    with wrapped(model, placement, tmp_path, clip) as optimizer:
+        steps(model, optimizer, llama_loss, 3)
+        settle(optimizer)
+        recorder = TimelineRecorder()
+        for lane in optimizer._engine._lanes.values():  # beyond the end of a step, for what it leaves to the next
+            lane.recorder = recorder
+        steps(model, optimizer, llama_loss, 2)
+        settle(optimizer)
+        plan = pagoda.plan_of(model)
+        real = recorder.timeline({}, {}, None, 0)
+    step = simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
+    spans = [span for span in real.spans if span.name != span.lane]  # `settle` gives its work no label
+    assert {span.lane for span in spans} | {COMPUTE} == {span.lane for span in step.spans}
+    streams = ("read", "write")
+    assert set(count(spans, *streams)) - set(count(step.spans, *streams)) == set()
+    # How often a unit is fetched or its gradient spilled depends on when other operations end.
+    on_ssd = {("ssd_write", f"spill {u.name}") for u in plan.units if plan.placement.home(u.index, GRAD) == SSD}
+    assert set(count(spans, "spill")) <= on_ssd
+    # In two steps, though, each is fetched: the first one's update ends a lease that was there.
+    assert set(count(spans, "fetch")) == set(count(step.spans, "fetch"))
+    assert count(spans, "update") == {span: 2 * blocks for span, blocks in count(step.spans, "update").items()}
+    offloads = {("d2h", f"offload {unit.name}"): 2 for unit in plan.units}
+    assert count(spans, "offload") == offloads, "the gradients of a unit travel together"
+    assert set(count(step.spans, "offload")) == set(offloads)
+
+
+@each_once(kind=["chain", "llama"], placement=PLACEMENTS, clip=[None, 1e6])
+def test_compute_tells_the_scheduler_what_the_simulated_one_does(
+    kind: str, placement: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations are the same then, but for what depends on when others end."""
+    told: list[Any] = []
+    access, gradient, scale_known = Scheduler.access, Scheduler.gradient, Scheduler.scale_known
+
+    def accessed(scheduler: Scheduler, to: Access, recorded: bool = True) -> None:
+        told.append(to)
+        access(scheduler, to, recorded)
+
+    def made(scheduler: Scheduler, unit: int, complete: bool, last: bool) -> None:
+        if complete and kind == "chain":  # elsewhere, the gradients of a unit may come after the next one is used
+            told.append((unit, last))
+        gradient(scheduler, unit, complete, last)
+
+    def stepped(scheduler: Scheduler, *decided: Any) -> None:
+        told.append("step")
+        scale_known(scheduler, *decided)
+
+    monkeypatch.setattr(Scheduler, "access", accessed)
+    monkeypatch.setattr(Scheduler, "gradient", made)
+    monkeypatch.setattr(Scheduler, "scale_known", stepped)
+
+    def last_step() -> list[Any]:
+        (*_, start, end) = (at for at, what in enumerate(told) if what == "step")
+        of_step = [what for what, _ in groupby(told[start:end])]
+        told.clear()
+        return of_step
+
+    torch.manual_seed(0)
+    model, loss = (llama(), llama_loss) if kind == "llama" else (Chain(), chain_loss)
+    with wrapped(model, placement, tmp_path, clip) as optimizer:
+        steps(model, optimizer, loss, 4)
+        plan = pagoda.plan_of(model)
+    live = last_step()
+    simulate(plan, SMALL, [1e-3] * (len(plan.trace.accesses) - 1))
+    assert live == last_step()
+
+
+def test_compute_is_at_work_between_accesses_but_for_its_waits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = llama()
+    with wrapped(model, ALL_ON_SSD, tmp_path, 1.0) as optimizer:
+        steps(model, optimizer, llama_loss, 3)
+        optimizer.trace_next_step()
+        steps(model, optimizer, llama_loss, 1)
+        timeline, plan = optimizer.timeline, pagoda.plan_of(model)
+    assert timeline is not None
+    spans = sorted((s for s in timeline.spans if s.lane == COMPUTE), key=lambda span: span.start_s)
+    for span, following in pairwise(spans):
+        assert span.end_s <= following.start_s + 1e-9
+    assert 0 <= spans[0].start_s < spans[-1].end_s <= timeline.step_s
+    assert timeline.busy_s[COMPUTE] <= timeline.step_s - sum(timeline.stall_s.values()) + 1e-6
+    names = [name for name, _ in groupby(span.name for span in spans)]
+    accesses = [f"{a.phase.name.lower()} {plan.units[a.unit].name}" for a in plan.trace.accesses[:-1]]
+    assert names == [*accesses, "step"]
+    assert set(timeline.ledger) == set(plan.peak_bytes)
+    for tier, points in timeline.ledger.items():
+        assert 0 < max(nbytes for _, nbytes in points) <= plan.peak_bytes[tier]
+
+
+def test_without_a_recording_there_is_no_timeline_and_a_later_one_is_a_new_one(tmp_path: Path) -> None:
+    model = Chain()
+    with wrapped(model, ARENA, tmp_path, None) as optimizer:
+        steps(model, optimizer, chain_loss, 2)
+        assert optimizer.timeline is None
+        optimizer.trace_next_step()
+        assert optimizer.timeline is None
+        steps(model, optimizer, chain_loss, 2)
+        first = optimizer.timeline
+        assert first is not None
+        optimizer.trace_next_step()
+        steps(model, optimizer, chain_loss, 1)
+        assert optimizer.timeline is not first
+        assert first.step_s > 0
+
+
+def test_a_tape_takes_work_of_many_threads() -> None:
+    recorder = TimelineRecorder()
+    threads = [
+        threading.Thread(target=lambda: [recorder.add("update", "update a", 0.0, 1.0, 1) for _ in range(1000)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recorder.timeline({}, {}, None, 0).bytes_moved == {"update": 4000}
+
+
+def test_the_ledger_is_what_is_taken_for_good_and_the_leases() -> None:
+    recorder = TimelineRecorder()
+    for nbytes in (30, 30, 10):
+        recorder.leased(nbytes)
+    ledger = recorder.timeline({}, {"device": 40, "host": 100}, "device", 40).ledger
+    assert [nbytes for _, nbytes in ledger["device"]] == [30, 10]
+    assert ledger["host"] == ((0.0, 100),)
