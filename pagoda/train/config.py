@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 _FREE_ON_RESUME = frozenset(
     {field.name for concern in (Checkpoints, Sharding) for field in fields(concern)}
-    | {"steps", "out", "save_at_end", "data", "resume", "plan", "trace", "trace_step", "speculate"}
+    | {"steps", "out", "save_at_end", "resume", "plan", "trace", "trace_step", "speculate"}
+    | {"data", "tokenizer", "cache"}
 )
-"""`data` may have moved: a checkpoint knows the bytes of its text. What is under `memory` is free too."""
+"""`data` and `tokenizer` may have moved: a checkpoint knows its tokens. What is under `memory` is free too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,17 @@ class TrainConfig(Run):
     or a directory with a Hugging Face config.json, which starts from the safetensors files beside it, or without any
     from random weights."""
     data: str = "stdlib"
-    """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
+    """What to train on: a file, a folder, a glob in quotes, or stdlib (Python's own standard library). Text files, or
+    records (JSON Lines, JSON, CSV, Parquet, Arrow) of texts (text, content) or conversations (messages, conversations;
+    instruction and output), of which the loss counts what assistants write."""
+    column: str | None = None
+    """Of records, the column with the text or the messages. By default the first that is known."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, or bytes, which makes a token of every byte. By default that of the model's
+    directory, and bytes where there is none."""
+    cache: Path | None = None
+    """Directory that keeps the tokens of data sets, 2 or 4 bytes each, for this run and others. By default one in the
+    user's cache directory."""
     steps: int
     """Optimizer steps in all, counted from the start of the run even when it is resumed."""
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -6,7 +6,6 @@ import random
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +18,29 @@ from torch.optim.lr_scheduler import LambdaLR
 from pagoda.api import plan_of, wrap
 from pagoda.checkpoint.directory import read_manifest
 from pagoda.checkpoint.model_config import model_record
-from pagoda.checkpoint.pretrained import attach_weights, weight_files
 from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
-from pagoda.construction.construct import init
 from pagoda.distributed.mesh import Mesh, open_mesh
 from pagoda.distributed.world import was_restarted
 from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.plan_table import plan_table
-from pagoda.memory.sizes import format_bytes
-from pagoda.models import build_model
-from pagoda.models.build import is_encoder_decoder, model_directory
+from pagoda.models.build import model_directory
 from pagoda.models.chunked_loss import chunked_loss
-from pagoda.models.lora import LoraConfig, add_adapters
+from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.planner import Plan
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
-from pagoda.train.data import VOCABULARY, Batches, ByteText
+from pagoda.train.data import Batches
+from pagoda.train.inputs import batches_of, opened_tokens
 from pagoda.train.metrics import StepMetrics
+from pagoda.train.model import built_model, give_weights, show_adapters, takes_positions
 from pagoda.train.progress import Progress
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning, begin
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 from pagoda.train.stop_signal import StopSignal
-
-_TOKENIZERS = (
-    "*tokenizer*",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges.txt",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-"""Files of a Hugging Face directory that only a model with a tokenizer has."""
-
 
 _VERSION = "transformers_version"
 
@@ -117,34 +99,22 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     """Builds what a run needs, and runs it."""
     checkpoint = beginning.checkpoint
     _check_trace(config, beginning.done)
-    if checkpoint is None:
-        _check_tokens(config)
     rule = config.optim.build(config.seed, config.optimizer)
-    text = ByteText.open(config.data)
-    batches = Batches(
-        text=text,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        accumulation_steps=config.accumulation_steps,
-        seed=config.seed,
-        continued=is_encoder_decoder(config.model),
-        rank=mesh.rank,
-        ranks=mesh.size,
-    )
-    _show_text(console, batches)
+    tokens = opened_tokens(config, mesh, console)
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         console.print(hint, soft_wrap=True, highlight=False)
     chosen = choose_plan(config, console, mesh)
     _seed(config.seed)
-    built = _built_model(config)
+    built = built_model(config, tokens)
+    batches = batches_of(config, tokens, takes_positions(built), mesh, console)
     if checkpoint is None:
-        _give_weights(config, built, console)
+        give_weights(config, built, console)
     if chunks_loss(config, built):
         chunked_loss(built)
         console.print("Loss: in chunks, so that logits are never whole", highlight=False)
     if config.lora.rank is not None:
         built = add_adapters(built, config.lora)
-        _show_adapters(console, built, config.lora)
+        show_adapters(console, built, config.lora)
     matrices_only = config.optim.decay == "matrices"
     model, optimizer = wrap(
         built,
@@ -203,10 +173,10 @@ class _Loop:
         """Loads `checkpoint`. Raises CheckpointError where it is of another model or text."""
         self._check_model(checkpoint)
         extra = self.optimizer.load_checkpoint(checkpoint.path)
-        if extra.get("text") != self.batches.text.fingerprint:
+        if extra.get("text") != self.batches.rows.tokens.about.fingerprint:
             raise CheckpointError(
-                f"{checkpoint.path} was trained on another text than data {self.config.data!r}:"
-                " give --data the bytes that the run started with"
+                f"{checkpoint.path} was trained on another text than data {self.config.data!r}: give --data the files, "
+                "and --tokenizer the tokenizer, that the run started with"
             )
         self.batches = replace(self.batches, first_step=checkpoint.step, first_sample=extra["samples"])
         self.scheduler.last_epoch = checkpoint.step
@@ -286,7 +256,6 @@ class _Loop:
 
     def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
         """Where compute runs. From pinned memory, so that what was queued before goes on meanwhile."""
-        tokens = tokens.contiguous()
         return tokens.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tokens
 
     def _step(self, step: int) -> StepMetrics:
@@ -295,18 +264,21 @@ class _Loop:
         passes = self.config.accumulation_steps
         loss_sum = torch.zeros((), device=self.device)
         balance: torch.Tensor | None = None
+        targets = self.batches.targets_of_step(step)
         for index in range(passes):
-            ids, labels = self.batches.batch(step, index)
-            output = self._forward(self._on_device(ids), self._on_device(labels))
-            self.optimizer.scale(output.loss / passes).backward()  # type: ignore[no-untyped-call]
-            loss_sum += output.loss.detach().float()
+            batch = self.batches.batch(step, index)
+            # Every token of the step counts as much as any other; ranks average what they have.
+            share = targets / self.mesh.size / self.batches.targets(batch["labels"])
+            output = self._forward({name: self._on_device(tensor) for name, tensor in batch.items()})
+            self.optimizer.scale(output.loss / share).backward()  # type: ignore[no-untyped-call]
+            loss_sum += output.loss.detach().float() / share
             if (figure := _balance_of(output)) is not None:
                 balance = figure / passes + (0 if balance is None else balance)
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        loss_mean = (loss_sum / passes).item()
+        loss_mean = loss_sum.item()
         step_s = time.perf_counter() - started
         stats = self.optimizer.stats
         return StepMetrics(
@@ -331,12 +303,12 @@ class _Loop:
             staleness={unit: asdict(seen) for unit, seen in stats.staleness.items()},
         )
 
-    def _forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    def _forward(self, batch: dict[str, torch.Tensor]) -> Any:
         """What the model says. Raises ConfigError where one from a directory cannot work as its config.json says."""
         # Switch Transformers have no such setting in their config.json.
         asked = {"output_router_logits": True} if self.is_switch else {}
         try:
-            return self.model(input_ids=ids, labels=labels, **asked)
+            return self.model(**batch, **asked)
         except (PagodaError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # sizes that do not fit each other show here at the earliest
@@ -366,7 +338,7 @@ class _Loop:
         extra = {
             "step": step,
             CONFIG: json.loads(self.config.to_json()),
-            "text": self.batches.text.fingerprint,
+            "text": self.batches.rows.tokens.about.fingerprint,
             "samples": self.batches.samples_before(step),
         }
         self.optimizer.wait_for_checkpoint()
@@ -413,63 +385,7 @@ def _check_trace(config: TrainConfig, done: int) -> None:
         raise ConfigError(f"--trace {config.trace} cannot be written: name a file in a directory that is there")
 
 
-def _check_tokens(config: TrainConfig) -> None:
-    """Raises ConfigError for a model whose weights know tokens of a tokenizer: byte-level text would mean others."""
-    directory = model_directory(config.model)
-    if directory is None or not weight_files(directory):
-        return  # random weights know no tokens yet
-    names = sorted(path.name for path in directory.iterdir())
-    if found := [name for name in names if any(fnmatch(name, pattern) for pattern in _TOKENIZERS)]:
-        raise ConfigError(
-            f"model {config.model!r} has weights that were trained with a tokenizer ({', '.join(found[:3])}), and "
-            "`pagoda train` reads text as bytes, which are other tokens to it. Train it in a loop of your own, with "
-            "its tokenizer, pagoda.load and pagoda.wrap; or give a directory with its config.json alone, to start "
-            "from random weights"
-        )
-
-
-def _built_model(config: TrainConfig) -> nn.Module:
-    with init():
-        model = build_model(config.model, seq_len=config.seq_len)
-    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if vocabulary < VOCABULARY:
-        raise ConfigError(
-            f"model {config.model!r} has a vocabulary of {vocabulary}, but byte-level text has {VOCABULARY}"
-            " tokens: set vocab_size in its config.json to 256 or more"
-        )
-    return model
-
-
-def _give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
-    """Lets the model start from the weights beside its config.json, if there are any, and says what it starts from."""
-    directory = model_directory(config.model)
-    files = weight_files(directory) if directory is not None else []
-    if directory is None or not files:
-        console.print(f"Weights: random, seed {config.seed}", highlight=False)
-        return
-    found = attach_weights(model, directory)
-    line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
-    for text in (line, *found.warnings()):
-        console.print(text, soft_wrap=True, highlight=False)
-
-
-def _show_adapters(console: Console, model: nn.Module, lora: LoraConfig) -> None:
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    line = f"Adapters: rank {lora.rank}, {trained:,} parameters train, and the model's own are frozen"
-    console.print(line, soft_wrap=True, highlight=False)
-
-
 def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _show_text(console: Console, batches: Batches) -> None:
-    text = batches.text
-    line = f"Text: {text.source}, {format_bytes(len(text))} in {text.files} files, {batches.windows:,} sequences"
-    console.print(line, soft_wrap=True, highlight=False)
-    if text.skipped:
-        shown = ", ".join(f"{entry.path.name} ({entry.reason})" for entry in text.skipped[:3])
-        more = f" and {len(text.skipped) - 3} more" if len(text.skipped) > 3 else ""
-        console.print(f"Skipped {len(text.skipped)} files: {shown}{more}", soft_wrap=True, highlight=False)
