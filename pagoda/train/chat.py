@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import ConfigError
-from pagoda.train.records import Document
+from pagoda.train.records import Document, Message
 
 _PROBE = [
     {"role": role, "content": content}
@@ -57,6 +57,15 @@ class ChatTemplate:
         except Exception as error:  # templates raise errors of their own, and of Jinja
             raise ConfigError(f"{document.where}: the tokenizer's chat template refuses this: {error}") from error
         return np.where(np.array(trained, dtype=bool), ids, np.invert(ids)).astype(np.int32)
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """The ids of a conversation that an assistant goes on with. Raises ConfigError where there is no template."""
+        if self._marked is None:
+            self._choose("the prompt")
+        ids: list[int] = self._tokenizer(self._written(messages, None, prompt=True), add_special_tokens=False)[
+            "input_ids"
+        ]
+        return ids
 
     def _choose(self, where: str) -> None:
         """Finds out how the template says what assistants have written."""

@@ -66,6 +66,16 @@ class Tokenizer(Protocol):
         Raises ConfigError for a conversation that cannot be written.
         """
 
+    @property
+    def end(self) -> list[int] | None:
+        """Ids that end a text or a turn; None where there are none."""
+
+    def prompt(self, text: str, chat: bool) -> list[int]:
+        """The ids of a text to go on with, or of what a user says. Raises ConfigError without a chat template."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+
 
 class ByteTokenizer:
     """Each byte of UTF-8 is a token, and a line feed comes between texts."""
@@ -74,6 +84,7 @@ class ByteTokenizer:
     vocabulary = VOCABULARY
     key = BYTES
     separates = False
+    end = None
 
     def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
         encoded = []
@@ -87,6 +98,12 @@ class ByteTokenizer:
             first = False
             encoded.append(np.frombuffer(text.encode(), np.uint8).astype(np.int32))
         return encoded
+
+    def prompt(self, text: str, chat: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(id_ for id_ in ids if id_ < VOCABULARY).decode(errors="replace")
 
 
 class ModelTokenizer:
@@ -114,6 +131,9 @@ class ModelTokenizer:
         tokenizer.model_max_length = 1 << 62  # rows are cut to --seq-len, so that no text is too long
         self._tokenizer = tokenizer
         self._before, self._after = _specials(tokenizer)
+        # Chats end turns with a token of their own, whatever is said to end a text.
+        turns = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"])
+        self._ends = [id_ for id_ in (*self._after[-1:], *turns) if id_ not in (None, tokenizer.unk_token_id)]
         self._chat = ChatTemplate(tokenizer)
         self.name = f"{type(tokenizer).__name__} of {directory}, {len(tokenizer):,} tokens"
         self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
@@ -126,6 +146,19 @@ class ModelTokenizer:
         if any(document.messages for document in documents):
             return [self._chat.encode(d) if d.messages else self._texts([d])[0] for d in documents]
         return self._texts(documents)
+
+    @property
+    def end(self) -> list[int] | None:
+        return sorted({*self._ends}) or None
+
+    def prompt(self, text: str, chat: bool) -> list[int]:
+        if chat:
+            return self._chat.prompt([{"role": "user", "content": text}])
+        return [*self._before, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def _texts(self, documents: Sequence[Document]) -> list[Encoded]:
         found = self._tokenizer(
