@@ -1,6 +1,7 @@
 """From a checkpoint to the files that transformers' `from_pretrained` reads, in pieces; or to those of peft."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.checkpoint.tensors import chunks, write_tensors
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, StorageError
+from pagoda.memory.files import write_durably
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.flat import join
 
@@ -43,11 +45,12 @@ def export(
     dtype: Precision | None = None,
     max_shard_bytes: int = 5 << 30,
     merge: bool = False,
+    beside: Sequence[Path] = (),
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face directory, which appears complete or not at all.
 
     Of a model with an adapter of peft, that is the adapter alone, for `peft.PeftModel.from_pretrained`; with `merge` it
-    is the model without one, whose weights have what the adapter adds.
+    is the model without one, whose weights have what the adapter adds. Files `beside` are copied into it: a tokenizer.
 
     The weights are those that the model computed with, unless `dtype` asks for others: "fp32" is the master, exact;
     "bf16" of a model trained in fp32 is rounded to even. A file has at most `max_shard_bytes` of tensors, or one
@@ -70,6 +73,7 @@ def export(
             adapted = AdaptedModel(record, lambda name: _whole(checkpoint, name, as_dtype))
             if not merge:
                 with committed(out) as folder:
+                    _copy(beside, folder)
                     files, count, nbytes = adapted.write(folder)
                 return Exported(files, count, nbytes, as_dtype)
         elif merge:
@@ -85,6 +89,7 @@ def export(
                     f"{out} needs {format_bytes(nbytes)}, and {format_bytes(free)} are free there. Free space, or name "
                     "another directory."
                 )
+            _copy(beside, folder)
             for file, names in shards.items():
                 specs = [tensors[name].spec(name) for name in names]
                 pieces = (tensors[name].read(*part) for name in names for part in chunks(tensors[name].numel()))
@@ -99,6 +104,11 @@ def export(
             if record.get("generation_config"):
                 write_json(folder / "generation_config.json", record["generation_config"], indent=2)
     return Exported(list(shards), len(tensors), nbytes, as_dtype)
+
+
+def _copy(files: Sequence[Path], folder: Path) -> None:
+    for file in files:
+        write_durably(folder / file.name, file.read_bytes())
 
 
 def _tensors(
