@@ -26,7 +26,7 @@ _FREE_ON_RESUME = frozenset(
     {field.name for concern in (Checkpoints, Sharding) for field in fields(concern)}
     | {"steps", "out", "save_at_end", "resume", "plan", "trace", "trace_step", "speculate"}
     | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
-    | {"sample_every", "prompt", "sample_tokens"}
+    | {"sample_every", "prompt", "sample_tokens", "log"}
 )
 """`data` and `tokenizer` may have moved: a checkpoint knows its tokens. What is under `memory` is free too."""
 _LR = 3e-4
@@ -143,6 +143,9 @@ class TrainConfig(Run):
     resume: bool = False
     """Continue the run in --out from its last checkpoint that is whole, or from the beginning if it has none yet;
     settings not given are those of the run."""
+    log: str | None = None
+    """Other places for figures, with commas between: tensorboard (in the run directory), wandb, trackio. jsonl is
+    written in any case."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
     trace_step: int = 3
