@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 
 from pagoda.cli.train import defaults_of
-from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, GenerateConfig, InspectConfig
+from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, GenerateConfig, InspectConfig, ReportConfig
 from pagoda.errors import PagodaError
 from pagoda.forecast.config import PlanConfig
 from pagoda.train.request import TrainRequest
@@ -42,6 +42,7 @@ COMMANDS = (
     Command("plan", PlanConfig),
     Command("export", ExportConfig),
     Command("generate", GenerateConfig),
+    Command("report", ReportConfig),
     Command("calibrate", CalibrateConfig),
     Command("inspect", InspectConfig),
     Command("gc", GcConfig, interrupted="interrupted"),

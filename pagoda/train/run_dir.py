@@ -47,6 +47,11 @@ class RunDir:
         return self.path / "run.yaml"
 
     @property
+    def plan(self) -> Path:
+        """The plan and the machine, for a report."""
+        return self.path / "plan.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

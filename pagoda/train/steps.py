@@ -10,11 +10,13 @@ from pagoda.api import plan_of
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
+from pagoda.memory.files import write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, History
 from pagoda.train.generate import continued
 from pagoda.train.loggers import Loggers
+from pagoda.train.plan_record import plan_record
 from pagoda.train.progress import Progress
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
@@ -131,6 +133,7 @@ class Steps:
         if self._files is None:
             if self._mesh.rank == 0:
                 self._run_dir.create(self._config, self._tokenizer.files)
+                write_durably(self._run_dir.plan, plan_record(plan_of(self._session.model)).encode())
             self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
             if self._first is not None:
                 self._files.write_evaluation(self._first)

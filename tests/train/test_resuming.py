@@ -269,6 +269,7 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written(
         "checkpoints",
         "config.json",
         "metrics.jsonl",
+        "plan.json",
         "run.yaml",
     ]
 
