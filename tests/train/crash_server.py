@@ -24,8 +24,9 @@ from pagoda.checkpoint.tensors import TensorWriter
 from pagoda.optim import AdamW
 from pagoda.optim.formats import warm_up
 from pagoda.train import TrainConfig
-from pagoda.train.loop import _Loop, run
+from pagoda.train.loop import run
 from pagoda.train.run_dir import RunCheckpoint, RunDir
+from pagoda.train.session import Session
 
 
 def do(request: dict[str, Any]) -> int:
@@ -53,14 +54,14 @@ def slow_down(kind: type, method: str, seconds: float) -> None:
 
 def train(config: TrainConfig, echo: str | None) -> None:
     """Train, or go on with what is there."""
-    restore = _Loop.restore
+    restore = Session.restore
 
-    def restored(self: _Loop, checkpoint: RunCheckpoint) -> None:
+    def restored(self: Session, checkpoint: RunCheckpoint) -> None:
         restore(self, checkpoint)
         self.optimizer.save_checkpoint(echo)  # type: ignore[arg-type]
 
     if echo is not None:
-        _Loop.restore = restored  # type: ignore[method-assign]
+        Session.restore = restored  # type: ignore[method-assign]
     run(replace(config, resume=RunDir(config.out).checkpoints.exists()), Console(file=io.StringIO()))
 
 

@@ -228,7 +228,8 @@ def test_an_edited_configuration_of_the_model_is_noticed(config: TrainConfig, tm
 
 def test_the_configuration_of_another_run_is_noticed(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--verify", str(config.out)]) == 0
-    RunDir(config.out).create(replace(config, seed=1))
+    run_dir = RunDir(config.out)
+    run_dir.create(replace(run_dir.started_config(), seed=1))
     before = content_of(config.out)
     capsys.readouterr()
     assert main(["train", "--resume", "--out", str(config.out), "--steps", "6"]) == 2
