@@ -56,6 +56,21 @@ def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.Captu
     assert not list((folder / "run").glob(".generate-*"))
 
 
+def test_a_run_with_adapters_writes_too_and_its_adapter_has_the_tokenizer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {
+        "model": folder / "model", "data": folder / "chats.jsonl", "batch-size": 2, "seq-len": 128, "precision": "fp32",
+        "memory.host": "1GiB", "out": tmp_path / "run", "steps": 1, "lora.rank": 2, "eval-share": 0.0,
+    }  # fmt: skip
+    assert main(["train", *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]) == 0
+    assert "--optim.lr 0.0002: usual for adapters" in capsys.readouterr().out
+    generated(capsys, str(tmp_path / "run"), "--prompt", "What is 5?")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
+    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert names >= {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"}
+
+
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,10 +102,16 @@ def test_a_resumed_run_evaluates_as_one_that_went_on(folder: Path, tmp_path: Pat
     assert [(line["step"], line["loss"]) for line in resumed] == [(line["step"], line["loss"]) for line in evals]
 
 
-def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder: Path, tmp_path: Path) -> None:
-    """Learning rates that are far too large make it worse."""
+@pytest.mark.parametrize("ssd", [False, True])
+def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(
+    ssd: bool, folder: Path, tmp_path: Path
+) -> None:
+    """Learning rates that are far too large make it worse. State on SSD is kept in place by both checkpoints."""
+    (tmp_path / "ssd").mkdir()
+    on_ssd = Memory(host="600KiB", ssd=str(tmp_path / "ssd"), page_size="4KiB", unit_limit="64KiB")
     config = config_of(
-        folder, tmp_path / "run", steps=20, eval_data=str(folder / "other.jsonl"), eval_every=1, patience=3,
+        folder, tmp_path / "run", memory=on_ssd if ssd else Memory(host="64MiB"),
+        steps=20, eval_data=str(folder / "other.jsonl"), eval_every=1, patience=3,
         optim=OptimConfig(lr=2.0, schedule="constant", warmup_steps=40), keep_checkpoints=1, checkpoint_every=1,
     )  # fmt: skip
     _, evals, shown = trained(config)
@@ -115,6 +121,10 @@ def test_the_best_checkpoint_is_kept_and_a_run_that_gets_no_better_stops(folder:
     assert "Stopped early" in shown
     kept = [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()]
     assert kept == sorted({best, last})
+    again = run(replace(config, resume=True, patience=0, steps=last + 1), Console(quiet=True))
+    assert again is not None
+    assert again.first_step == last + 1
+    assert best in [checkpoint.step for checkpoint in RunDir(config.out).all_checkpoints()]
 
 
 def test_what_is_held_out_is_never_trained_on(folder: Path, tmp_path: Path) -> None:
