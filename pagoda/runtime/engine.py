@@ -184,7 +184,6 @@ class Engine:
 
     def step(self) -> None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward."""
-        self.active_forwards.drop_interrupted()
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         self.check_usable()
@@ -199,7 +198,7 @@ class Engine:
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
         self.check_open()
-        self._end_updates()
+        self.accesses.drain()
         self.damage.check()
 
     def check_between_steps(self) -> None:
@@ -221,7 +220,7 @@ class Engine:
         self.check_open()
         if not self.damage.found:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
-                self._end_updates()
+                self.accesses.drain()
         if self.damage.found:
             self.stepper.drop_step()
         else:
@@ -310,7 +309,7 @@ class Engine:
             stack.callback(self.graphs.close)
             self._threads.end(stack)
             with suppress(Exception) if self.damage.seen else nullcontext():
-                self._end_updates()
+                self.accesses.drain()
 
     # --- a recording ----------------------------------------------------------------------------------------
 
@@ -337,11 +336,6 @@ class Engine:
         return changed
 
     # --- parts ----------------------------------------------------------------------------------------------
-
-    def _end_updates(self) -> None:
-        """Wait until every update has ended; raises the first error that nobody has seen."""
-        self.active_forwards.drop_interrupted()
-        self.accesses.drain()
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
         """`norms` are None where the step was skipped."""

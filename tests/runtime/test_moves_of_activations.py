@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.runtime.test_tape import count, llama_loss, settle, steps
 
 import pagoda
 from pagoda.config.training import ActivationMode
@@ -19,6 +18,7 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Span
 from tests.forecast.machines import SMALL
+from tests.runtime.test_timeline_recorder import count, llama_loss, settle, steps
 from tests.zoo import llama
 
 PIECE = 4096
