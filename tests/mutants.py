@@ -214,14 +214,14 @@ MUTANTS = (
     ),
     Mutant(
         "a graph may read weights of another step",
-        "runtime/packing.py",
+        "runtime/activations/packing.py",
         "        if unit.version != self._version:",
         "        if False:",
         "runtime/test_uses_of_parameters.py runtime/test_optimizer.py runtime/test_model_access.py",
     ),
     Mutant(
         "a saved tensor that was changed in place is used",
-        "runtime/saved.py",
+        "runtime/activations/saved.py",
         "    if counter._version != version:",
         "    if False:",
         "runtime/test_uses_of_parameters.py runtime/test_activations.py runtime/test_model_access.py",
@@ -291,7 +291,7 @@ MUTANTS = (
     ),
     Mutant(
         "backward repeats a block with other random numbers",
-        "runtime/recompute.py",
+        "runtime/activations/recompute.py",
         "        if self._generators is not None:\n            _set_generators(self._generators)\n        try:",
         "        try:",
         "runtime/test_repeats.py runtime/test_activations.py",

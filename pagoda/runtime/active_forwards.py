@@ -9,7 +9,7 @@ import torch
 from pagoda.errors import UsageError
 from pagoda.plan.trace import Phase
 from pagoda.runtime.accesses import Accesses
-from pagoda.runtime.packing import Packing
+from pagoda.runtime.activations.packing import Packing
 from pagoda.runtime.unit import LiveUnit, written_in_forward
 
 

@@ -26,13 +26,13 @@ from pagoda.plan.placement import LEASES
 from pagoda.plan.planner import Plan
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.activations.graph_memory import GraphMemory
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor, open_feeders, update_lane
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
-from pagoda.runtime.graph_memory import GraphMemory
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.loss_scale import LossScaler

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
+from pagoda.runtime.activations.blocks import Block, find_blocks, refuse_compiling
 from pagoda.runtime.announcing import Announcing
-from pagoda.runtime.blocks import Block, find_blocks, refuse_compiling
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.markers import GradientMarker

@@ -134,7 +134,7 @@ def test_what_graphs_keep_is_what_the_plan_says(
     sizes = planned.sizes
     assert kept.kept == saved_by_plain_torch(model, shape)
     monkeypatch.setattr(
-        "pagoda.runtime.policies.choose",
+        "pagoda.runtime.activations.graph_memory.choose",
         lambda sizes, room: ActivationPlan(mix, peak_of(sizes, mix, room.host), sizes),
     )
     for activations in ("recompute", *OFFLOADS, "auto"):
@@ -180,7 +180,8 @@ def test_lengths_that_vary_keep_to_the_budget_and_share_plans(monkeypatch: pytes
     """A bucket of lengths is planned for once; its sizes may be those of its shortest, and its longest fits too."""
     chosen: list[StepSizes] = []
     monkeypatch.setattr(
-        "pagoda.runtime.policies.choose", lambda sizes, room: chosen.append(sizes) or choose(sizes, room)
+        "pagoda.runtime.activations.graph_memory.choose",
+        lambda sizes, room: chosen.append(sizes) or choose(sizes, room),
     )
     lengths = random.Random(0).choices(range(24, 90), k=30)
     losses: dict[str, list[float]] = {}

@@ -5,7 +5,7 @@ import torch
 import zoo
 from torch import nn
 
-from pagoda.runtime.blocks import find_blocks
+from pagoda.runtime.activations.blocks import find_blocks
 
 LAYERS = {
     "llama": [f"model.layers.{n}" for n in range(zoo.LAYERS)],

@@ -10,16 +10,13 @@ import torch
 import torch.distributed as dist
 
 from pagoda.errors import UsageError
-from pagoda.runtime.saved import AbsentStorage, AbsentTensor, KeptTensor, SavedStorage, storage_of
+from pagoda.runtime.activations.saved import AbsentStorage, Packed, SavedStorage, storage_of
 
 _LEAST_BYTES = 4096
 """Storages with less stay whole."""
 _WORD = torch.int32
 _COLUMNS = 61
 """Sums by which two ranks' bytes are compared: of every so-manieth word each."""
-
-Part = KeptTensor | AbsentTensor
-"""What a graph keeps of a rank's part."""
 
 
 class PartitionedStorage(AbsentStorage):
@@ -30,7 +27,7 @@ class PartitionedStorage(AbsentStorage):
     def __init__(
         self,
         tensor: torch.Tensor,
-        part: Part,
+        part: Packed,
         nbytes: int,
         sums: torch.Tensor,
         gather: Callable[[torch.Tensor], torch.Tensor],
@@ -45,7 +42,7 @@ class PartitionedStorage(AbsentStorage):
 
     def whole(self) -> torch.Tensor:
         """All ranks' parts. Raises UsageError where the ranks did not have the same."""
-        words = self._gather(self._part.unpack()).view(-1)
+        words = self._gather(self._part()).view(-1)
         if not torch.equal(_sums(words[: self._nbytes // _WORD.itemsize]), self.sums):
             raise UsageError(
                 f"Tensor-parallel ranks do not have the same tensor of shape {tuple(self._shape)} among the inputs of "
@@ -75,7 +72,7 @@ class Partitioner:
         self._block, self._saved = index, 0
 
     def partition(
-        self, tensor: torch.Tensor, storage: SavedStorage, keep: Callable[[torch.Tensor], Part]
+        self, tensor: torch.Tensor, storage: SavedStorage, keep: Callable[[torch.Tensor], Packed]
     ) -> PartitionedStorage | None:
         """Divide the storage of a tensor; None where it stays whole. `keep` says what a graph keeps of a part."""
         place = self._block, self._saved

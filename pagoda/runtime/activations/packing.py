@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,31 +12,32 @@ from pagoda.distributed.tensors import Form, local
 from pagoda.errors import UsageError
 from pagoda.plan.activations import Policy
 from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.activations.offload import Offloader
+from pagoda.runtime.activations.partition import Partitioner
+from pagoda.runtime.activations.saved import AbsentTensor, KeptTensor, Packed, SavedStorage, SavedStorages, View
 from pagoda.runtime.hidden import hidden_class, outside_use
 from pagoda.runtime.leases import Leases
-from pagoda.runtime.offload import Offloader
-from pagoda.runtime.partition import Partitioner
-from pagoda.runtime.saved import AbsentTensor, KeptTensor, SavedStorage, SavedStorages, View
 from pagoda.runtime.unit import LiveUnit, ShownParameter
 
+Note = Callable[[SavedStorage], None]
+"""Is told of a storage that is saved and is not a weight's."""
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""A pair for `torch.autograd.graph.saved_tensors_hooks`."""
 
-class Packed(Protocol):
-    """What a graph keeps in place of a tensor."""
 
-    def unpack(self) -> torch.Tensor: ...
+class WeightReference:
+    """What a graph keeps in place of a tensor that lies in a lease.
 
+    A checkpoint of torch's takes it for a tensor: it asks for shape, dtype, device and whether a gradient is required.
+    """
 
-class WeightReference(View):
-    """What a graph keeps in place of a tensor that lies in a lease."""
-
-    __slots__ = ("_accesses", "_unit", "_version", "device")
+    __slots__ = ("_accesses", "_form", "_unit", "_version", "_view", "device", "dtype", "shape")
 
     requires_grad = False
-    """With shape, dtype and device, what torch's checkpoint asks of what it holds."""
 
     def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self.device = tensor.device
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self._view, self._form = View(local(tensor)), Form.of(tensor)
         self._accesses = accesses
         self._unit = unit
         self._version = unit.version
@@ -55,42 +56,8 @@ class WeightReference(View):
                 "optimizer.step(); with updates under backward, leave out wrap(accumulation_steps=...) so that they "
                 "wait for step()."
             )
-        return self.of(self._accesses.read(unit))
-
-
-class PackedPart:
-    """What a graph keeps of a DTensor: what it keeps of this rank's part, and how that is shown."""
-
-    __slots__ = ("_form", "_part", "device", "dtype", "shape")
-
-    requires_grad = False
-
-    def __init__(self, form: Form, tensor: torch.Tensor, part: Packed) -> None:
-        self._form = form
-        self._part = part
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.device = tensor.device
-
-    def unpack(self) -> torch.Tensor:
-        return self._form.around(self._part.unpack())
-
-
-class ForeignTensor:
-    """What a graph keeps of a tensor that hooks of the user's have packed."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self._packed = packed
-        self._unpack = unpack
-
-    def unpack(self) -> torch.Tensor:
-        return self._unpack(self._packed)
-
-
-References = (WeightReference, PackedPart)
-"""What `Packing.reference` gives."""
+        weight = self._view.of(self._accesses.read(unit))
+        return weight if self._form is None else self._form.around(weight)
 
 
 class Packing:
@@ -107,18 +74,17 @@ class Packing:
         saved: SavedStorages,
         offloader: Offloader,
         partitioner: Partitioner | None,
-        noted: Callable[[SavedStorage], None],
+        note: Note,
     ) -> None:
-        """`noted` is told of every storage that is saved and is not a weight's."""
         self._leases = leases
         self._accesses = accesses
         self._saved = saved
         self._offloader = offloader
         self._partitioner = partitioner
-        self._noted = noted
+        self._note = note
         self.policy: Policy | None = None
         """That of the block whose forward runs; None outside blocks."""
-        self._entered: list[tuple[Callable[[torch.Tensor], Packed], Any]] = []
+        self._entered: list[tuple[Callable[[torch.Tensor], Any], Any]] = []
         """The hooks that are active, outermost first, each after what packs for them."""
         self._placeholders: dict[int, str] = {}
         self._buffers: frozenset[int] = frozenset()
@@ -136,20 +102,23 @@ class Packing:
         dense = (buffer for buffer in buffers if buffer.layout is torch.strided)
         self._buffers = frozenset(buffer.untyped_storage()._cdata for buffer in dense)
 
-    def enter(self) -> bool:
-        """Start packing at a hooked module, if that is not under way; returns whether `leave` must be called.
+    def enter(self, note: Note | None = None) -> bool:
+        """Start packing, if that is not under way; returns whether `leave` must be called.
 
-        Not inside the hooks of a non-reentrant checkpoint, which count the tensors they see: what it recomputes holds
-        real views, which pin their lease. Hooks of the user's get all that is no weight: a weight that they kept would
-        be a placeholder after the forward.
+        Inside a non-reentrant checkpoint, which has to see each tensor that is saved, weights go to it by reference: it
+        pins no lease. `note` is for its recomputation; that of a user's checkpoint is not counted. Hooks of the user's
+        get all that is no weight: a weight that they kept would be a placeholder after the forward.
         """
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack: Callable[[torch.Tensor], Packed] = self.pack
-        if top is not None:
-            if (self._entered and top[0] is self._entered[-1][0]) or _counts_tensors(top[0]):
-                return False
-            pack = partial(self._pack_inside, *top)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
+        if top is not None and self._entered and top[0] is self._entered[-1][0]:
+            return False
+        pack: Callable[[torch.Tensor], Any] = self._pack
+        unpack: Callable[[Any], torch.Tensor] = self._unpack
+        if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
+            pack, unpack = partial(self._pack_in_checkpoint, top[0], note), partial(_unpack_in_checkpoint, top[1])
+        elif top is not None:
+            pack = partial(self._pack_inside, top)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()  # raises where hooks are disabled
         self._entered.append((pack, hooks))
         return True
@@ -170,61 +139,70 @@ class Packing:
         finally:
             self.policy = None
 
-    def _pack_inside(
-        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], tensor: torch.Tensor
-    ) -> Packed:
-        """Pack a tensor inside hooks of the user's."""
-        reference = self.reference(tensor)
-        if reference is not None:
-            return reference
-        if self._partitioner is not None or (self.policy is not None and self.policy.offloads):
-            raise UsageError(
-                "Hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu, ...) are active "
-                "around a forward whose activations wrap(activations=...) offloads or divides: leave one of them out."
-            )
-        return ForeignTensor(pack(tensor), unpack)
-
-    def pack(self, tensor: torch.Tensor) -> Packed:
-        form = Form.of(tensor)
-        if form is None:
-            return self._pack(tensor, alike=True)
-        return PackedPart(form, tensor, self._pack(local(tensor), form.replicated))
-
-    def _pack(self, tensor: torch.Tensor, alike: bool) -> Packed:
-        """Pack what this rank has of a tensor; `alike` says whether other ranks may have the same."""
+    def _pack(self, tensor: torch.Tensor) -> Packed:
         reference = self._reference(tensor)
         if reference is not None:
-            return reference
+            return reference.unpack
+        form = Form.of(tensor)
+        if form is None:
+            return self._pack_part(tensor, alike=True)
+        part = self._pack_part(local(tensor), form.replicated)
+        return lambda: form.around(part())
+
+    def _pack_part(self, tensor: torch.Tensor, alike: bool) -> Packed:
+        """Pack what this rank has of a tensor; `alike` says whether other ranks may have the same."""
         storage = self._activation(tensor)
         if storage is None:
-            return KeptTensor(tensor)
+            return KeptTensor(tensor).unpack
         if alike and self._partitioner is not None and self.policy is not None and self.policy.recomputes:
             partitioned = self._partitioner.partition(
                 tensor, storage, lambda part: self._keep(part, self._saved.find(part))
             )
             if partitioned is not None:
-                return AbsentTensor(tensor, partitioned)
+                return AbsentTensor(tensor, partitioned).unpack
         return self._keep(tensor, storage)
 
-    def _keep(self, tensor: torch.Tensor, storage: SavedStorage) -> KeptTensor | AbsentTensor:
+    def _keep(self, tensor: torch.Tensor, storage: SavedStorage) -> Packed:
         self._saved.count(storage)
-        self._noted(storage)
+        self._note(storage)
         if self.policy is not None and self.policy.offloads:
             offloaded = self._offloader.offload(tensor, storage)
             if offloaded is not None:
-                return AbsentTensor(tensor, offloaded)
-        return KeptTensor(tensor)
+                return AbsentTensor(tensor, offloaded).unpack
+        return KeptTensor(tensor).unpack
 
-    def reference(self, tensor: torch.Tensor) -> WeightReference | PackedPart | None:
-        """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
-        form = Form.of(tensor)
-        found = self._reference(local(tensor))
-        return found if form is None or found is None else PackedPart(form, tensor, found)
+    def _pack_inside(self, hooks: Hooks, tensor: torch.Tensor) -> Packed:
+        """Pack a tensor inside hooks of the user's."""
+        pack, unpack = hooks
+        reference = self._reference(tensor)
+        if reference is not None:
+            return reference.unpack
+        if self._partitioner is not None or (self.policy is not None and self.policy.offloads):
+            raise UsageError(
+                "Hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu, ...) are active "
+                "around a forward whose activations wrap(activations=...) offloads or divides: leave one of them out."
+            )
+        return partial(unpack, pack(tensor))
+
+    def _pack_in_checkpoint(self, pack: Callable[[Any], Any], note: Note | None, tensor: torch.Tensor) -> Any:
+        reference = self._reference(tensor)
+        if reference is None and note is not None:
+            storage = self._activation(local(tensor))
+            if storage is not None:
+                self._saved.count(storage)
+                note(storage)
+        return pack(reference or tensor)
+
+    def _unpack(self, packed: Packed) -> torch.Tensor:
+        self._offloader.read_ahead()
+        return packed()
 
     def _reference(self, tensor: torch.Tensor) -> WeightReference | None:
-        if not _plain(tensor):
+        """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
+        mine = local(tensor)
+        if not (_plain(mine) or isinstance(mine, nn.Parameter)):
             return None
-        address = tensor.untyped_storage()._cdata
+        address = mine.untyped_storage()._cdata
         lease = self._leases.find(address)
         if lease is not None:
             return WeightReference(self._accesses, lease.unit, tensor)
@@ -233,27 +211,16 @@ class Packing:
             raise UsageError(outside_use(name))
         return None
 
-    def count(self, tensor: torch.Tensor) -> SavedStorage | None:
-        """Count a tensor that a graph saves and that is no weight; None where that keeps nothing that would not live
-        anyway."""
-        storage = self._activation(local(tensor))
-        if storage is not None:
-            self._saved.count(storage)
-        return storage
-
     def _activation(self, tensor: torch.Tensor) -> SavedStorage | None:
+        """The storage of a tensor that is no weight; None where keeping it keeps nothing that would not live anyway."""
         if not _plain(tensor) or tensor.untyped_storage()._cdata in self._buffers:
             return None
         return self._saved.find(tensor)
 
-    def unpack(self, packed: Packed) -> torch.Tensor:
-        self._offloader.read_ahead()
-        return packed.unpack()
 
-
-def _counts_tensors(pack: Callable[..., Any]) -> bool:
-    """Whether hooks are those of a non-reentrant checkpoint, or of what stands before them in a recomputed block."""
-    return getattr(pack, "__module__", None) in ("torch.utils.checkpoint", "pagoda.runtime.recompute")
+def _unpack_in_checkpoint(unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
+    found: Any = unpack(held)
+    return found.unpack() if isinstance(found, WeightReference) else found
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))

@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from pagoda.runtime.blocks import copied, is_cache
-from pagoda.runtime.packing import Packing, References
-from pagoda.runtime.saved import SavedStorage
+from pagoda.runtime.activations.blocks import copied, is_cache
+from pagoda.runtime.activations.packing import Note, Packing
 
 _SMALL_BYTES = 1 << 20
 """Up to this size, buffers on an accelerator are kept without comparing them, which would wait for it."""
@@ -33,7 +32,7 @@ def run_recomputed(
     again: Callable[..., Any],
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     packing: Packing,
-    note: Callable[[SavedStorage], None],
+    note: Note,
 ) -> Any:
     """A block's forward, of which its arguments are saved alone; backward runs `again` in its place, and `note` is told
     what that saves.
@@ -59,50 +58,22 @@ def run_recomputed(
         first.ended()
         return output
 
-    watches = _Watch(packing), _Watch(packing, note)
-    return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: watches)
+    contexts = _Packed(packing), _Packed(packing, note)
+    return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
 
 
-class _Watch:
-    """Stands between the hooks of a checkpoint and the graph, whose hooks would hide all others.
+class _Packed:
+    """Packs what a checkpoint sees. Entered anew for each recomputation; `note` is told of what that saves."""
 
-    Weights go by reference, so a block that is recomputed pins no lease; what else a recomputation saves is counted.
-    Entered anew for each recomputation.
-    """
-
-    def __init__(self, packing: Packing, note: Callable[[SavedStorage], None] | None = None) -> None:
-        """`note` is told of every storage that is saved; None during the first forward, which saves nothing."""
+    def __init__(self, packing: Packing, note: Note | None = None) -> None:
         self._packing = packing
         self._note = note
-        self._hooks: Any = None
 
     def __enter__(self) -> None:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        assert top is not None, "a checkpoint has hooks"
-        pack: Callable[[Any], Any] = top[0]
-        unpack: Callable[[Any], Any] = top[1]
-        packing, note = self._packing, self._note
-
-        def packed(tensor: torch.Tensor) -> Any:
-            if note is None:
-                return pack(tensor)
-            reference = packing.reference(tensor)
-            if reference is not None:
-                return pack(reference)  # as good as a tensor to a checkpoint, which only holds it
-            storage = packing.count(tensor)
-            if storage is not None:
-                note(storage)
-            return pack(tensor)
-
-        def unpacked(held: Any) -> torch.Tensor:
-            found = unpack(held)
-            return found.unpack() if isinstance(found, References) else found
-
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(packed, unpacked)
-        self._hooks.__enter__()
+        self._packing.enter(self._note)
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__()
+        self._packing.leave()
 
 
 class FirstForward:

@@ -4,9 +4,13 @@ tensor: itself, or where its bytes are."""
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+
+Packed = Callable[[], torch.Tensor]
+"""What a graph keeps in place of a tensor: called, it gives the tensor, where compute reads it."""
 
 _MOST_OF_STORAGE = 8
 """A tensor that is less than one in so many bytes of its storage stays: to move it would move all of that."""

@@ -12,10 +12,10 @@ from pagoda.errors import BudgetError, UsageError
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.slots import Hashes
 from pagoda.plan.activations import BUFFERED, OFFLOAD_LANES
+from pagoda.runtime.activations.places import Pieces, Place
+from pagoda.runtime.activations.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane
-from pagoda.runtime.places import Pieces, Place
-from pagoda.runtime.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
 
 
 class OffloadedStorage(AbsentStorage):
