@@ -278,7 +278,6 @@ class Accesses:
         names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
-            f"memory.{tier}, or lower memory.unit_limit; with gradient checkpointing, everything inside one checkpoint "
-            "is in use at once.",
+            f"memory.{tier}, or lower memory.unit_limit.",
             tier=tier,
         )
