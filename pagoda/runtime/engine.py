@@ -22,7 +22,7 @@ from pagoda.optim.formats import arriving_dtype, gradient_kernels, warm_up
 from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
-from pagoda.plan.placement import LEASES
+from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
@@ -35,9 +35,10 @@ from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.lanes import open_lanes
+from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.rank_group import RankGroup
-from pagoda.runtime.regions import open_buffers, open_leases, open_staging
+from pagoda.runtime.rows import Buffers
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.shutdown import Threads, end_dropped, give_back
 from pagoda.runtime.stats import Meter, StepStats
@@ -103,16 +104,17 @@ class Engine:
         if plan.layout.has_device_kernels:
             assert isinstance(rule, ElementwiseRule)
             device.warm_up(rule, precision)
+        staging = plan.placement.pages(HOST, STAGING)
         self.gradients = Gradients(
             self.store,
-            open_staging(self.store),
+            self.store.host.take(staging) if staging else None,
             gradient_kernels(kept, arriving_dtype(kept, plan.layout.weight.dtype)),
             self._lanes,
             device,
             partial(update_lane, self.store),
             self._meter.stalled,
         )
-        self.leases = open_leases(self.store, device, units, Fetcher(self.store, self._lanes, device))
+        self.leases = Leases(self.store, units, device, Fetcher(self.store, self._lanes, device))
         feeders = open_feeders(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, None if ranks is None else ranks[0].rank)
         self.plan = plan
@@ -131,7 +133,7 @@ class Engine:
                 self.store,
                 units,
                 self.gradients,
-                open_buffers(self.store, self.gradients.arriving) if reduces else None,
+                Buffers.open(self.store, self.gradients.arriving) if reduces else None,
                 device,
                 self._lanes["d2h"],
                 self._executor,

@@ -272,7 +272,7 @@ class Executor:
         self._store.swap(operation.unit)
         unit.version += 1
         if self._leases.in_place(unit):
-            self._leases.add_home(unit, self._store.in_place(operation.unit, WEIGHT, unit.spec.numel))
+            self._leases.lease_home(unit)
         self.driver.tell(self._scheduler.ended, operation)
 
 

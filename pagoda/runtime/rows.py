@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.plan.collective import NUMBER_BYTES
+from pagoda.plan.collective import NUMBER_BYTES, reduce_buffers
 from pagoda.plan.slices import slice_elements
 from pagoda.plan.units import UnitSpec
+from pagoda.runtime.store import Store
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,17 @@ class Buffers:
     sums: torch.Tensor
     """fp32 [1 or, with replicas, one more than those, elements of a piece]: the sum over a replica's ranks, and those
     of all replicas."""
+
+    @classmethod
+    def open(cls, store: Store, dtype: torch.dtype) -> "Buffers":
+        """Take what the plan has for gradients of `dtype`."""
+        tier, planned = store.device or store.host, reduce_buffers(store.plan.layout)
+        assert planned is not None
+        sizes, page = (planned.whole_pages, planned.whole_pages, planned.landing_pages), store.plan.page_bytes
+        first, second, landing = (tier.take(pages).tensor(torch.uint8, pages * page) for pages in sizes)
+        rest, shape = tier.take(planned.pages - sum(sizes)), (planned.rows, planned.piece)
+        sums = rest.tensor(torch.float32, planned.rows * planned.piece).view(shape)
+        return cls(dtype, planned.header_bytes, (first, second), landing, sums)
 
     def rows(self, buffer: torch.Tensor, spec: UnitSpec, group: int) -> torch.Tensor:
         """A buffer as what a rank sends each of `group` ones of an equal slice of a unit: header, gradient. uint8,
