@@ -20,10 +20,6 @@ def test_blocks_are_the_repeated_layers(name: str) -> None:
     assert [block.name for block in find_blocks(zoo.MODELS[name]())] == LAYERS[name]
 
 
-def test_a_model_without_repeated_layers_has_no_blocks() -> None:
-    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
-
-
 def test_lists_inside_blocks_are_part_of_them() -> None:
     layers = (
         nn.ModuleDict({"experts": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))}) for _ in range(2)

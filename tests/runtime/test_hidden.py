@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 from torch.nn import functional
 from zoo import PAGE, RESIDENT
@@ -91,13 +92,6 @@ def test_a_use_of_a_parameter_outside_its_forward_is_refused_where_it_is(use: st
         assert step(model, optimizer) == step(twin, twin_optimizer)
 
 
-def test_a_penalty_on_hidden_parameters_never_reaches_the_loss(wrap: Wrap) -> None:
-    """The sign of a NaN is zero, so gradients would have been finite."""
-    model, _ = wrap(Scaled())
-    with pytest.raises(pagoda.UsageError, match=r"pagoda\.gathered"):
-        loss_of(model) + sum(p.abs().sum() for p in model.parameters())
-
-
 def test_what_asks_for_no_value_of_a_hidden_parameter_is_answered(wrap: Wrap) -> None:
     model, optimizer = wrap(Scaled())
     twin, twin_optimizer = wrap(Scaled())
@@ -166,9 +160,7 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-@pytest.mark.parametrize("memory", [RESIDENT, ARENA], ids=["in-place", "copied"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("write", WRITES)
+@each_once(write=[*WRITES], frozen=[False, True], memory=[RESIDENT, RESIDENT, ARENA])
 def test_a_write_inside_a_forward_is_refused(write: str, frozen: bool, memory: pagoda.Memory, wrap: Wrap) -> None:
     """It would be lost, or reach the high half of the master alone."""
     model, optimizer = wrap(Writes(WRITES[write], frozen), memory)

@@ -12,7 +12,6 @@ from zoo import (
     ALL_ON_SSD,
     ARENA,
     ARENA_ALL_ON_SSD,
-    MODELS,
     PAGE,
     PLACEMENTS,
     RESIDENT,
@@ -20,7 +19,6 @@ from zoo import (
     Outcome,
     Recipe,
     assert_placed,
-    least_host,
     run,
     squeeze,
     take_step,
@@ -29,10 +27,7 @@ from zoo import (
 
 import pagoda
 from pagoda.config.training import Precision
-from pagoda.construction.construct import describe
-from pagoda.memory.sizes import parse_bytes
-from pagoda.plan.options import Options
-from pagoda.plan.placement import BOUNCE_ELEMENTS, Budgets
+from pagoda.plan.placement import BOUNCE_ELEMENTS
 
 from .loops import CASES, WIDTH, Nested, built
 
@@ -58,7 +53,7 @@ def memory_of(recipe: Recipe, placement: str, directory: Path) -> pagoda.Memory:
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["gpt2", "conv"])
 def test_the_zoo_trains_what_it_says(model: str) -> None:
     """Losses move, clipping bites, freezing freezes."""
     plain = resident(Recipe(model, clip=None))
@@ -95,8 +90,8 @@ def test_unusual_loops_do_not_depend_on_placement(name: str, placement: str, tmp
 @pytest.mark.parametrize(
     ("recipe", "share"),
     [
-        *((Recipe("llama"), s) for s in (0.1, 0.5, 0.9)),
-        *((Recipe("t5", clip=None, announced=True), s) for s in (0.3, 0.7)),
+        (Recipe("llama"), 0.5),
+        (Recipe("t5", clip=None, announced=True), 0.7),
     ],
     ids=lambda value: value.model if isinstance(value, Recipe) else value,
 )
@@ -111,22 +106,10 @@ def test_any_budget_between_least_and_all_gives_the_same_bits(recipe: Recipe, sh
     assert outcome.peak_bytes["host"] <= host
 
 
-def test_pages_larger_than_units_do_not_change_a_bit(tmp_path: Path) -> None:
-    page_size = 1 << 18
-    recipe = Recipe("llama")
-    budgets, options = Budgets(page_size, None, 1 << 40), Options(page_size, parse_bytes(UNIT_LIMIT), clipping=True)
-    least = least_host(describe(recipe.build()), pagoda.AdamW().states("bf16"), budgets, options)
-    memory = pagoda.Memory(host=least, ssd=f"{tmp_path}:1GiB", unit_limit=UNIT_LIMIT, page_size=page_size)
-    outcome = train(recipe, memory)
-    assert outcome.plan.page_bytes == page_size  # type: ignore[union-attr]
-    outcome.assert_same_bits(resident(recipe))
-
-
-@pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
-def test_several_threads_do_not_change_a_bit(placement: str, tmp_path: Path) -> None:
+def test_several_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     """Blocks of one unit are updated at once; torch's own results may depend on the threads it computes with."""
     recipe = Recipe("conv", accumulation=2, steps=3)
-    memory = memory_of(recipe, placement, tmp_path)
+    memory = memory_of(recipe, ARENA_ALL_ON_SSD, tmp_path)
     torch.set_num_threads(2)
     reference = train(recipe, RESIDENT)
     train(recipe, memory).assert_same_bits(reference)
