@@ -358,7 +358,7 @@ class Engine:
             peak_bytes=self.peak_bytes(),
             accesses={found.value: count for found, count in meter.accesses.items()},
             replanned=replanned,
-            staleness=self.accesses.staleness(),
+            staleness=dict(self.accesses.staleness),
             updates_kept=kept - self._speculations[0],
             updates_undone=undone - self._speculations[1],
             activation_bytes=activations,

@@ -37,10 +37,6 @@ class ShownParameter(nn.Parameter):
             raise UsageError(written_in_forward(name_of(self)))
 
 
-_SHOWN: dict[type, type] = {nn.Parameter: ShownParameter}
-"""Class of a parameter -> its class while it is shown; others keep theirs."""
-
-
 def written_in_forward(name: str) -> str:
     """The message for a parameter whose weights a forward has written to."""
     return (
@@ -174,11 +170,12 @@ class LiveUnit:
         or cast.
         """
         for slot, (placed, strides, param) in enumerate(zip(self.spec.slots, self._strides, self.params, strict=True)):
-            kind = param.__class__ = self._kinds[slot]
+            param.__class__ = self._kinds[slot]
             self._check_unmoved(slot)
             self.set_part(slot, base.as_strided(placed.param.shape, strides, base.storage_offset() + placed.offset))
             self._versions.append(param._version)
-            param.__class__ = _SHOWN.get(kind, kind)
+            if type(param) is nn.Parameter:  # others keep their class
+                param.__class__ = ShownParameter
 
     def hide(self) -> str | None:
         """Hide the parameters again; returns the name of one that was written to since they were shown."""
