@@ -42,6 +42,10 @@ class RunDir:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals.jsonl"
+
     def metrics_of(self, rank: int) -> Path:
         """Figures of one of several ranks."""
         return self.path / f"metrics-rank-{rank}.jsonl"
@@ -73,7 +77,7 @@ class RunDir:
             ConfigError: as `check_place`, or there is a run already.
         """
         self.check_place()
-        taken = [p.name for p in (self.config, self.metrics, self.checkpoints) if p.exists()]
+        taken = [p.name for p in (self.config, self.metrics, self.evals, self.checkpoints) if p.exists()]
         if taken:
             raise ConfigError(
                 f"--out {self.path} already holds a run ({', '.join(taken)}): continue it with --resume,"
