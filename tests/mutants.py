@@ -113,39 +113,37 @@ MUTANTS = (
     Mutant(
         "AdamW's weight decay has the wrong sign",
         "optim/adamw.py",
-        "decay=1.0 - self.lr * self.weight_decay",
-        "decay=1.0 + self.lr * self.weight_decay",
-        "optim/test_adamw.py optim/test_kernels.py",
+        "fp32(1.0 - self.lr * self.weight_decay)",
+        "fp32(1.0 + self.lr * self.weight_decay)",
+        "optim/test_settings.py optim/test_kernels.py",
     ),
     Mutant(
         "AdamW corrects the second moment's bias by the first's",
-        "optim/adamw.py",
+        "optim/adam.py",
         "bias2_sqrt=math.sqrt(1.0 - beta2**step)",
         "bias2_sqrt=math.sqrt(1.0 - beta1**step)",
-        "optim/test_adamw.py optim/test_kernels.py",
+        "optim/test_settings.py optim/test_kernels.py",
     ),
     Mutant(
         "an eps that fp32 rounds to zero is taken",
-        "optim/adamw.py",
-        "is_number(eps) and fp32(eps) > 0",
-        "is_number(eps) and eps > 0",
-        "optim/test_adamw.py",
+        "optim/adam.py",
+        "is_number(self.eps) and fp32(self.eps) > 0",
+        "is_number(self.eps) and self.eps > 0",
+        "optim/test_settings.py",
     ),
     Mutant(
         "the tail of a gradient is in no square sum",
         "optim/gradient_kernels.py",
-        "        for i in range(n // ROW * ROW, n):\n            value = value_of(arriving, source[i], half[i])\n"
-        "            if kept == FP32:\n                to[i] = value\n",
-        "        for i in range(n // ROW * ROW, n):\n            value = value_of(arriving, source[i], half[i]) * 0\n"
-        "            if kept == FP32:\n                to[i] = source[i]\n",
-        "optim/test_gradients.py",
+        "lanes[i % LANES] += _take(kept, arriving, adding, to, source, i)",
+        "lanes[i % LANES] += 0 * _take(kept, arriving, adding, to, source, i)",
+        "optim/test_formats.py",
     ),
     Mutant(
         "settings of a param group are those of the rule",
         "optim/rule.py",
         "key: plain_setting(group[key], old)",
         "key: old",
-        "optim/test_adamw.py runtime/test_groups.py",
+        "optim/test_settings.py runtime/test_groups.py",
     ),
     # plan
     Mutant(

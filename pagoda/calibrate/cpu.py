@@ -12,7 +12,8 @@ from pagoda.calibrate.meter import Meter, cpu_cores
 from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
 from pagoda.memory.ram import ram_bytes
 from pagoda.optim import AdamW
-from pagoda.optim.formats import gradient_kernels, update_kernel, warm_up
+from pagoda.optim.gradient_kernels import gradient_kernels
+from pagoda.optim.kernels import update_kernel, warm_up
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Device

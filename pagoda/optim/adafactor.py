@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pagoda.optim.rule import StateSpec, TensorRule, check, is_number
+from pagoda.optim.rule import StateSpec, TensorRule, check, check_not_negative, is_number
 
 
 def _rows(_name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -69,9 +69,7 @@ class Adafactor(TensorRule):
     scale_parameter: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("lr", "weight_decay"):
-            value = getattr(self, field)
-            check(self.name, field, value, is_number(value) and value >= 0, "a finite number >= 0")
+        check_not_negative(self, "lr", "weight_decay")
         check(self.name, "beta2_decay", self.beta2_decay, is_number(self.beta2_decay) and self.beta2_decay <= 0, "<= 0")
         check(self.name, "d", self.d, is_number(self.d) and self.d >= 1, "a finite number >= 1")
         fits = len(self.eps) == 2 and all(e is None or (is_number(e) and e >= 0) for e in self.eps)
@@ -94,11 +92,6 @@ class Adafactor(TensorRule):
             StateSpec("variance", torch.float32, shape_of=_vectors),
         )
         return states if self.beta1 is None else (*states, StateSpec("exp_avg", torch.float32))
-
-    def defaults(self) -> dict[str, Any]:
-        """Per-group settings for ``torch.optim.Optimizer``."""
-        names = ("lr", "beta2_decay", "eps", "d", "weight_decay", "beta1", "relative_step", "scale_parameter")
-        return {name: getattr(self, name) for name in names}
 
     def update(
         self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]

@@ -17,8 +17,8 @@ import torch
 from pagoda.config.training import Precision
 from pagoda.memory.arena import Arena
 from pagoda.memory.cuda import CudaArena, PinnedArena
-from pagoda.optim.formats import update_kernel
-from pagoda.optim.jit import LANES
+from pagoda.optim.gradient_kernels import LANES
+from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule
 from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
 from pagoda.plan.placement import BOUNCE_ELEMENTS

@@ -18,7 +18,8 @@ from pagoda.distributed.shards import Shards
 from pagoda.distributed.transport import Transport
 from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.formats import arriving_dtype, gradient_kernels, warm_up
+from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
+from pagoda.optim.kernels import warm_up
 from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD

@@ -6,7 +6,7 @@ from functools import partial
 from pagoda.config.training import Precision
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
-from pagoda.optim.formats import update_kernel
+from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
 from pagoda.plan.ops import SSD

@@ -30,7 +30,7 @@ from pagoda.errors import RankError
 from pagoda.memory.identity import partial
 from pagoda.models import build_model
 from pagoda.optim import means
-from pagoda.optim.formats import warm_up as warm_up_kernels
+from pagoda.optim.kernels import warm_up as warm_up_kernels
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options

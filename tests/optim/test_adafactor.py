@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from pagoda.errors import ConfigError
 from pagoda.optim import Adafactor
 
 SHAPES = ((33, 20), (20, 33), (16,), (3, 5, 7, 2), ())
@@ -77,25 +76,3 @@ def test_state_beside_the_master_is_next_to_nothing() -> None:
     assert columns is not None
     assert vectors is None
     assert math.prod(rows) + math.prod(columns) == 1024 + 4096
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("lr", -1.0), ("beta2_decay", 0.1), ("eps", (None, None)), ("d", 0.5), ("weight_decay", -1.0), ("beta1", 1.0)],
-)
-def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"Adafactor {field}"):
-        Adafactor(**{field: value})
-
-
-def test_a_group_cannot_have_a_first_moment_that_the_rule_has_not() -> None:
-    with pytest.raises(ConfigError, match="beta1"):
-        Adafactor().with_group({**Adafactor().defaults(), "beta1": 0.9})
-
-
-def test_defaults_are_those_of_torch() -> None:
-    theirs = torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(1))]).defaults
-    mine = Adafactor().defaults()
-    assert {name: value for name, value in mine.items() if name in theirs} == {
-        name: theirs[name] for name in mine if name in theirs
-    }
