@@ -13,13 +13,29 @@ from pagoda.config.training import Precision, require_choice
 from pagoda.construction.construct import init
 from pagoda.models import build_model, layer_count
 from pagoda.optim import gradient_dtype
-from pagoda.simulate.profile import ComputeProfile
 
 _FEW, _LEAST_MORE = 1, 3
 _CACHED_BYTES = 64 << 20
 """Weights of the larger model, at least, if the model has as many: a step finds none of them in the CPU's caches."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _PATTERN = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeProfile:
+    """Seconds of forward and backward of one batch, with all weights in memory and nothing of Pagoda.
+
+    A layer is one block of the decoder and counts as many times as the model has layers. Backward includes what
+    gradient checkpointing recomputes. The head is all that is neither layer nor embedding: the last norm, the output
+    projection and the loss.
+    """
+
+    layer_forward_s: float
+    layer_backward_s: float
+    head_forward_s: float
+    head_backward_s: float
+    embedding_forward_s: float
+    embedding_backward_s: float
 
 
 @dataclass(frozen=True)

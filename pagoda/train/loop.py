@@ -26,7 +26,7 @@ from pagoda.distributed.mesh import Mesh, open_mesh
 from pagoda.distributed.world import was_restarted
 from pagoda.errors import CheckpointError, ConfigError, PagodaError
 from pagoda.forecast.chrome_trace import write_trace
-from pagoda.forecast.plan_table import plan_table
+from pagoda.forecast.report import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.models import build_model
 from pagoda.models.build import is_encoder_decoder, model_directory

@@ -136,7 +136,7 @@ def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
     leaves = [matrix.name for layer in root.children for matrix in layer.children]
     compute = Compute(dict.fromkeys(leaves, 1e-4), dict.fromkeys(leaves, 3e-4))
     options = Options(page_bytes=4096, clipping=True)
-    return search(Problem(root, STATES["bf16"], Budgets(LARGE, LARGE), machine, compute), options)
+    return search(Problem(root, STATES["bf16"], Budgets(LARGE, LARGE), machine, compute, options))
 
 
 def steps(choice: Choice, passing: bool) -> list[float]:

@@ -452,7 +452,7 @@ def test_more_bandwidth_or_memory_never_makes_the_chosen_plan_slower(
     options = Options(page_bytes=4096, accumulation_steps=accumulation_steps, clipping=clipping)
 
     def step_s(budgets: Budgets, machine: Hardware) -> float:
-        return search(Problem(root, STATES["bf16"], budgets, machine, compute), options).best.timeline.step_s
+        return search(Problem(root, STATES["bf16"], budgets, machine, compute, options)).best.timeline.step_s
 
     try:
         before = step_s(budgets, machine)
