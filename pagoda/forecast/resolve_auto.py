@@ -22,10 +22,10 @@ from pagoda.plan.activations import (
     SavedBlocks,
     StepSizes,
     choose,
+    offload_room,
     recomputes,
 )
 from pagoda.plan.batch_tiles import tile_count
-from pagoda.plan.offloading import offload_room
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import ModuleSpec, is_within, layers_of

@@ -18,8 +18,8 @@ from pagoda.forecast.forecast import Forecast, forecast
 from pagoda.forecast.largest import largest_model
 from pagoda.forecast.machine import Machine
 from pagoda.forecast.model_description import describe_configured
-from pagoda.plan.ops import OpKind
 from pagoda.plan.placement import ACTIVATIONS
+from pagoda.plan.traffic import activations_at
 from pagoda.simulate.hardware import Device, Figure, Hardware, Link, MatmulRate
 from pagoda.simulate.machines import find_machine
 
@@ -89,7 +89,8 @@ def test_layers_get_policies_of_their_own_where_memory_is_between() -> None:
 def test_offloading_is_in_the_plan_and_costs_what_a_link_costs() -> None:
     machine = gpu(2 * GIB, 1e9, 1e13)
     keep, offload = (made(machine, activations=mode) for mode in ("keep", "offload"))
-    saved = sum(op.nbytes for ops in offload.plan.activations_at.values() for op in ops if op.kind is OpKind.SAVE)
+    moves = [move for of_tick in activations_at(offload.plan).values() for move in of_tick]
+    saved = sum(nbytes for lane, nbytes in moves if lane == "d2h")
     assert saved == pytest.approx(offload.activations.offloaded, rel=0.01)
     buffers = offload.plan.placement.pages("host", ACTIVATIONS) * offload.plan.page_bytes
     assert offload.bytes["host"][ACTIVATIONS] == saved + buffers

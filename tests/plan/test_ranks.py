@@ -17,7 +17,7 @@ from pagoda.plan.placement import COLLECTIVE_BUFFERS, LEASES, SERVING, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, ring_bytes
 from pagoda.plan.trace import gradients_of
-from pagoda.plan.traffic import traffic_of
+from pagoda.plan.traffic import exchanges_at, traffic_of
 from pagoda.plan.units import ModuleSpec, align
 from pagoda.simulate.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
 from pagoda.simulate.rates import Rates
@@ -270,16 +270,15 @@ def test_experts_are_divided_and_each_held_by_the_ranks_that_have_it(parallel: i
     for unit in plan.units:
         of_experts = ".experts." in unit.slots[0].param.name
         assert plan.layout.group(unit) == (8 // parallel if of_experts else 8)
-    exchanges = [op for ops in plan.exchanges_at.values() for op in ops]
+    exchanges = [nbytes for of_tick in exchanges_at(plan).values() for nbytes in of_tick]
     assert len(exchanges) == 2 * 2 * len(rows)  # there and back, in forward and backward
     timeline = simulate(plan, NODE, [1e-6] * (len(plan.trace.accesses) - 1))
     tokens = [span.nbytes for span in timeline.spans if span.name.startswith("tokens")]
-    assert tokens == [op.nbytes for op in exchanges]
+    assert tokens == exchanges
 
 
 def test_what_ranks_do_not_need_costs_nothing() -> None:
     plan = make_plan(tower(2, 64), STATES["bf16"], Budgets(LARGE, LARGE), Options())
     assert plan.ranks is None
     assert not any(traffic.gathered or traffic.reduced or traffic.published for traffic in traffic_of(plan))
-    assert not plan.exchanges_at
     assert SSD not in plan.bytes
