@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagoda.errors import ConfigError
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
 from pagoda.plan.units import ModuleSpec, Use, forward_uses, layers_of
-from pagoda.simulate.profile import ComputeProfile
+
+if TYPE_CHECKING:
+    from pagoda.calibrate.model import ComputeProfile
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Compute:
         return cls(forward, backward)
 
     @classmethod
-    def from_profile(cls, profile: ComputeProfile, root: ModuleSpec) -> "Compute":
+    def from_profile(cls, profile: "ComputeProfile", root: ModuleSpec) -> "Compute":
         """A measured profile, spread over a model's modules.
 
         Inside a layer, time goes by parameters. The first module outside the layers is the embedding, the last one the

@@ -93,7 +93,7 @@ def planned(shape: PaperShape, ranks: Ranks) -> set[str]:
         "gather": any(unit.gathered for unit in traffic),
         "reduce": any(unit.reduced for unit in traffic),
         "offload": any(unit.offloaded for unit in traffic),
-        TOKENS: bool(plan.exchanges_at),
+        TOKENS: bool(plan.exchanges),
     }
     return {verb for verb in VERBS if moved[verb]}
 

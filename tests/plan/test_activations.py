@@ -121,7 +121,3 @@ def test_a_bucket_is_at_most_an_eighth_larger_than_what_is_in_it(shape: list[int
     assert all(size <= above <= max(size, size * 9 / 8) for size, above in zip(shape, rounded, strict=True))
     assert bucket_of([rounded]) == bucket_of([shape])
     assert 1.0 <= growth([shape]) <= (9 / 8) ** 2
-
-
-def test_lengths_up_to_a_million_share_few_buckets() -> None:
-    assert len({bucket_of([[length]]) for length in range(1000, 1_000_000, 37)}) <= 8 * 11

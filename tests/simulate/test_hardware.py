@@ -23,12 +23,10 @@ from pagoda.simulate.machines import MACHINES, UPDATE_BYTES, find_machine
 
 from .figures import walk
 
-ASKED_FOR = ["v100-32g", "v100-32g-8", "a100-40g", "a100-80g", "h100", "h200", "h200-x1", "rtx4090"]
-
 figures = st.builds(
     Figure,
     st.floats(1e-3, 1e20),
-    st.text(min_size=1).filter(str.strip),
+    st.text("a datasheet", min_size=1).filter(str.strip),
     st.floats(0, 2),
 )
 rates = st.builds(MatmulRate, figures, figures)
@@ -50,10 +48,6 @@ def test_every_figure_is_positive_sourced_and_not_claimed_as_measured(name: str)
         assert figure.spread == 0, field
 
 
-def test_the_machines_asked_for_are_there() -> None:
-    assert set(ASKED_FOR) <= set(MACHINES)
-
-
 @pytest.mark.parametrize("name", MACHINES)
 def test_rates_are_consistent(name: str) -> None:
     machine = MACHINES[name]
@@ -73,18 +67,6 @@ def test_rates_are_consistent(name: str) -> None:
         assert machine.ssd.endurance_bytes.value > machine.ssd.capacity_bytes.value
 
 
-def test_the_papers_nodes_are_what_the_papers_say() -> None:
-    dgx2 = MACHINES["v100-32g"]
-    assert dgx2.gpus_per_node == 16
-    assert dgx2.device is not None
-    assert dgx2.device.memory_bytes.value == 32 << 30
-    assert dgx2.cpu.memory_bytes.value == 1536 << 30
-    assert MACHINES["v100-32g-8"].cpu.memory_bytes.value == 240e9
-    a100 = MACHINES["a100-40g"]
-    assert a100.ssd is not None
-    assert (a100.gpus_per_node, a100.ssd.capacity_bytes.value) == (8, 11e12)
-
-
 def test_updates_on_an_a100_node_are_as_fast_as_elixir_measured() -> None:
     a100 = MACHINES["a100-40g"]
     assert a100.device is not None
@@ -98,12 +80,6 @@ def test_fewer_gpus_spread_over_the_links(count: int, sharing: int) -> None:
     assert node.link is not None
     assert (node.gpus_per_node, node.link.gpus) == (count, sharing)
     assert node.cpu == MACHINES["v100-32g"].cpu
-
-
-def test_more_gpus_than_there_are_are_refused() -> None:
-    for count in (0, 9):
-        with pytest.raises(ConfigError, match="1 to 8 GPUs"):
-            MACHINES["h100"].with_gpus(count)
 
 
 def test_an_unknown_machine_lists_the_names_and_the_closest() -> None:
@@ -123,17 +99,18 @@ def test_what_computes_is_the_gpu_else_the_cpu() -> None:
         laptop.matmul("bf16")
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_figure_that_is_no_rate_is_refused(value: float) -> None:
-    with pytest.raises(ConfigError, match="above zero"):
-        Figure(value, "datasheet")
-
-
-def test_a_figure_without_a_source_or_with_a_negative_spread_is_refused() -> None:
-    with pytest.raises(ConfigError, match="where it comes from"):
-        Figure(1.0, " ")
-    with pytest.raises(ConfigError, match="spread"):
-        Figure(1.0, "measured", spread=-0.1)
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ((0.0, "datasheet"), "above zero"),
+        ((float("inf"), "datasheet"), "above zero"),
+        ((1.0, " "), "where it comes from"),
+        ((1.0, "measured", -0.1), "spread"),
+    ],
+)
+def test_a_figure_that_is_no_rate_or_has_no_source_is_refused(given: tuple[Any, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Figure(*given)
 
 
 def test_parts_that_do_not_belong_together_are_refused() -> None:
@@ -146,13 +123,6 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         replace(h100, gpus_per_node=0)
     with pytest.raises(ConfigError, match="at least one core"):
         replace(h100.cpu, cores=0)
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_named_machine_survives_its_file(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "hardware.json"
-    path.write_text(MACHINES[name].to_json(), encoding="utf-8")
-    assert read_hardware(path) == MACHINES[name]
 
 
 @given(cpus, st.none() | drives, maybe, st.integers(1, 64))
@@ -183,20 +153,16 @@ def damaged(**changes: Any) -> str:
     [
         ("", "Expecting value"),
         ("[]", "not JSON with"),
-        ('{"format": "other"}', "not JSON with"),
         (damaged(version=1), "version 1; this Pagoda reads version 5"),
-        (damaged(hardware=3), "hardware is not an object"),
-        (damaged(**{"hardware.cpu": ...}), r"hardware lacks \['cpu'\]"),
-        (damaged(**{"hardware.tpu": 1}), r"unknown \['tpu'\]"),
-        (damaged(**{"hardware.cpu": None}), r"hardware\.cpu is not an object"),
-        (damaged(**{"hardware.name": 4}), r"hardware\.name is 4, not str"),
-        (damaged(**{"hardware.gpus_per_node": 8.5}), r"gpus_per_node is 8\.5, not int"),
-        (damaged(**{"hardware.gpus_per_node": True}), "gpus_per_node is True"),
-        (damaged(**{"hardware.cpu.memory_bytes.value": "2 TB"}), r"cpu\.memory_bytes\.value is '2 TB', not float"),
-        (damaged(**{"hardware.cpu.memory_bytes.value": -1}), r"cpu\.memory_bytes: a figure must be above zero"),
-        (damaged(**{"hardware.cpu.memory_bytes.value": float("nan")}), "above zero and finite"),
-        (damaged(**{"hardware.cpu.memory_bytes.value": 10**400}), "too large"),
-        (damaged(**{"hardware.link": None}), "hardware: hardware 'h100': a device needs a link"),
+        (damaged(hardware=3), "it has 3, where Hardware has settings"),
+        (damaged(**{"hardware.cpu": ...}), "incomplete: it lacks cpu"),
+        (damaged(**{"hardware.tpu": 1}), "unknown settings: tpu"),
+        (damaged(**{"hardware.name": 4}), "name as 4"),
+        (damaged(**{"hardware.gpus_per_node": True}), "gpus_per_node as True"),
+        (damaged(**{"hardware.cpu.memory_bytes.value": "2 TB"}), r"cpu\.memory_bytes\.value as '2 TB'"),
+        (damaged(**{"hardware.cpu.memory_bytes.value": -1}), "a figure must be above zero"),
+        (damaged(**{"hardware.cpu.memory_bytes.value": 10**400}), r"cpu\.memory_bytes\.value as"),
+        (damaged(**{"hardware.link": None}), "hardware 'h100': a device needs a link"),
     ],
 )
 def test_a_bad_file_is_refused_naming_the_file_and_the_entry(text: str, complaint: str, tmp_path: Path) -> None:
@@ -229,23 +195,3 @@ def test_a_drive_costs_in_transfers_of_a_size_what_lies_between_the_two_that_wer
         takes = nbytes / getattr(drive.in_transfers_of(nbytes), name).value
         assert takes >= many * nbytes / LARGE_TRANSFER_BYTES * (1 - 1e-9)
         assert min(few, many * nbytes / LARGE_TRANSFER_BYTES) * (1 - 1e-9) <= takes <= max(few, many) * (1 + 1e-9)
-
-
-def test_what_small_transfers_cost_is_taken_from_them() -> None:
-    few = SmallTransfers(1 << 17, *map(fig, (1e9, 2e9, 1.5e9, 0.4, 0.5e9)))
-    drive = Drive(*map(fig, (1e12, 3e9, 6e9, 4e9, 1e15, 0.1, 2e9)), few)
-    small = drive.in_transfers_of(1 << 17)
-    assert [small.read_bytes_per_s.value, small.write_bytes_per_s.value] == pytest.approx([1e9, 2e9])
-    assert small.both_bytes_per_s.value == pytest.approx(1.5e9)
-    assert small.cpu_share is not None
-    assert small.cpu_share.value == pytest.approx(0.4)
-    assert small.beside_bytes_per_s is not None
-    assert small.beside_bytes_per_s.value == pytest.approx(0.5e9)
-    middle = drive.in_transfers_of(1 << 20)
-    assert 1e9 < middle.read_bytes_per_s.value < 3e9
-    assert middle.cpu_share is not None
-    assert 0.1 < middle.cpu_share.value < 0.4
-
-
-def fig(value: float) -> Figure:
-    return Figure(value, "a test")

@@ -13,34 +13,34 @@ _MOST = 1 << 63
 """Above any number that is a setting."""
 
 
-def decoded(kind: type[_T], settings: Any, prefix: str = "") -> _T:
+def decoded(kind: type[_T], settings: Any, prefix: str = "", of: str = "the configuration") -> _T:
     """A dataclass of type `kind` from the settings that a JSON object has for it.
 
-    Raises ConfigError where a setting is unknown, missing, of another type, or out of range.
+    Raises ConfigError, naming what it is `of`, where a setting is unknown, missing, of another type, or out of range.
     """
     assert is_dataclass(kind)
     if not isinstance(settings, dict):
         where = f" as {prefix.rstrip('.')}" if prefix else ""
-        raise ConfigError(f"the configuration has{where} {short(settings)}, where {kind.__name__} has settings by name")
+        raise ConfigError(f"{of} has{where} {short(settings)}, where {kind.__name__} has settings by name")
     hints = get_type_hints(kind)
     if unknown := sorted(settings.keys() - hints.keys()):
-        raise ConfigError(f"the configuration has unknown settings: {', '.join(unknown)[:200]}")
+        raise ConfigError(f"{of} has unknown settings: {', '.join(unknown)[:200]}")
     needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
     if missing := sorted(needed - settings.keys()):
-        raise ConfigError(f"the configuration is incomplete: it lacks {', '.join(missing)}")
-    return kind(**{name: _value(hints[name], value, prefix + name) for name, value in settings.items()})
+        raise ConfigError(f"{of} is incomplete: it lacks {', '.join(missing)}")
+    return kind(**{name: _value(hints[name], value, prefix + name, of) for name, value in settings.items()})
 
 
-def _value(hint: Any, value: Any, name: str) -> Any:
+def _value(hint: Any, value: Any, name: str, of: str) -> Any:
     """A value as its field has it. Raises ConfigError where it is of another type."""
-    if is_dataclass(hint):
-        return decoded(hint, value, f"{name}.")  # type: ignore[arg-type]
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        if is_dataclass(kind) and (kind is hint or isinstance(value, dict)):
+            return decoded(kind, value, f"{name}.", of)  # type: ignore[arg-type]
         if _is_of(kind, value):
             if get_origin(kind) is tuple:
                 return tuple(value)
             return Path(value) if kind is Path else value
-    raise ConfigError(f"the configuration has {name} as {short(value)}, which is a value of the wrong type")
+    raise ConfigError(f"{of} has {name} as {short(value)}, which is a value of the wrong type")
 
 
 def _is_of(kind: Any, value: Any) -> bool:

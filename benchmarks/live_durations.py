@@ -1,14 +1,30 @@
-"""Replays a recorded step: what the scheduler decides, with the durations that work had in a run."""
+"""A live step against a simulated one that has its durations: what is left is how the simulator decides and overlaps.
 
+    python benchmarks/live_durations.py --ssd DIR [--model llama-15m] [--batch-sizes 1 4] [--rounds 7]
+
+For each placement, steps of a live run are recorded as timelines. Each is simulated again, with compute as long for
+each access as it was in the recorded step, and with lanes as fast. The table has the simulated step over the recorded
+one: the median over rounds, and the lowest and highest.
+"""
+
+import statistics
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 
+import tyro
+from rich.console import Console
+
+import pagoda
+from pagoda.construction.construct import describe
+from pagoda.models import build_model
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
 from pagoda.simulate.rates import DEVICE_UPDATE, UPDATE, Rates
 from pagoda.simulate.simulation import Simulation
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
+from predict import ALL_ON_SSD, ARENA, RAM, SEQ_LEN, SSD_STATE, Case, Trainer, budgets
 
 STEP = "step"
 """What compute is at in `step()`."""
@@ -73,3 +89,44 @@ def _covered_s(spans: Iterable[Span]) -> float:
         covered += max(0.0, span.end_s - max(span.start_s, until))
         until = max(until, span.end_s)
     return covered
+
+
+def main(
+    ssd: Path,
+    model: str = "llama-15m",
+    batch_sizes: tuple[int, ...] = (1, 4),
+    placements: tuple[str, ...] = (RAM, SSD_STATE, ALL_ON_SSD, ARENA),
+    rounds: int = 7,
+) -> None:
+    """Record steps of every placement, with and without clipping, and simulate each with its own durations."""
+    console = Console()
+    with pagoda.init():
+        root = describe(build_model(model, seq_len=SEQ_LEN, gradient_checkpointing=True))
+    for batch_size in batch_sizes:
+        for placement in placements:
+            for clip in (None, 1.0):
+                case = Case(model, batch_size, clip, placement)
+                ratios = sorted(_ratios(case, Trainer(case, budgets(root, case), ssd), rounds))
+                console.print(
+                    f"{model} {batch_size * SEQ_LEN} {placement} clip {clip}: {statistics.median(ratios):.3f} "
+                    f"({ratios[0]:.3f} to {ratios[-1]:.3f})",
+                    highlight=False,
+                )
+
+
+def _ratios(case: Case, trainer: Trainer, rounds: int) -> Iterable[float]:
+    """Simulated over recorded, for several steps of a run."""
+    try:
+        for _ in range(rounds):
+            trainer.step()
+            trainer.optimizer.trace_next_step()
+            trainer.step()
+            recorded = trainer.optimizer.timeline
+            assert recorded is not None, "a step has ended"
+            yield replay(pagoda.plan_of(trainer.model), recorded).step_s / recorded.step_s
+    finally:
+        trainer.optimizer.close()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
