@@ -21,6 +21,7 @@ from pagoda.models import build_model
 from pagoda.plan.ops import COLLECTIVE
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
+from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.rates import DEVICE_UPDATE, UPDATE, Rates
 from pagoda.simulate.simulation import Simulation
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
@@ -99,6 +100,8 @@ def main(
     rounds: int = 7,
 ) -> None:
     """Record steps of every placement, with and without clipping, and simulate each with its own durations."""
+    restart_spinning_briefly()
+    keep_freed_memory()
     console = Console()
     with pagoda.init():
         root = describe(build_model(model, seq_len=SEQ_LEN, gradient_checkpointing=True))
