@@ -116,7 +116,7 @@ def _tensors(
             read = _weights(checkpoint, held_as, dtype if adapted is None else torch.float32)
             if adapted is not None:
                 read = adapted.merged(held_as, read, dtype)
-            found[name] = LazyTensor.stored(dtype, spec.shape, read)
+            found[name] = LazyTensor(dtype, spec.shape, read)
         elif held_as in buffers:
             spec = buffers[held_as]
             found[name] = checkpoint.tensor(BUFFERS, held_as)

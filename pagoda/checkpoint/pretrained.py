@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.hf_layout import from_files
-from pagoda.checkpoint.lazy import LazyTensor
+from pagoda.checkpoint.lazy import LazyTensor, tensors_of
 from pagoda.checkpoint.tensors import TensorFile, chunks
 from pagoda.errors import ConfigError
 
@@ -80,7 +80,7 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     files = [TensorFile(path) for path in weight_files(directory)]
     if not files:
         raise ConfigError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
-    stored = {name: tensor for file in files for name, tensor in LazyTensor.all_of(file).items()}
+    stored = {name: tensor for file in files for name, tensor in tensors_of(file).items()}
     _check_plain(model, directory, stored)
     loaded = from_files(model, stored)
     names: dict[int, list[str]] = {}

@@ -15,7 +15,7 @@ from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.directory import Removable, check_absent, remove_leftovers, write_manifest
 from pagoda.checkpoint.kept_pages import KeptPages, paged_unit
 from pagoda.checkpoint.model_config import model_record
-from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages, with_ranks
+from pagoda.checkpoint.paged import PAGED, Pages, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
@@ -69,8 +69,8 @@ class Snapshot:
             "states": [state.name for state in self._states],
             "parameters": list(contents.stored),
             "steps": contents.steps,
-            TILES: contents.tiles(),
-            SHARDS: contents.shards(),
+            TILES: contents.cuts(shards=False),
+            SHARDS: contents.cuts(shards=True),
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in contents.groups(groups)],
             "loss_scale": self._engine.stepper.scaler.state_dict(),
             "rng": generators[0],
@@ -84,7 +84,7 @@ class Snapshot:
         replaces, content["id"] = self._agreed(replaces)
         kept = KeptPages.of(self._engine, replaces)
         specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
-        extents = {unit: paged.extents for unit, paged in kept.units.items()}
+        extents = {unit: {state: Run(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept), extents)
         saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
 
@@ -156,7 +156,7 @@ class Snapshot:
         those of all ranks."""
         mine = None
         if capture.frozen is not None:
-            mine = describe_pages(list(kept.units.values()), capture.frozen.commit(directory, checkpoint_id))
+            mine = capture.frozen.commit(directory, checkpoint_id), list(kept.units.values())
         dtypes = {state.name: state.dtype for state in self._states}
         return joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
 
@@ -204,7 +204,7 @@ class Snapshot:
         for unit in self._engine.units:
             names = {part for parameter in self._parameters(unit) for part in checkpoint.parts(parameter.whole)}
             for state in self._states:
-                in_pages = not names.isdisjoint(pages.sources[state.name].specs)
+                in_pages = not names.isdisjoint(pages.tensors[state.name])
                 if in_pages and self._adoptable(pages, unit, state.name) is None:
                     pages.check()
 

@@ -1,6 +1,6 @@
 """State: the one way to what is kept of a parameter, for everything but training."""
 
-import json
+import pickle
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -234,10 +234,10 @@ def settle(states: Iterable[ParameterState]) -> None:
 
 
 def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """What each rank says, by rank, as JSON has it; all say it at the same point of their program, `what` names it."""
-    said = json.dumps(mine).encode()
-    by_rank = [said] if engine.rank_group is None else engine.rank_group.announce(what, said)
-    return [json.loads(each) for each in by_rank]
+    """What each rank says, by rank; all say it at the same point of their program, `what` names it."""
+    if engine.rank_group is None:
+        return [mine]
+    return [pickle.loads(said) for said in engine.rank_group.announce(what, pickle.dumps(mine))]
 
 
 def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

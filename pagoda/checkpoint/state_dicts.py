@@ -1,7 +1,7 @@
 """A wrapped model's weights as dictionaries: torch's `state_dict`, one of all ranks, of adapters, of masters."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -142,9 +142,7 @@ def _places_by_rank(model: nn.Module, engine: Engine) -> list[list[list[_Place]]
     parts = 1 if engine.rank_group is None else engine.rank_group.parts
     if parts == 1:
         return [mine]
-    data = [[asdict(place) for place in of_unit] for of_unit in mine]
-    said = said_by_ranks(engine, "the full state dict", data)[:parts]
-    return [[[_Place(**place) for place in of_unit] for of_unit in of_rank] for of_rank in said]
+    return said_by_ranks(engine, "the full state dict", mine)[:parts]
 
 
 def _put(found: dict[str, torch.Tensor], place: _Place, value: torch.Tensor) -> None:

@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_a_page_is_found(tmp_path: Path) -> None:
         assert checkpoint.pages is not None
         (rank,) = checkpoint.pages.ranks
         assert rank.committed is not None
-        slot = int(rank.committed._table.slots[rank.units[0].extents["weight"].start])
+        slot = int(rank.committed._table.slots[rank.units[0].extents["weight"][0]])
         page = rank.committed.page_bytes
     flip(pages, slot * page + 100)
     refused(second, first, "second is damaged: .* cannot be read")
@@ -203,7 +203,7 @@ def test_pages_that_are_adopted_are_checked_when_they_are_first_read_and_by_insp
         assert checkpoint.pages is not None
         (rank,) = checkpoint.pages.ranks
         assert rank.committed is not None
-        slot = int(rank.committed._table.slots[rank.units[0].extents["exp_avg"].start])
+        slot = int(rank.committed._table.slots[rank.units[0].extents["exp_avg"][0]])
         page = rank.committed.page_bytes
     flip(pages, slot * page + 100)
     assert main(["inspect", str(second), "--verify"]) == 1
