@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pagoda.checkpoint.lazy import LazyTensor, Read, cat
-from pagoda.checkpoint.tensors import dtype_name, dtype_named
+from pagoda.checkpoint.tensors import DTYPE_NAMES, DTYPES
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run, pages_for
@@ -74,7 +74,7 @@ def joined_pages(
         }
         for reference, units in by_rank
     ]
-    named = {state: dtype_name(dtype) for state, dtype in dtypes.items()}
+    named = {state: DTYPE_NAMES[dtype] for state, dtype in dtypes.items()}
     return {"dtypes": named, "layouts": [json.loads(layout) for layout in layouts], "ranks": ranks}
 
 
@@ -119,7 +119,7 @@ class Pages:
         self.ranks: list[PagesOfRank] = []
         with ExitStack() as opened:
             try:
-                dtypes = {state: dtype_named(name) for state, name in description["dtypes"].items()}
+                dtypes = {state: DTYPES[name] for state, name in description["dtypes"].items()}
                 for said in description["ranks"]:
                     units = [
                         PagedUnit(**{**unit, "layout": description["layouts"][unit["layout"]]})
