@@ -71,8 +71,7 @@ def export(
             adapted = AdaptedModel(record, lambda name: _whole(checkpoint, name, as_dtype))
             if not merge:
                 with committed(out) as folder:
-                    files, count, nbytes = adapted.write(folder)
-                return Exported(files, count, nbytes, as_dtype)
+                    return Exported(*adapted.write(folder), as_dtype)
         elif merge:
             raise CheckpointError(f"{directory} has no adapter to merge: export it without --merge.")
         model = skeleton(record)

@@ -1,7 +1,7 @@
 """A checkpoint's files, written by one process or by all ranks: whole once every rank is done."""
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,11 @@ class Files:
     """
 
     def __init__(
-        self, directory: Path, checkpoint_id: str, specs: dict[str, Sequence[TensorSpec]], transport: Transport | None
+        self,
+        directory: Path,
+        checkpoint_id: str,
+        specs: Mapping[str, Sequence[TensorSpec]],
+        transport: Transport | None,
     ) -> None:
         """`specs` are the tensors of each file. `transport` is for this thread alone; None where one process writes."""
         self._checkpoint_id = checkpoint_id
