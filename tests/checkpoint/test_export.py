@@ -155,13 +155,6 @@ def test_a_model_that_is_not_of_transformers_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_directory_is_refused_and_untouched(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(pagoda.CheckpointError, match="out exists already"):
-        export(saved, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_a_disk_without_room_is_refused_and_nothing_left(saved: Path, tmp_path: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -175,7 +168,7 @@ def test_a_disk_without_room_is_refused_and_nothing_left(saved: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("instant", [0, 1, 3, 5])
+@pytest.mark.parametrize("instant", [1, 5])
 def test_a_killed_export_leaves_no_directory_and_can_be_run_again(saved: Path, tmp_path: Path, instant: int) -> None:
     """Killed as it syncs the file of that number: weights, index, configurations."""
     out = tmp_path / "out"

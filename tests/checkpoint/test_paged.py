@@ -7,7 +7,7 @@ import pytest
 from zoo import LAYERS, RESIDENT
 
 import pagoda
-from pagoda.checkpoint.directory import MANIFEST, read_manifest, remove
+from pagoda.checkpoint.directory import MANIFEST, read_manifest
 from pagoda.checkpoint.paged import PAGED
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.state import ParameterState
@@ -102,15 +102,6 @@ def test_a_failed_checkpoint_keeps_no_pages(tmp_path: Path, monkeypatch: pytest.
     run.save(tmp_path / "step")
     assert PAGED in read_manifest(tmp_path / "step")
     run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
-
-
-def test_a_removed_checkpoint_gives_its_room_back(tmp_path: Path) -> None:
-    (tmp_path / "ssd").mkdir()
-    saved(tmp_path / "step", tmp_path / "ssd")
-    assert list((tmp_path / "ssd").glob("pagoda-*"))
-    remove(tmp_path / "step", [tmp_path / "ssd"])
-    assert not list((tmp_path / "ssd").glob("pagoda-*"))
-    assert [path.name for path in tmp_path.iterdir()] == ["ssd"]
 
 
 # --- damage: a clear error, and the checkpoint before is whole ------------------------------------------------

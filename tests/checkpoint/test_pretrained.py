@@ -66,24 +66,6 @@ def test_the_master_is_what_the_files_say(dtype: torch.dtype, precision: str, tm
     assert first_loss(directory, torch.float32) > 0
 
 
-def test_an_fp32_model_has_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
-    directory = saved("qwen3-moe", tmp_path)
-    model, optimizer = wrapped(pagoda.load(directory), "ram", tmp_path, "fp32")
-    assert train(model, optimizer, 0, 1) == [first_loss(directory, torch.float32)]
-    optimizer.close()
-
-
-def test_training_from_files_is_training_from_the_loaded_model(tmp_path: Path) -> None:
-    directory = saved("llama-tied", tmp_path)
-    losses = []
-    for start in (pagoda.load(directory), AutoModelForCausalLM.from_pretrained(directory).train()):
-        start.config.use_cache = False  # type: ignore[union-attr]
-        model, optimizer = wrapped(start, "ssd", tmp_path)
-        losses.append(train(model, optimizer, 0, 4))
-        optimizer.close()
-    assert losses[0] == losses[1]
-
-
 def test_what_is_exported_can_be_trained_on(tmp_path: Path) -> None:
     model, optimizer = wrapped(build("mixtral"), "ssd", tmp_path)
     train(model, optimizer, 0, 2)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pagoda.checkpoint import tensors
-from pagoda.checkpoint.tensors import TensorFile, TensorSpec, TensorWriter, chunks
+from pagoda.checkpoint.tensors import TensorFile, TensorSpec, TensorWriter
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 
@@ -110,17 +110,6 @@ def test_files_of_the_safetensors_library_are_read_from_any_element_on(
 def test_a_dtype_that_the_format_lacks_is_refused_naming_the_tensor(dtype: torch.dtype) -> None:
     with pytest.raises(CheckpointError, match=rf"'odd' is {dtype}, which a safetensors file cannot hold"):
         TensorSpec("odd", dtype, (1,))
-
-
-@given(st.integers(0, 5), st.integers(0, 3))
-def test_chunks_cover_every_element_once(whole: int, rest: int) -> None:
-    numel = whole * tensors.PIECE_ELEMENTS + rest
-    position = 0
-    for start, count in chunks(numel):
-        assert start == position
-        assert 0 < count <= tensors.PIECE_ELEMENTS
-        position += count
-    assert position == numel
 
 
 def test_a_file_of_another_length_is_refused(tmp_path: Path) -> None:

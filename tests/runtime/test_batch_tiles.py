@@ -258,27 +258,6 @@ def test_without_an_input_that_shows_the_batch_it_is_refused() -> None:
     optimizer.close()
 
 
-class TrainOnly(nn.Module):
-    """A layer whose own randomness is fine, and whose samples meet in training alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x + self.dropout(self.linear(x))
-
-
-def test_a_layer_is_run_for_its_micro_batches_and_nothing_else() -> None:
-    """No trial of it, in whatever mode, decides: how samples are treated is what the user says."""
-    model, optimizer = wrapped(nn.Sequential(*(TrainOnly() for _ in range(2))), 4)
-    model(torch.randn(SAMPLES, WIDTH)).sum().backward()
-    assert [layer.calls for layer in model] == [4, 4]  # type: ignore[attr-defined]
-    optimizer.close()
-
-
 def test_a_hugging_face_model_that_caches_by_default_is_tiled() -> None:
     losses = []
     for use_cache in (False, True):
