@@ -14,6 +14,7 @@ import pagoda
 from pagoda.optimizer import PagedOptimizer
 
 from .hf_models import build, train, wrapped
+from .test_resume import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -30,18 +31,6 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
 
 def state_of(model: torch.nn.Module, optimizer: PagedOptimizer) -> dict[str, Any]:
     return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    else:
-        assert one == other
 
 
 @pytest.mark.usefixtures("group")
