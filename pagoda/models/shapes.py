@@ -102,11 +102,16 @@ def _switch(
     return Shape(name, "switch_transformers", settings)
 
 
-_LARGE: dict[str, Setting] = {
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
-"""What the published mixtures have otherwise than the small ones."""
+def _untied(vocab: int, positions: int, rope_theta: float = 1e6) -> dict[str, Setting]:
+    """What published models have otherwise than the small ones."""
+    return {
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+    }
+
+
 _BUILT_IN = (
     #      name          hidden layers heads kv intermediate
     _llama("llama-15m", 288, 6, 6, 6, 768),
@@ -115,17 +120,7 @@ _BUILT_IN = (
     _llama("llama-1b", 2_048, 16, 32, 8, 8_192),
     _llama("llama-3b", 3_072, 28, 24, 8, 8_192),
     _llama("llama-5b", 4_096, 28, 32, 8, 11_008),
-    _llama(
-        "llama-8b",
-        4_096,
-        32,
-        32,
-        8,
-        14_336,
-        vocab_size=128_256,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    ),
+    _llama("llama-8b", 4_096, 32, 32, 8, 14_336, **_untied(128_256, 8_192, 500_000.0)),
     _gpt2("gpt2", 768, 12, 12),
     _gpt2("gpt2-medium", 1_024, 24, 16),
     _gpt2("gpt2-large", 1_280, 36, 20),
@@ -134,30 +129,9 @@ _BUILT_IN = (
     _mixture("mixtral", "mixtral-15m", 192, 6, (6, 2), (8, 2, 512)),
     _mixture("mixtral", "mixtral-120m", 384, 6, (6, 2), (16, 2, 1_024)),
     _mixture("mixtral", "mixtral-1b", 768, 12, (12, 4), (16, 2, 2_048), vocab_size=32_000),
-    _mixture(
-        "mixtral",
-        "mixtral-8x7b",
-        4_096,
-        32,
-        (32, 8),
-        (8, 2, 14_336),
-        vocab_size=32_000,
-        max_position_embeddings=32_768,
-        **_LARGE,
-    ),
+    _mixture("mixtral", "mixtral-8x7b", 4_096, 32, (32, 8), (8, 2, 14_336), **_untied(32_000, 32_768)),
     _mixture("qwen3_moe", "qwen3-moe-15m", 192, 6, (6, 2), (32, 4, 128), head_dim=32),
-    _mixture(
-        "qwen3_moe",
-        "qwen3-moe-30b",
-        2_048,
-        48,
-        (32, 4),
-        (128, 8, 768),
-        vocab_size=151_936,
-        max_position_embeddings=40_960,
-        head_dim=128,
-        **_LARGE,
-    ),
+    _mixture("qwen3_moe", "qwen3-moe-30b", 2_048, 48, (32, 4), (128, 8, 768), head_dim=128, **_untied(151_936, 40_960)),
     _switch("t5-moe-15m", 192, 4, 6, 896, 8),
     _switch("t5-moe-120m", 384, 4, 6, 2_048, 16),
     _switch("t5-moe-1b", 768, 6, 12, 3_072, 32, vocab=T5_VOCAB),
