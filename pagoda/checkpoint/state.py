@@ -158,12 +158,6 @@ class ParameterState(NamedTuple):
         first = 0 if part is None else state.elements(part.start)
         return lambda start, count: whole.read(first + start, count)
 
-    def into_whole(self, values: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Copy the values of a tile to where they belong in the whole parameter; returns that view."""
-        assert self.spec.part is not None
-        start = self.spec.part.start
-        return whole.view(-1)[start : start + values.numel()].view(values.shape).copy_(values)
-
     def as_param(self, values: torch.Tensor) -> torch.Tensor:
         """What this rank has, in the parameter's shape, as the parameter is: a DTensor where that is one."""
         return self.unit.as_param(self.slot, values)
