@@ -1,6 +1,6 @@
 """State: the one way to what is kept of a parameter, for everything but training."""
 
-import json
+import pickle
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -158,12 +158,6 @@ class ParameterState(NamedTuple):
         first = 0 if part is None else state.elements(part.start)
         return lambda start, count: whole.read(first + start, count)
 
-    def into_whole(self, values: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Copy the values of a tile to where they belong in the whole parameter; returns that view."""
-        assert self.spec.part is not None
-        start = self.spec.part.start
-        return whole.view(-1)[start : start + values.numel()].view(values.shape).copy_(values)
-
     def as_param(self, values: torch.Tensor) -> torch.Tensor:
         """What this rank has, in the parameter's shape, as the parameter is: a DTensor where that is one."""
         return self.unit.as_param(self.slot, values)
@@ -234,10 +228,10 @@ def settle(states: Iterable[ParameterState]) -> None:
 
 
 def said_by_ranks(engine: Engine, what: str, mine: Any) -> list[Any]:
-    """What each rank says, by rank, as JSON has it; all say it at the same point of their program, `what` names it."""
-    said = json.dumps(mine).encode()
-    by_rank = [said] if engine.rank_group is None else engine.rank_group.announce(what, said)
-    return [json.loads(each) for each in by_rank]
+    """What each rank says, by rank; all say it at the same point of their program, `what` names it."""
+    if engine.rank_group is None:
+        return [mine]
+    return [pickle.loads(said) for said in engine.rank_group.announce(what, pickle.dumps(mine))]
 
 
 def unpaged(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

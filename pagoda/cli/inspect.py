@@ -52,7 +52,7 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
             _say(console, f"checkpoint {directory}: {max(checkpoint.steps.values(), default=0)} updates")
             for state in (*checkpoint.states, BUFFERS):
                 specs = checkpoint.specs(state).values()
-                on_ssd = checkpoint.pages.sources[state].specs if checkpoint.pages and state != BUFFERS else {}
+                on_ssd = checkpoint.pages.tensors[state] if checkpoint.pages and state != BUFFERS else {}
                 size = format_bytes(sum(spec.nbytes for spec in specs))
                 _say(console, f"  {state}: {len(specs)} tensors, {size}; {len(on_ssd)} are pages on SSD")
             found = list(checkpoint.damage()) if verify else []

@@ -27,11 +27,9 @@ _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, ty
 def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
     """The blocks of a model that `tile_batches` is for.
 
-    Raises ConfigError for a count that is none, for a model without blocks, and for a count where a block has a batch
-    norm that takes its statistics from the batch.
+    Raises ConfigError for a model without blocks, and for a count where a block has a batch norm that takes its
+    statistics from the batch.
     """
-    if tiles != "auto" and not (isinstance(tiles, int) and tiles >= 1):
-        raise ConfigError(f"batch_tiles is {tiles!r}; it must be at least 1, or 'auto'.")
     blocks = find_blocks(model)
     if not blocks:
         raise ConfigError(

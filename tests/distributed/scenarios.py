@@ -272,8 +272,8 @@ MOMENTS: dict[str, Moment] = {
     "its pages are committed": Moment(
         1, "memory.ssd.tier.PageSnapshot.commit", lambda last, _, at, *__: at == last, True
     ),
-    "all have agreed": Moment(0, "checkpoint.directory._sync", lambda last, at: at == partial(last)),
-    "the checkpoint has its name": Moment(0, "checkpoint.directory._sync", lambda last, _: last.exists()),
+    "all have agreed": Moment(0, "checkpoint.directory.sync_directory", lambda last, at: at == partial(last)),
+    "the checkpoint has its name": Moment(0, "checkpoint.directory.sync_directory", lambda last, _: last.exists()),
     "the one before is gone": Moment(0, "checkpoint.directory.Removable.retire", lambda *_: True, after=True),
 }
 

@@ -75,16 +75,6 @@ def test_a_step_refuses_trainable_parameters_that_came_after_wrap(
         optimizer.step()
 
 
-def test_frozen_parameters_may_come_after_wrap(wrap: Wrap) -> None:
-    """A teacher, say: nothing has to train it."""
-    model, optimizer = wrap(fresh(), precision="fp32")
-    model.teacher = nn.Linear(16, 16).requires_grad_(False)
-    before = model.state_dict()["body.weight"]
-    loss_of(model).backward()
-    optimizer.step()
-    assert not torch.equal(model.state_dict()["body.weight"], before)
-
-
 def test_a_step_that_can_train_nothing_is_refused(wrap: Wrap) -> None:
     """As after peft's get_peft_model for prompts: it freezes the model and holds what trains outside of it."""
     model, optimizer = wrap(fresh(), precision="fp32")

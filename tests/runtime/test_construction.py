@@ -1,18 +1,22 @@
 """Models built under `pagoda.init()`: what stays real, who initialises what, and how little RAM it takes."""
 
 import itertools
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from reference import split
+from pairwise import each_once
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
-from zoo import ARENA_ALL_ON_SSD, MODELS, PAGE, Recipe, squeeze
+from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, batch, loss_of, squeeze
 
 import pagoda
 from pagoda.config.training import Precision
@@ -77,12 +81,17 @@ def test_parameters_wait_on_meta_and_buffers_are_real(name: str) -> None:
         can_start_over = hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")
         for param in module.parameters(recurse=False):
             assert param.is_meta or not can_start_over, type(module)
-    params = [*later.parameters()]
-    assert sum(p.numel() for p in params if not p.is_meta) < 0.05 * sum(p.numel() for p in params)
+    assert real_share(later) < 0.05, "or building it would take the RAM that `init` is there to save"
     for (mine, buffer), (other, expected) in zip(later.named_buffers(), eager.named_buffers(), strict=True):
         assert mine == other
         assert not buffer.is_meta
         assert torch.equal(buffer, expected), mine
+
+
+def real_share(model: nn.Module) -> float:
+    """Share of a model's elements that are in RAM."""
+    params = list(model.parameters())
+    return sum(p.numel() for p in params if not p.is_meta) / sum(p.numel() for p in params)
 
 
 def mixtral() -> nn.Module:
@@ -94,6 +103,7 @@ def mixtral() -> nn.Module:
 
 def test_large_parameters_of_transformers_wait_for_the_models_initialiser(wrap: Wrap) -> None:
     eager, later = mixtral(), built_later(mixtral)
+    assert real_share(later) < 0.01
     found = {name: value.float() for name, value in wrap(later, pagoda.Memory(host="256MiB"))[0].state_dict().items()}
     for name, param in eager.named_parameters():
         assert found[name].mean().item() == pytest.approx(param.mean().item(), abs=1e-3), name
@@ -156,6 +166,7 @@ def test_initialisation_has_the_statistics_of_eager_construction(name: str, wrap
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
+        *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in ("qwen3", "t5", "llama")),
         *((name, "fp32") for name in BUILD if name not in ("qwen3", "t5", "llama")),
         ("llama", "bf16"),
     ],
@@ -197,6 +208,14 @@ def test_wrap_draws_nothing_for_a_model_that_is_real(wrap: Wrap) -> None:
     torch.manual_seed(3)
     wrap(model)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_what_wrap_draws_does_not_depend_on_the_memory(wrap: Wrap, tmp_path: Path) -> None:
+    after = []
+    for memory in (RESIDENT, squeeze(Recipe("llama").build(), ALL_ON_SSD, tmp_path, precision="fp32", clipping=False)):
+        wrap(built_later(MODELS["llama"]), memory)
+        after.append(torch.rand(3))
+    assert torch.equal(*after)
 
 
 class Table(nn.Module):
@@ -254,16 +273,38 @@ def test_parameters_of_any_shape_train(precision: str, wrap: Wrap) -> None:
     assert found["empty"].shape == (0, 3)
 
 
-def test_pretrained_parts_keep_their_values(wrap: Wrap) -> None:
+class Adapted(nn.Module):
+    """A model with its own initialiser, around a part that may be pretrained."""
+
+    def __init__(self, pretrained: nn.Module) -> None:
+        super().__init__()
+        self.pretrained = pretrained
+        self.head = nn.Linear(16, 16)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module is not self.pretrained:
+            nn.init.constant_(module.weight, 0.25)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Adapted):
+            # As some models do: an initialiser of the whole reaches into its parts.
+            for name, param in module.named_parameters():
+                if name.endswith("weight"):
+                    nn.init.constant_(param, 0.5)
+
+
+@pytest.mark.parametrize("unit_limit", ["4KiB", "1MiB"])
+def test_an_initialiser_of_the_whole_model_leaves_pretrained_parts_alone(unit_limit: str, wrap: Wrap) -> None:
     torch.manual_seed(0)
-    pretrained = nn.Linear(16, 16)
     with pagoda.init():
-        model = nn.Sequential(nn.Linear(16, 16), pretrained, nn.Linear(16, 16))
-    kept = {f"1.{name}": value.detach().clone() for name, value in pretrained.named_parameters()}
-    model, _ = wrap(model, pagoda.Memory(host="64MiB", unit_limit="1MiB", page_size=PAGE))
+        later = Adapted(nn.Identity())
+    later.pretrained = nn.Linear(16, 16)
+    kept = {f"pretrained.{name}": value.detach().clone() for name, value in later.pretrained.named_parameters()}
+    model, _ = wrap(later, pagoda.Memory(host="64MiB", unit_limit=unit_limit, page_size=PAGE))
     found = values(model)
     assert_equal({name: found[name] for name in kept}, kept)
-    assert not torch.equal(found["0.weight"], found["2.weight"])
+    assert (found["head.weight"] == 0.5).all()
+    assert (found["head.bias"] == 0).all()
 
 
 class Forgetful(nn.Module):
@@ -287,10 +328,75 @@ def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_eager_model_is_taken_as_it_is(wrap: Wrap) -> None:
-    model = Recipe("gpt2").build()
-    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
-    assert_equal(values(wrap(model)[0]), expected)
-    model = Recipe("gpt2").build()
-    rounded = {n: split(p)[0].float() for n, p in expected.items()}
-    assert_equal(values(wrap(model, precision="bf16")[0]), rounded)
+@each_once(name=[*MODELS], later=[False, True])
+def test_ties_hold_after_wrap(name: str, later: bool, wrap: Wrap) -> None:
+    model = built_later(MODELS[name]) if later else MODELS[name]()
+    before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    model, optimizer = wrap(model)
+    after = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    assert before.keys() == after.keys()
+    groups = [{n for n, i in ids.items() if i == shared} for ids in (before, after) for shared in set(ids.values())]
+    assert sorted(map(sorted, groups[: len(set(before.values()))])) == sorted(
+        map(sorted, groups[len(set(before.values())) :])
+    )
+    assert (len(set(after.values())) < len(after)) == (name in ("llama", "gpt2", "t5"))
+    loss_of(model(**batch(name, torch.Generator().manual_seed(1)))).backward()
+    optimizer.step()
+    trained = model.state_dict()
+    for group in groups:
+        first, *others = group
+        assert all(torch.equal(trained[first], trained[other]) for other in others)
+
+
+_BUILD_LARGE = """
+import json, sys
+import torch
+from torch import nn
+import pagoda
+
+def rss(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+def build(width, depth):
+    with pagoda.init():
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    memory = pagoda.Memory(host=sys.argv[1], ssd=sys.argv[2], unit_limit="8MiB", page_size="1MiB")
+    return pagoda.wrap(model, pagoda.AdamW(), memory=memory)
+
+build(64, 2)[1].close()  # compiles the kernels and imports what there is to import
+with open("/proc/self/clear_refs", "w") as clear:
+    clear.write("5")  # VmHWM starts again from here
+before = rss("VmRSS")
+model, optimizer = build(2048, 12)
+growth = rss("VmHWM") - before
+plan = pagoda.plan_of(model)
+print(json.dumps({
+    "growth": growth,
+    "ledger": plan.peak_bytes["host"],
+    "weights_fp32": plan.parameters * 4,
+    "host": sorted(plan.bytes["host"]),
+}))
+optimizer.close()
+"""
+
+
+def test_building_a_large_model_takes_the_ram_of_a_few_layers(tmp_path: Path) -> None:
+    """200 MB of fp32 weights, everything on SSD: what grows is the ledger and the layer at hand."""
+    environment = {**os.environ, "PAGODA_POISON": "0", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", _BUILD_LARGE, "72MiB", f"{tmp_path}:4GiB"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["weights_fp32"] == 12 * 2048 * 2048 * 4
+    assert "weight" not in figures["host"]
+    layer = 2048 * 2048 * 4
+    # The ledger's pages, and one layer in fp32 with what initialising and splitting it takes beside it.
+    assert figures["growth"] < figures["ledger"] + 3 * layer + (16 << 20)
+    assert figures["growth"] < figures["weights_fp32"] / 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from zoo import ALL_ON_SSD, RESIDENT, ConvNet, Outcome, batch, squeeze
 
 import pagoda
@@ -59,39 +59,6 @@ def test_it_is_a_torch_optimizer_over_the_models_parameters(wrapped: Wrap) -> No
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
-SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
-    "lambda": lambda o: LambdaLR(o, lambda step: 0.5**step),
-    "cosine": lambda o: CosineAnnealingLR(o, T_max=STEPS),
-    "one-cycle": lambda o: OneCycleLR(o, max_lr=1e-2, total_steps=STEPS + 1),
-}
-
-
-@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_do_what_they_do_to_torchs_adamw(scheduler: str, announced: int | None, wrapped: Wrap) -> None:
-    """OneCycleLR also cycles beta1."""
-    model, optimizer = wrapped(precision="fp32", accumulation_steps=announced)
-    plain = fresh()
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    schedules = SCHEDULERS[scheduler](optimizer), SCHEDULERS[scheduler](reference)
-    seen = []
-    for step in range(STEPS):
-        backward(model, step)
-        backward(plain, step)
-        for stepped in (optimizer, reference, *schedules):
-            stepped.step()  # type: ignore[attr-defined]
-        optimizer.zero_grad()
-        reference.zero_grad()
-        mine, other = optimizer.param_groups[0], reference.param_groups[0]
-        assert (mine["lr"], mine["betas"]) == (other["lr"], other["betas"])
-        seen.append((mine["lr"], mine["betas"]))
-    assert len(set(seen)) == STEPS
-    constant, _ = wrapped(precision="fp32")
-    for name, weight in model.state_dict().items():
-        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=0, atol=2e-6, msg=name)
-    assert not torch.equal(constant.state_dict()["layers.0.0.weight"], model.state_dict()["layers.0.0.weight"])
-
-
 def test_a_closure_runs_with_gradients_and_its_loss_is_returned(wrapped: Wrap) -> None:
     model, optimizer = wrapped()
     twin, twin_optimizer = wrapped()
@@ -138,29 +105,6 @@ def test_clearing_between_forward_and_backward_keeps_the_graph(wrapped: Wrap) ->
         backward(twin, step)
         twin_optimizer.step()
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
-
-
-def test_zero_grad_after_a_step_does_nothing_more(wrapped: Wrap) -> None:
-    model, optimizer = wrapped()
-    twin, twin_optimizer = wrapped()
-    for step in range(STEPS):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(twin, step)
-        twin_optimizer.step()
-    state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
-
-
-def test_a_second_step_without_gradients_changes_nothing(wrapped: Wrap) -> None:
-    model, optimizer = wrapped()
-    backward(model, 1)
-    optimizer.step()
-    before = state(model, optimizer)
-    optimizer.step()
-    state(model, optimizer).assert_same_bits(before)
-    assert optimizer.stats.grad_norm is None
-    assert optimizer.stats.step == 2
 
 
 def test_a_gradient_is_none_exactly_when_there_is_none(wrapped: Wrap) -> None:
@@ -295,13 +239,6 @@ def test_a_clip_is_dropped_with_its_gradients(wrapped: Wrap) -> None:
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-def test_parameters_cannot_be_added(wrapped: Wrap) -> None:
-    _, optimizer = wrapped()
-    with pytest.raises(pagoda.UsageError, match="wrap"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert len(optimizer.param_groups) == 1
-
-
 def test_hyperparameters_changed_after_their_use_under_backward_are_refused(wrapped: Wrap) -> None:
     model, optimizer = wrapped(accumulation_steps=1)
     backward(model, 1)
@@ -315,19 +252,12 @@ def test_hyperparameters_changed_after_their_use_under_backward_are_refused(wrap
     optimizer.step()
 
 
-def test_more_backward_passes_than_announced_are_refused(wrapped: Wrap) -> None:
-    model, _ = wrapped(accumulation_steps=2)
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["no-clip", "clip"])
+def test_more_backward_passes_than_announced_are_refused(clip: float | None, wrapped: Wrap) -> None:
+    model, _ = wrapped(accumulation_steps=2, clip_grad_norm=clip)
     backward(model, 1)
     backward(model, 2)
     with pytest.raises(pagoda.UsageError, match=r"accumulation_steps"):
-        backward(model, 3)
-
-
-def test_more_backward_passes_than_announced_are_refused_with_clipping(wrapped: Wrap) -> None:
-    model, _ = wrapped(accumulation_steps=2, clip_grad_norm=1.0)
-    backward(model, 1)
-    backward(model, 2)
-    with pytest.raises(pagoda.UsageError, match=r"accumulation_steps=2"):
         backward(model, 3)
 
 
@@ -342,15 +272,6 @@ def test_fewer_backward_passes_than_announced_are_one_step_all_the_same(wrapped:
         optimizer.step()
         twin_optimizer.step()
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
-
-
-def test_gradients_applied_under_backward_cannot_be_dropped(wrapped: Wrap) -> None:
-    model, optimizer = wrapped(accumulation_steps=1)
-    backward(model, 1)
-    with pytest.raises(pagoda.UsageError, match="already applied"):
-        optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_clipping_by_hand_is_refused_where_updates_run_under_backward(wrapped: Wrap) -> None:

@@ -212,12 +212,20 @@ def _made_for_inference() -> nn.Module:
         return Layers()
 
 
+def _complex() -> nn.Module:
+    model = Layers()
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (_over_one_memory, r"layers\.0\.0\.weight.*layers\.1\.0\.weight.*same memory"),
         (_made_for_inference, "inference_mode"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "no shape yet"),
+        (nn.Tanh, "no parameters: there is nothing to train"),
+        (_complex, r"'phase' is torch\.complex64"),
         (lambda: "a model", "takes a torch.nn.Module"),
     ],
 )
