@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 
 from pagoda.cli.train import resumed_config
-from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, InspectConfig
+from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, GenerateConfig, InspectConfig
 from pagoda.errors import PagodaError
 from pagoda.forecast.config import PlanConfig
 from pagoda.train.config import TrainConfig
@@ -41,6 +41,7 @@ COMMANDS = (
     Command("train", TrainConfig, resumed_config, "interrupted; nothing after the last checkpoint is kept"),
     Command("plan", PlanConfig),
     Command("export", ExportConfig),
+    Command("generate", GenerateConfig),
     Command("calibrate", CalibrateConfig),
     Command("inspect", InspectConfig),
     Command("gc", GcConfig, interrupted="interrupted"),

@@ -126,7 +126,7 @@ class Steps:
         """The files of the run, made once its first step has succeeded."""
         if self._files is None:
             if self._mesh.rank == 0:
-                self._run_dir.create(self._config)
+                self._run_dir.create(self._config, self._tokenizer.files)
             self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
             if self._first is not None:
                 self._files.write_evaluation(self._first)

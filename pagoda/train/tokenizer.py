@@ -57,6 +57,14 @@ class Tokenizer(Protocol):
         """Differs between tokenizers that may give other tokens."""
 
     @property
+    def files(self) -> Sequence[Path]:
+        """What it was read from."""
+
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+
+    @property
     def separates(self) -> bool:
         """Whether attention and loss end where a document does. Bytes run on."""
 
@@ -84,6 +92,8 @@ class ByteTokenizer:
     vocabulary = VOCABULARY
     key = BYTES
     separates = False
+    chats = False
+    files: Sequence[Path] = ()
     end = None
 
     def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
@@ -138,7 +148,9 @@ class ModelTokenizer:
         self.name = f"{type(tokenizer).__name__} of {directory}, {len(tokenizer):,} tokens"
         self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
         digest = hashlib.blake2b(str(trl_version()).encode(), digest_size=16)
-        for path in tokenizer_files(directory):
+        self.files: Sequence[Path] = tokenizer_files(directory)
+        self.chats = bool(tokenizer.chat_template)
+        for path in self.files:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         self.key = digest.hexdigest()
 
