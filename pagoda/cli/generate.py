@@ -37,13 +37,14 @@ def run(config: GenerateConfig, console: Console) -> int:
 
 
 def _generate(config: GenerateConfig, directory: Path, tokenizer_directory: Path, console: Console) -> None:
-    import pagoda
+    from pagoda.api import load, wrap
+    from pagoda.optim.adamw import AdamW
     from pagoda.train.generate import continued
     from pagoda.train.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(tokenizer_directory if tokenizer_directory.is_dir() else None, None)
-    model = pagoda.load(directory).requires_grad_(False)
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=config.memory)
+    model = load(directory).requires_grad_(False)
+    model, optimizer = wrap(model, AdamW(), memory=config.memory)
     try:
         chat = tokenizer.chats if config.chat is None else config.chat
         seed = config.seed if config.draw else None
