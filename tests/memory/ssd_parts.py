@@ -1,15 +1,19 @@
 """What tests of the SSD tier share: patterned pages, and where a page lies on disk."""
 
 import json
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pagoda.memory.arena import Arena
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
+from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.tier import PageSnapshot, SSDTier
 
 PAGE = 4096
+Reference = dict[str, Any]
 
 
 class Tier(SSDTier):
@@ -27,6 +31,11 @@ class Tier(SSDTier):
         for run in self._runs:
             frozen.add(run)
         return frozen
+
+    def commit(self, checkpoint: Path) -> Reference:
+        """Commit every run for a checkpoint, which is there then."""
+        with closing(self.freeze_all()) as frozen:
+            return frozen.commit(*make_checkpoint(checkpoint))
 
     def __enter__(self) -> Self:
         return self
@@ -46,6 +55,14 @@ def loaded(tier: SSDTier, run: Run) -> memoryview:
     """A whole run, as it reads now."""
     into = Arena(run.count * PAGE).view(0, run.count * PAGE)
     tier.load(run, 0, into)
+    return into
+
+
+def committed(reference: Reference, run: Run, directories: Sequence[Path] = ()) -> memoryview:
+    """A whole run, as a commit has it."""
+    into = Arena(run.count * PAGE).view(0, run.count * PAGE)
+    with open_commit(reference, directories) as pages:
+        pages.load(run, 0, into)
     return into
 
 
