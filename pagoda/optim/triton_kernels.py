@@ -26,9 +26,6 @@ _STRICT = {"enable_fp_fusion": False}
 _SIZE = 1024
 """Elements of a program."""
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_SCALARS = 9
-"""As many as a kernel takes."""
-
 _UPDATES: dict[str, tuple[Any, dict[str, int]]] = {
     "adamw": (triton_updates.update, {"rule": triton_updates.ADAMW, "noisy": False}),
     "adamw_moments_bf16": (triton_updates.update, {"rule": triton_updates.ADAMW, "noisy": True}),
@@ -51,14 +48,14 @@ def update_kernel(rule: ElementwiseRule, precision: Precision) -> DeviceKernel:
         n = gradient.numel()
         random = len(arguments) - count
         noise = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3] if is_plain else ()
-        scalars = (*arguments[random:], *[0.0] * _SCALARS)[:_SCALARS]
+        scalars = tuple(arguments[random:])
         tensors = [_bits(state) for state in states]
         if precision == "fp32":
             tensors.insert(0, tensors[0])  # there is no low half: its pointer is not used
         if is_plain:
             tensors = [*tensors, tensors[0], tensors[0]][:4]  # nor are those of moments that the rule has not
         grid = (cdiv(n, _SIZE),)
-        function[grid](*tensors, _bits(gradient), n, *noise, *scalars, **constants, form=form, size=_SIZE, **_STRICT)
+        function[grid](*tensors, _bits(gradient), n, *noise, scalars, **constants, form=form, size=_SIZE, **_STRICT)
 
     return update
 

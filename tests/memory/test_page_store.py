@@ -20,7 +20,7 @@ from pagoda.errors import BudgetError, StorageError
 from pagoda.memory.identity import MANIFEST, checkpoint_id_of, new_checkpoint_id
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.committed import open_commit
-from pagoda.memory.ssd.forget import forget_commit
+from pagoda.memory.ssd.tier import forget_commit
 from tests.memory.ssd_parts import (
     PAGE,
     Reference,
