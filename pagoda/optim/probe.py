@@ -146,7 +146,8 @@ class _Run:
                 "needs every parameter at once."
             )
         beside = [_parameter(self.shape, 0), _parameter(self.shape, 1)]
-        together, alone, states = self._make(beside), _parameter(self.shape, 0), {}
+        together, alone = self._make(beside), _parameter(self.shape, 0)
+        states: dict[str, Any] = {}
         for step in range(_STEPS):
             _take(together, beside, step)
             resumed = self._make([alone])

@@ -52,8 +52,11 @@ class DirectoryLock:
         except OSError as error:
             why = f"cannot be locked: {error.strerror}; name a directory on a local file system in ssd="
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                why = f"is in use by {_holder(os.fstat(descriptor).st_ino)}: wait for it to end, close() its optimizer, "
-                why += "or name another directory in ssd="
+                holder = _holder(os.fstat(descriptor).st_ino)
+                why = (
+                    f"is in use by {holder}: wait for it to end, close() its optimizer, or "
+                    "name another directory in ssd="
+                )
             os.close(descriptor)
             raise StorageError(f"SSD directory {directory} {why}") from error
         self._descriptors.append(descriptor)
