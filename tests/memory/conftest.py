@@ -11,3 +11,9 @@ def ssd(tmp_path: Path) -> Path:
     directory = tmp_path / "ssd"
     directory.mkdir()
     return directory
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Where the first checkpoint of a run goes."""
+    return tmp_path / "run" / "step-1"

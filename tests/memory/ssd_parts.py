@@ -13,6 +13,8 @@ from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.tier import PageSnapshot, SSDTier
 
 PAGE = 4096
+RUN = Run(0, 4)
+"""All pages of most tests."""
 Reference = dict[str, Any]
 
 
@@ -56,6 +58,16 @@ def loaded(tier: SSDTier, run: Run) -> memoryview:
     into = Arena(run.count * PAGE).view(0, run.count * PAGE)
     tier.load(run, 0, into)
     return into
+
+
+def kept(directories: Sequence[Path], *checkpoints: Path, pages: int = 4, spare: int = 8) -> list[Reference]:
+    """What refers to `pattern(pages, 1)` in the first checkpoint, and so on, in a store that is closed again."""
+    with Tier(dict.fromkeys(directories), pages, PAGE, spare) as tier:
+        run, found = tier.alloc(pages), []
+        for seed, checkpoint in enumerate(checkpoints, 1):
+            tier.store(run, 0, pattern(pages, seed))
+            found.append(tier.commit(checkpoint))
+        return found
 
 
 def committed(reference: Reference, run: Run, directories: Sequence[Path] = ()) -> memoryview:

@@ -23,10 +23,12 @@ from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.tier import forget_commit
 from tests.memory.ssd_parts import (
     PAGE,
+    RUN,
     Reference,
     Tier,
     committed,
     flip_bit,
+    kept,
     loaded,
     make_checkpoint,
     make_directory,
@@ -46,11 +48,6 @@ def forget(reference: Reference, checkpoint: Path, *directories: Path) -> None:
     (checkpoint / MANIFEST).unlink()
     forget_commit(reference, checkpoint_id, directories)
     forget_commit(reference, checkpoint_id, directories)
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "step-1"
 
 
 def test_before_the_first_commit_nothing_has_a_name(ssd: Path) -> None:
@@ -96,10 +93,7 @@ def test_a_commit_outlives_the_store_that_made_it_and_what_was_stored_after_it(s
 def test_a_resumed_store_adopts_pages_without_io_and_takes_no_more_space(
     ssd: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_tier(ssd, spare=4) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        reference = tier.commit(checkpoint)
+    (reference,) = kept([ssd], checkpoint, spare=4)
     sizes = {path: path.stat().st_size for path in ssd.rglob("pages")}
     with open_tier(ssd, spare=4) as tier:
         run = tier.alloc(4)
@@ -107,7 +101,7 @@ def test_a_resumed_store_adopts_pages_without_io_and_takes_no_more_space(
         with open_commit(reference) as pages, monkeypatch.context() as patch:
             patch.delattr(os, "preadv")
             patch.delattr(os, "pwritev")
-            assert tier.adopt(run, pages, Run(0, 4))
+            assert tier.adopt(run, pages, RUN)
         assert loaded(tier, run) == pattern(4, 1)
         tier.store(run, 0, pattern(4, 3))
         assert loaded(tier, run) == pattern(4, 3)
@@ -116,10 +110,7 @@ def test_a_resumed_store_adopts_pages_without_io_and_takes_no_more_space(
 
 
 def test_a_store_with_too_few_free_slots_beside_its_commits_grows(ssd: Path, checkpoint: Path) -> None:
-    with open_tier(ssd, spare=0) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        reference = tier.commit(checkpoint)
+    (reference,) = kept([ssd], checkpoint, spare=0)
     for _ in range(2):
         with open_tier(ssd, spare=0) as tier:
             run = tier.alloc(4)
@@ -131,18 +122,15 @@ def test_a_store_with_too_few_free_slots_beside_its_commits_grows(ssd: Path, che
 
 
 def test_another_page_size_or_other_stripes_make_a_store_beside(ssd: Path, checkpoint: Path, tmp_path: Path) -> None:
-    with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        reference = tier.commit(checkpoint)
+    (reference,) = kept([ssd], checkpoint)
     second = make_directory(tmp_path / "second")
     with Tier({ssd: None, second: None}, 4, PAGE, 4) as tier, open_commit(reference) as pages:
-        assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
+        assert not tier.adopt(tier.alloc(4), pages, RUN)
         striped = tier.commit(tmp_path / "run" / "step-2")
         assert {path.name for path in (ssd, second) if list(path.glob(f"*{striped['store']}*"))} == {"ssd", "second"}
     with Tier({ssd: None}, 4, 2 * PAGE, 4) as tier, open_commit(reference) as pages:
-        assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
-    assert committed(reference, run) == pattern(4, 1)
+        assert not tier.adopt(tier.alloc(4), pages, RUN)
+    assert committed(reference, RUN) == pattern(4, 1)
 
 
 def test_what_stores_of_another_geometry_take_counts_against_the_limit(ssd: Path, checkpoint: Path) -> None:
@@ -157,29 +145,21 @@ def test_what_stores_of_another_geometry_take_counts_against_the_limit(ssd: Path
 
 def test_striped_pages_are_found_where_their_directories_are_now(tmp_path: Path, checkpoint: Path) -> None:
     drives = [make_directory(tmp_path / name) for name in ("a", "b")]
-    with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
-        run = tier.alloc(6)
-        tier.store(run, 0, pattern(6, 1))
-        reference = tier.commit(checkpoint)
+    (reference,) = kept(drives, checkpoint, pages=6)
     (tmp_path / "b").rename(tmp_path / "moved")
     with pytest.raises(StorageError, match="give the directory that has"):
-        committed(reference, run)
-    assert committed(reference, run, (tmp_path / "moved",)) == pattern(6, 1)
+        committed(reference, Run(0, 6))
+    assert committed(reference, Run(0, 6), (tmp_path / "moved",)) == pattern(6, 1)
 
 
 def test_a_checkpoint_that_is_not_where_it_was_saved_keeps_its_pages(ssd: Path, checkpoint: Path) -> None:
     """It may have been moved or renamed, or its volume is not mounted: nobody can tell from here."""
-    references = []
-    with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        for seed in (1, 2):
-            tier.store(run, 0, pattern(4, seed))
-            references.append(tier.commit(checkpoint.with_name(f"step-{seed}")))
+    references = kept([ssd], checkpoint, checkpoint.with_name("step-2"))
     checkpoint.with_name("step-1").rename(checkpoint.with_name("renamed"))
     for _ in range(2):
         open_tier(ssd, spare=4).close()
-        assert committed(references[0], run) == pattern(4, 1)
-        assert committed(references[1], run) == pattern(4, 2)
+        assert committed(references[0], RUN) == pattern(4, 1)
+        assert committed(references[1], RUN) == pattern(4, 2)
         if checkpoint.parent.exists():
             shutil.rmtree(checkpoint.parent)
 
@@ -211,7 +191,7 @@ def test_the_last_commit_forgotten_deletes_the_store(ssd: Path, checkpoint: Path
         reference = tier.commit(checkpoint)
         if live:
             forget(reference, checkpoint)
-            tier.store(Run(0, 4), 0, pattern(4, 2))
+            tier.store(RUN, 0, pattern(4, 2))
     if not live:
         forget(reference, checkpoint, ssd)
     assert names(ssd) == []
@@ -222,10 +202,7 @@ def test_the_last_commit_forgotten_deletes_the_store(ssd: Path, checkpoint: Path
 def test_a_commit_is_forgotten_only_for_its_own_checkpoint_in_a_directory_that_was_named(
     ssd: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        reference = tier.commit(checkpoint)
+    (reference,) = kept([ssd], checkpoint)
     other = make_checkpoint(tmp_path / "other")[1]
     forget_commit(reference, other, [ssd])
     own = checkpoint_id_of(checkpoint)
@@ -235,15 +212,13 @@ def test_a_commit_is_forgotten_only_for_its_own_checkpoint_in_a_directory_that_w
     forget_commit(reference, own)  # the manifest names the directory, the user has not
     with open_tier(ssd):
         forget_commit(reference, other)
-    assert committed(reference, run) == pattern(4, 1)
+    assert committed(reference, RUN) == pattern(4, 1)
 
 
 def striped(tmp_path: Path, checkpoint: Path) -> tuple[list[Path], Reference]:
     """Two drives, and pages 1 on them that a checkpoint keeps."""
     drives = [make_directory(tmp_path / name) for name in ("a", "b")]
-    with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
-        tier.store(tier.alloc(6), 0, pattern(6, 1))
-        return drives, tier.commit(checkpoint)
+    return drives, *kept(drives, checkpoint, pages=6, spare=6)
 
 
 def test_a_stripe_stays_whatever_is_with_the_first_one(tmp_path: Path, checkpoint: Path) -> None:
@@ -313,9 +288,7 @@ def test_a_damaged_page_table_is_an_error_and_its_pages_are_left_alone(
 
 
 def test_a_truncated_page_file_is_an_error_and_not_used_on(ssd: Path, checkpoint: Path) -> None:
-    with open_tier(ssd) as tier:
-        tier.store(tier.alloc(4), 0, pattern(4, 1))
-        reference = tier.commit(checkpoint)
+    (reference,) = kept([ssd], checkpoint)
     os.truncate(next(ssd.glob("*/pages")), 2 * PAGE)
     with pytest.raises(StorageError, match=rf"is truncated: it has {2 * PAGE} bytes where .* {12 * PAGE}"):
         open_commit(reference)
@@ -444,7 +417,7 @@ def test_a_kill_between_any_two_steps_leaves_old_or_new_and_no_space_is_lost(tmp
         for path in checkpoints:
             (rank,) = module.read_manifest(path)["paged"]["ranks"]
             outcomes.add(path.name)
-            assert committed(rank["reference"], Run(0, 4)) == pattern(4, int(path.name[-1]))
+            assert committed(rank["reference"], RUN) == pattern(4, int(path.name[-1]))
         with open_tier(ssd, spare=8) as tier:
             run = tier.alloc(4)
             tier.store(run, 0, pattern(4, 4))

@@ -12,29 +12,14 @@ import xxhash
 
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
-from pagoda.memory.page import Run
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.striped import StripedFile
-from tests.memory.ssd_parts import PAGE, Tier, committed, loaded, make_directory, names, pattern
+from tests.memory.ssd_parts import PAGE, RUN, Tier, committed, kept, loaded, make_directory, names, pattern
 
 
 def open_tier(ssd: Path, pages: int = 4, spare: int = 4) -> Tier:
     return Tier({ssd: None}, pages, PAGE, spare)
-
-
-def stored(ssd: Path, *steps: int) -> list[dict[str, Any]]:
-    """References to four pages for each of some checkpoints, which exist, in a store that is closed again."""
-    found = []
-    with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        for step in steps:
-            tier.store(run, 0, pattern(4, step))
-            found.append(tier.commit(ssd.parent / "run" / f"step-{step}"))
-    return found
-
-
-RUN = Run(0, 4)
 
 
 def content_of(tree: Path) -> dict[str, bytes | str | None]:
@@ -91,9 +76,9 @@ def test_a_forged_record_deletes_nothing_elsewhere(
 
 @pytest.mark.parametrize("part", ["", "/commits", "/pages", "/store.json"])
 def test_a_store_with_a_symbolic_link_in_it_is_neither_written_to_nor_deleted(
-    part: str, ssd: Path, tmp_path: Path
+    part: str, ssd: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    (reference,) = stored(ssd, 1)
+    (reference,) = kept([ssd], checkpoint, spare=4)
     linked = Path(f"{ssd / 'pagoda-'}{reference['store']}{part}")
     away = make_directory(tmp_path / "away") / "there"
     linked.rename(away)
@@ -107,8 +92,8 @@ def test_a_store_with_a_symbolic_link_in_it_is_neither_written_to_nor_deleted(
     assert linked.is_symlink() or part == "/commits"
 
 
-def test_a_page_file_with_a_second_name_is_not_written_to(ssd: Path, tmp_path: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_page_file_with_a_second_name_is_not_written_to(ssd: Path, checkpoint: Path, tmp_path: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     os.link(ssd / f"pagoda-{reference['store']}" / "pages", tmp_path / "backup")
     before = (tmp_path / "backup").read_bytes()
     with open_tier(ssd) as tier:
@@ -141,8 +126,8 @@ def mended(body: bytes) -> bytes:
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
-def test_a_record_with_any_field_forged_is_one_error_and_changes_nothing(ssd: Path, tmp_path: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_record_with_any_field_forged_is_one_error_and_changes_nothing(ssd: Path, checkpoint: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     path = ssd / f"pagoda-{reference['store']}" / "store.json"
     whole = path.read_bytes()
     cases = [
@@ -160,8 +145,8 @@ def test_a_record_with_any_field_forged_is_one_error_and_changes_nothing(ssd: Pa
     assert committed(reference, RUN) == pattern(4, 1)
 
 
-def test_a_page_table_with_any_field_forged_is_one_error_and_is_kept(ssd: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_page_table_with_any_field_forged_is_one_error_and_is_kept(ssd: Path, checkpoint: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     path = next(ssd.glob("*/commits/*"))
     line, _, arrays = path.read_bytes()[:-8].partition(b"\n")
     fields = json.loads(line)
@@ -180,8 +165,8 @@ def test_a_page_table_with_any_field_forged_is_one_error_and_is_kept(ssd: Path) 
 
 
 @pytest.mark.parametrize("field", ["store", "commit", "page_bytes", "pages", "table", "directories"])
-def test_a_reference_with_any_field_forged_is_refused(field: str, ssd: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_reference_with_any_field_forged_is_refused(field: str, ssd: Path, checkpoint: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     for value in (*_WRONG, ["relative"], ["/with\0nul"]):
         if field == "directories" and value == []:
             continue  # fewer hints
@@ -191,8 +176,8 @@ def test_a_reference_with_any_field_forged_is_refused(field: str, ssd: Path) -> 
 
 
 @pytest.mark.parametrize("part", ["store.json", "pages", "commits/*"])
-def test_a_pipe_in_place_of_a_file_is_an_error_and_does_not_hang(part: str, ssd: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_pipe_in_place_of_a_file_is_an_error_and_does_not_hang(part: str, ssd: Path, checkpoint: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     path = next(ssd.glob(f"*/{part}"))
     path.unlink()
     os.mkfifo(path)
@@ -205,8 +190,8 @@ def test_a_pipe_in_place_of_a_file_is_an_error_and_does_not_hang(part: str, ssd:
     assert path.is_fifo()
 
 
-def test_two_page_tables_exchanged_are_refused(ssd: Path) -> None:
-    references = stored(ssd, 1, 2)
+def test_two_page_tables_exchanged_are_refused(ssd: Path, checkpoint: Path) -> None:
+    references = kept([ssd], checkpoint, checkpoint.with_name("step-2"), spare=4)
     first, second = (next(ssd.glob(f"*/commits/{reference['commit']}")) for reference in references)
     first.rename(ssd / "first")
     second.rename(first)
@@ -216,9 +201,9 @@ def test_two_page_tables_exchanged_are_refused(ssd: Path) -> None:
             committed(reference, RUN)
 
 
-def test_a_page_table_made_up_for_the_commit_is_refused(ssd: Path) -> None:
+def test_a_page_table_made_up_for_the_commit_is_refused(ssd: Path, checkpoint: Path) -> None:
     """Its names and checksum are right: what binds it is its hash in the manifest."""
-    references = stored(ssd, 1, 2)
+    references = kept([ssd], checkpoint, checkpoint.with_name("step-2"), spare=4)
     first, second = (next(ssd.glob(f"*/commits/{reference['commit']}")) for reference in references)
     line = first.read_bytes().partition(b"\n")[0]
     arrays = second.read_bytes()[:-8].partition(b"\n")[2]
@@ -282,8 +267,10 @@ def test_what_is_deleted_or_replaced_in_mid_run_is_noticed_at_the_next_commit(
         assert len(tier.commits) == 1
 
 
-def test_a_store_that_grows_is_synced_before_its_record_says_so(ssd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_store_that_grows_is_synced_before_its_record_says_so(
+    ssd: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     record = ssd / f"pagoda-{reference['store']}" / "store.json"
     before = record.read_bytes()
     at_sync: list[tuple[int, bytes]] = []
