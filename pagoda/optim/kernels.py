@@ -17,7 +17,7 @@ Here are the kernels of rules, those that split and join masters, and the codec 
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,14 @@ from numba import carray
 from pagoda.config.training import Precision
 from pagoda.jit import kernel, part
 from pagoda.optim.arithmetic import (
+    ADAMW,
     BF16,
     FORMS,
     FP32,
+    LION,
+    PLAIN,
+    SGD,
+    SGD_MOMENTUM,
     adam_element,
     decode,
     encode,
@@ -59,69 +64,42 @@ def _noise_of(key: Any, i: Any) -> Any:
     return bit_and(bits, 0xFFFF), shift_right(bits, 16)
 
 
-def _adam(decoupled: bool, noisy: bool, weights: int, gradients: int) -> UpdateKernel:
-    """Adam in place: AdamW where its decay is `decoupled` from the gradient. Moments are fp32, or (`noisy`) bf16 that
-    is rounded as `codecs` says.
+def _plain(rule: int, noisy: bool, weights: int, gradients: int) -> UpdateKernel:
+    """The kernel of one of `PLAIN`. It does not use the addresses beyond the states of its rule.
 
-    With bf16 weights it moves 26 bytes per element (14 read, 12 written), or 18 (10 read, 8 written).
+    With bf16 weights, AdamW moves 26 bytes per element (14 read, 12 written), or 18 (10, 8) with bf16 moments; rules
+    with one moment 18 (10, 8), with none 10 (6, 4).
     """
-    moments = BF16 if noisy else FP32
+    moments, decoupled = BF16 if noisy else FP32, rule == ADAMW
 
     @kernel
-    def update(
-        weight: int, weight_low: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int, *numbers: float
-    ) -> None:
+    def update(weight: int, weight_low: int, first: int, second: int, gradient: int, n: int, *numbers: float) -> None:
         masters, grads = masters_at(weight, weight_low, n), values_at(gradient, n)
-        avg, avg_sq = values_at(exp_avg, n), values_at(exp_avg_sq, n)
+        avg, avg_sq = values_at(first, n), values_at(second, n)
         if noisy:
             key, scalars = numbers[:3], rounded(numbers[3:])
         else:
             scalars = rounded(numbers)
         for i in range(n):
             w, g = load_master(weights, masters, i), load(gradients, grads, i)
-            w, m, v = adam_element(w, load(moments, avg, i), load(moments, avg_sq, i), g, scalars, decoupled)
-            if noisy:
-                noise, noise_sq = _noise_of(key, i)
-                avg[1][i] = round_noisily(m, noise)
-                avg_sq[1][i] = round_noisily(v, noise_sq)
-            else:
+            if rule == SGD:
+                w, _ = sgd_element(w, w, g, scalars, False)
+            elif rule == SGD_MOMENTUM:
+                w, m = sgd_element(w, avg[0][i], g, scalars, True)
                 avg[0][i] = m
-                avg_sq[0][i] = v
-            store_master(weights, masters, i, w)
-
-    return update
-
-
-def _one_moment(lion: bool, weights: int, gradients: int) -> UpdateKernel:
-    """`lion`, or else SGD with momentum, in place. With bf16, 10 bytes per element are read and 8 written."""
-
-    @kernel
-    def update(weight: int, weight_low: int, moment: int, gradient: int, n: int, *numbers: float) -> None:
-        masters, grads = masters_at(weight, weight_low, n), values_at(gradient, n)
-        moments = carray(pointer(moment, np.float32), n)
-        scalars = rounded(numbers)
-        for i in range(n):
-            w, g = load_master(weights, masters, i), load(gradients, grads, i)
-            if lion:
-                w, m = lion_element(w, moments[i], g, scalars)
+            elif rule == LION:
+                w, m = lion_element(w, avg[0][i], g, scalars)
+                avg[0][i] = m
             else:
-                w, m = sgd_element(w, moments[i], g, scalars, True)
-            moments[i] = m
-            store_master(weights, masters, i, w)
-
-    return update
-
-
-def _sgd(weights: int, gradients: int) -> UpdateKernel:
-    """SGD without momentum. With bf16, 6 bytes per element are read and 4 written."""
-
-    @kernel
-    def update(weight: int, weight_low: int, gradient: int, n: int, *numbers: float) -> None:
-        masters, grads = masters_at(weight, weight_low, n), values_at(gradient, n)
-        scalars = rounded(numbers)
-        for i in range(n):
-            w = load_master(weights, masters, i)
-            w, _ = sgd_element(w, w, load(gradients, grads, i), scalars, False)
+                m, v = load(moments, avg, i), load(moments, avg_sq, i)
+                w, m, v = adam_element(w, m, v, g, scalars, decoupled)
+                if noisy:
+                    noise, noise_sq = _noise_of(key, i)
+                    avg[1][i] = round_noisily(m, noise)
+                    avg_sq[1][i] = round_noisily(v, noise_sq)
+                else:
+                    avg[0][i] = m
+                    avg_sq[0][i] = v
             store_master(weights, masters, i, w)
 
     return update
@@ -190,23 +168,11 @@ def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
     return update
 
 
-_UPDATES: dict[str, Callable[[int, int], UpdateKernel]] = {
-    "adamw": partial(_adam, True, False),
-    "adamw_moments_bf16": partial(_adam, True, True),
-    "adamw_moments_8bit": _adamw_8bit,
-    "adam": partial(_adam, False, False),
-    "sgd": _sgd,
-    "sgd_momentum": partial(_one_moment, False),
-    "lion": partial(_one_moment, True),
-}
-"""`ElementwiseRule.kernel_name` -> what makes the rule's kernel of the forms of weights and gradients. It takes the
-address of what is kept beside a weight, whether there is such or not."""
-
-
 @cache
 def compiled(kernel_name: str, weights: int, gradients: int) -> UpdateKernel:
-    """The compiled kernel of a rule for weights and gradients of these forms."""
-    return _UPDATES[kernel_name](weights, gradients)
+    """The compiled kernel of a rule for weights and gradients of these forms, which takes all addresses."""
+    plain = PLAIN.get(kernel_name)
+    return _adamw_8bit(weights, gradients) if plain is None else _plain(*plain, weights, gradients)
 
 
 def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> UpdateKernel:
@@ -216,13 +182,16 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     """
     weight = gradient_dtype(precision)
     update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight])
-    if precision != "fp32":
+    states, own = len(rule.states(precision)), len(rule.own_states())
+    no_low, no_moments = 2 - (states - own), max(0, 2 - own)
+    if not no_low and not no_moments:
         return update
 
-    def whole(weight: int, *others: float) -> None:
-        update(weight, weight, *others)
+    def padded(weight: int, *others: float) -> None:
+        kept, rest = others[: states - 1], others[states - 1 :]
+        update(weight, *(weight,) * no_low, *kept, *(weight,) * no_moments, *rest)
 
-    return whole
+    return padded
 
 
 @cache

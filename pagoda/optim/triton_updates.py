@@ -6,7 +6,7 @@ does not use the pointers beyond the states of its rule. `scalars` are the rule'
 
 import triton.language as tl
 
-from pagoda.optim import codecs
+from pagoda.optim import arithmetic, codecs
 from pagoda.optim.triton_parts import (
     adam_element,
     add,
@@ -26,10 +26,8 @@ from pagoda.optim.triton_parts import (
     word,
 )
 
-ADAMW, ADAM, SGD, SGD_MOMENTUM, LION = range(5)
-"""The rules of `update`."""
-_ADAMW, _ADAM, _SGD = tl.constexpr(ADAMW), tl.constexpr(ADAM), tl.constexpr(SGD)
-_SGD_MOMENTUM, _LION = tl.constexpr(SGD_MOMENTUM), tl.constexpr(LION)
+_ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
+_SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
 _BLOCK = tl.constexpr(codecs.BLOCK)
 
 
