@@ -172,16 +172,3 @@ def test_adjoining_pages_take_adjoining_slots_even_when_stored_apart() -> None:
     table.pin(table.table(Run(0, 8)))
     moved = [slot for page in range(5) for slot in store(table, page, 1)]
     assert moved == list(range(moved[0], moved[0] + 5))
-
-
-def test_a_page_that_is_still_loaded_is_not_stored() -> None:
-    table = SlotTable(1, 2)
-    store(table, 0, 1)
-    page = Run(0, 1)
-    table.pin(table.table(page))
-    loads = [table.begin_load(page) for _ in range(2)]
-    for _ in loads:
-        assert (table.begin_store(page), table.lacks(page)) == (None, 0)
-        table.end_load(page)
-    store(table, 0, 1)
-    assert table.free == 0

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,23 +68,6 @@ def random_arena(nbytes: int, seed: int) -> Arena:
     generator = torch.Generator().manual_seed(seed)
     arena.tensor(0, nbytes, torch.uint8).random_(1, 256, generator=generator)
     return arena
-
-
-def test_two_threads_read_back_what_they_wrote(page_file: PageFile) -> None:
-    source, target = random_arena(8 * PAGE, 0), Arena(8 * PAGE)
-
-    def round_trip(pages: range) -> None:
-        for page in pages:
-            page_file.pwrite(page, source.view(page * PAGE, PAGE))
-        for page in pages:
-            page_file.pread(page, target.view(page * PAGE, PAGE))
-
-    threads = [threading.Thread(target=round_trip, args=(range(k, 8, 2),)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert target.view(0, 8 * PAGE) == source.view(0, 8 * PAGE)
 
 
 def test_one_transfer_spans_consecutive_pages(page_file: PageFile) -> None:
