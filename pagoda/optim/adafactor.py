@@ -20,7 +20,7 @@ the whole moment), RMS(x) the root of the mean square, eps1 of fp32 if None::
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -76,13 +76,6 @@ class Adafactor(TensorRule):
         check(self.name, "eps", self.eps, fits and self.eps[1] is not None, "two numbers >= 0, the first possibly None")
         in_range = self.beta1 is None or (is_number(self.beta1) and 0 <= self.beta1 < 1)
         check(self.name, "beta1", self.beta1, in_range, "None or in [0, 1)")
-
-    def with_group(self, group: Mapping[str, Any]) -> "Adafactor":
-        """As `Rule.with_group`; a group has a first moment exactly if the rule has."""
-        rule = super().with_group(group)
-        wanted = "None, as in the rule" if self.beta1 is None else "a number, as in the rule"
-        check(self.name, "beta1", rule.beta1, (rule.beta1 is None) == (self.beta1 is None), wanted)
-        return rule
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The factors, the second moment of vectors, and the first moment if there is one."""

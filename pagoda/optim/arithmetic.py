@@ -42,6 +42,18 @@ FP32, BF16, FP16 = 0, 1, 2
 """The forms."""
 FORMS: Mapping[torch.dtype, int] = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
+ADAMW, ADAM, SGD, SGD_MOMENTUM, LION = range(5)
+PLAIN: Mapping[str, tuple[int, bool]] = {
+    "adamw": (ADAMW, False),
+    "adamw_moments_bf16": (ADAMW, True),
+    "adam": (ADAM, False),
+    "sgd": (SGD, False),
+    "sgd_momentum": (SGD_MOMENTUM, False),
+    "lion": (LION, False),
+}
+"""`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16 that is rounded as `codecs` says; else
+they are fp32. Of all kernels but that for 8-bit moments."""
+
 # One element of a rule: the contracts of `adamw`, `adam`, `sgd` and `lion`. Each returns the weight and its moments.
 
 

@@ -6,7 +6,7 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
-from pagoda.optim import codec_kernels, kernels
+from pagoda.optim import kernels
 from pagoda.optim.codecs import BLOCK, Key, Moments
 from pagoda.optim.rule import ElementwiseRule
 
@@ -90,7 +90,7 @@ def decode_moment(moment: str, kept: Sequence[torch.Tensor]) -> torch.Tensor:
             _address(moment, codes, torch.uint8, n),
             _address(f"{moment} scale", kept[1], torch.float32, -(-n // BLOCK)),
         )
-        codec_kernels.decode_moment(*at, values.data_ptr(), n, moment == "exp_avg")
+        kernels.decode_moment(*at, values.data_ptr(), n, moment == "exp_avg")
     return values
 
 
@@ -107,5 +107,5 @@ def encode_moment(moment: str, values: torch.Tensor, moments: Moments) -> tuple[
     n = values.numel()
     codes, scales = torch.empty(n, dtype=torch.uint8), torch.empty(-(-n // BLOCK))
     at = _address(moment, values, torch.float32, n)
-    codec_kernels.encode_moment(at, codes.data_ptr(), scales.data_ptr(), n, moment == "exp_avg")
+    kernels.encode_moment(at, codes.data_ptr(), scales.data_ptr(), n, moment == "exp_avg")
     return codes, scales

@@ -12,12 +12,12 @@ A kernel is compiled for the forms (`arithmetic`) of the master and of the gradi
 fp32 whatever is stored, so the bits are those that the same values in fp32 would give. Which of several rules a kernel
 is for is a constant of it, too: Numba does not cache a kernel that is given a function.
 
-Here are the kernels of rules, and those that split and join masters. `codec_kernels` has 8-bit moments, and
-`gradient_kernels` what takes gradients.
+Here are the kernels of rules, those that split and join masters, and the codec of 8-bit moments by itself.
+`gradient_kernels` has what takes gradients.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,20 +26,29 @@ from numba import carray
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel, part
-from pagoda.optim import codec_kernels
 from pagoda.optim.arithmetic import (
+    ADAMW,
     BF16,
     FORMS,
     FP32,
+    LION,
+    PLAIN,
+    SGD,
+    SGD_MOMENTUM,
     adam_element,
+    decode,
+    encode,
     lion_element,
+    magnitude,
     noise_bits,
     round_noisily,
+    scale_of,
     sgd_element,
 )
+from pagoda.optim.codecs import BLOCK
 from pagoda.optim.elements import load, load_master, masters_at, store_master, values_at
 from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
-from pagoda.optim.jit import add, bit_and, pointer, rounded, shift_right
+from pagoda.optim.jit import add, bit_and, on_stack, pointer, rounded, shift_right
 from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
 
 UpdateKernel = Callable[..., None]
@@ -55,91 +64,115 @@ def _noise_of(key: Any, i: Any) -> Any:
     return bit_and(bits, 0xFFFF), shift_right(bits, 16)
 
 
-def _adam(decoupled: bool, noisy: bool, weights: int, gradients: int) -> UpdateKernel:
-    """Adam in place: AdamW where its decay is `decoupled` from the gradient. Moments are fp32, or (`noisy`) bf16 that
-    is rounded as `codecs` says.
+def _plain(rule: int, noisy: bool, weights: int, gradients: int) -> UpdateKernel:
+    """The kernel of one of `PLAIN`. It does not use the addresses beyond the states of its rule.
 
-    With bf16 weights it moves 26 bytes per element (14 read, 12 written), or 18 (10 read, 8 written).
+    With bf16 weights, AdamW moves 26 bytes per element (14 read, 12 written), or 18 (10, 8) with bf16 moments; rules
+    with one moment 18 (10, 8), with none 10 (6, 4).
     """
-    moments = BF16 if noisy else FP32
+    moments, decoupled = BF16 if noisy else FP32, rule == ADAMW
 
     @kernel
-    def update(
-        weight: int, weight_low: int, exp_avg: int, exp_avg_sq: int, gradient: int, n: int, *numbers: float
-    ) -> None:
+    def update(weight: int, weight_low: int, first: int, second: int, gradient: int, n: int, *numbers: float) -> None:
         masters, grads = masters_at(weight, weight_low, n), values_at(gradient, n)
-        avg, avg_sq = values_at(exp_avg, n), values_at(exp_avg_sq, n)
+        avg, avg_sq = values_at(first, n), values_at(second, n)
         if noisy:
             key, scalars = numbers[:3], rounded(numbers[3:])
         else:
             scalars = rounded(numbers)
         for i in range(n):
             w, g = load_master(weights, masters, i), load(gradients, grads, i)
-            w, m, v = adam_element(w, load(moments, avg, i), load(moments, avg_sq, i), g, scalars, decoupled)
-            if noisy:
-                noise, noise_sq = _noise_of(key, i)
-                avg[1][i] = round_noisily(m, noise)
-                avg_sq[1][i] = round_noisily(v, noise_sq)
-            else:
+            if rule == SGD:
+                w, _ = sgd_element(w, w, g, scalars, False)
+            elif rule == SGD_MOMENTUM:
+                w, m = sgd_element(w, avg[0][i], g, scalars, True)
                 avg[0][i] = m
-                avg_sq[0][i] = v
-            store_master(weights, masters, i, w)
-
-    return update
-
-
-def _one_moment(lion: bool, weights: int, gradients: int) -> UpdateKernel:
-    """`lion`, or else SGD with momentum, in place. With bf16, 10 bytes per element are read and 8 written."""
-
-    @kernel
-    def update(weight: int, weight_low: int, moment: int, gradient: int, n: int, *numbers: float) -> None:
-        masters, grads = masters_at(weight, weight_low, n), values_at(gradient, n)
-        moments = carray(pointer(moment, np.float32), n)
-        scalars = rounded(numbers)
-        for i in range(n):
-            w, g = load_master(weights, masters, i), load(gradients, grads, i)
-            if lion:
-                w, m = lion_element(w, moments[i], g, scalars)
+            elif rule == LION:
+                w, m = lion_element(w, avg[0][i], g, scalars)
+                avg[0][i] = m
             else:
-                w, m = sgd_element(w, moments[i], g, scalars, True)
-            moments[i] = m
+                m, v = load(moments, avg, i), load(moments, avg_sq, i)
+                w, m, v = adam_element(w, m, v, g, scalars, decoupled)
+                if noisy:
+                    noise, noise_sq = _noise_of(key, i)
+                    avg[1][i] = round_noisily(m, noise)
+                    avg_sq[1][i] = round_noisily(v, noise_sq)
+                else:
+                    avg[0][i] = m
+                    avg_sq[0][i] = v
             store_master(weights, masters, i, w)
 
     return update
 
 
-def _sgd(weights: int, gradients: int) -> UpdateKernel:
-    """SGD without momentum. With bf16, 6 bytes per element are read and 4 written."""
+@part
+def _encode_block(values: Any, codes: Any, count: Any, top: Any, signed: Any) -> Any:
+    """Encode one block of exp_avg, which is `signed`, or exp_avg_sq, whose largest magnitude has the bits `top`;
+    returns its scale."""
+    scale = scale_of(top)
+    if scale > np.float32(0):
+        inverse = np.float32(1) / scale
+        for i in range(count):
+            codes[i] = encode(values[i], inverse, signed)
+    else:
+        for i in range(count):
+            codes[i] = np.uint8(0)
+    return scale
+
+
+def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
+    """AdamW in place with 8-bit moments; the first element is the first of a block.
+
+    With bf16 weights it moves 14 bytes per element (8 read, 6 written) and 16 per block.
+    """
+    # Every block has arrays of its own, indexed from 0: where an index is a sum, Numba tests each for being below zero,
+    # and LLVM reads and writes element by element.
+    weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
 
     @kernel
-    def update(weight: int, weight_low: int, gradient: int, n: int, *numbers: float) -> None:
-        masters, grads = masters_at(weight, weight_low, n), values_at(gradient, n)
+    def update(
+        weight: int,
+        weight_low: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        exp_avg_scale: int,
+        exp_avg_sq_scale: int,
+        gradient: int,
+        n: int,
+        *numbers: float,
+    ) -> None:
+        blocks = (n + BLOCK - 1) // BLOCK
+        scale = carray(pointer(exp_avg_scale, np.float32), blocks)
+        scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
+        avg, avg_sq = carray(on_stack(np.float32, BLOCK), BLOCK), carray(on_stack(np.float32, BLOCK), BLOCK)
         scalars = rounded(numbers)
-        for i in range(n):
-            w = load_master(weights, masters, i)
-            w, _ = sgd_element(w, w, load(gradients, grads, i), scalars, False)
-            store_master(weights, masters, i, w)
+        for block in range(blocks):
+            first = block * BLOCK
+            count = min(BLOCK, n - first)
+            masters = masters_at(weight + weight_bytes * first, weight_low + 2 * first, count)
+            grads = values_at(gradient + gradient_bytes * first, count)
+            codes = carray(pointer(exp_avg + first, np.uint8), count)
+            codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
+            top, top_sq = np.uint32(0), np.uint32(0)
+            for i in range(count):
+                w, g = load_master(weights, masters, i), load(gradients, grads, i)
+                m, v = decode(codes[i], True) * scale[block], decode(codes_sq[i], False) * scale_sq[block]
+                w, m, v = adam_element(w, m, v, g, scalars, True)
+                avg[i] = m
+                avg_sq[i] = v
+                top, top_sq = max(top, magnitude(m)), max(top_sq, magnitude(v))
+                store_master(weights, masters, i, w)
+            scale[block] = _encode_block(avg, codes, count, top, True)
+            scale_sq[block] = _encode_block(avg_sq, codes_sq, count, top_sq, False)
 
     return update
-
-
-_UPDATES: dict[str, Callable[[int, int], UpdateKernel]] = {
-    "adamw": partial(_adam, True, False),
-    "adamw_moments_bf16": partial(_adam, True, True),
-    "adamw_moments_8bit": codec_kernels.adamw,
-    "adam": partial(_adam, False, False),
-    "sgd": _sgd,
-    "sgd_momentum": partial(_one_moment, False),
-    "lion": partial(_one_moment, True),
-}
-"""`ElementwiseRule.kernel_name` -> what makes the rule's kernel of the forms of weights and gradients. It takes the
-address of what is kept beside a weight, whether there is such or not."""
 
 
 @cache
 def compiled(kernel_name: str, weights: int, gradients: int) -> UpdateKernel:
-    """The compiled kernel of a rule for weights and gradients of these forms."""
-    return _UPDATES[kernel_name](weights, gradients)
+    """The compiled kernel of a rule for weights and gradients of these forms, which takes all addresses."""
+    plain = PLAIN.get(kernel_name)
+    return _adamw_8bit(weights, gradients) if plain is None else _plain(*plain, weights, gradients)
 
 
 def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> UpdateKernel:
@@ -149,13 +182,16 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     """
     weight = gradient_dtype(precision)
     update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight])
-    if precision != "fp32":
+    states, own = len(rule.states(precision)), len(rule.own_states())
+    no_low, no_moments = 2 - (states - own), max(0, 2 - own)
+    if not no_low and not no_moments:
         return update
 
-    def whole(weight: int, *others: float) -> None:
-        update(weight, weight, *others)
+    def padded(weight: int, *others: float) -> None:
+        kept, rest = others[: states - 1], others[states - 1 :]
+        update(weight, *(weight,) * no_low, *kept, *(weight,) * no_moments, *rest)
 
-    return whole
+    return padded
 
 
 @cache
@@ -181,6 +217,31 @@ def halves(weight: torch.dtype) -> tuple[Callable[..., None], Callable[..., None
     return split, join
 
 
+@kernel
+def encode_moment(values: int, codes: int, scales: int, n: int, signed: bool) -> None:
+    """``n`` fp32 elements of exp_avg, which is `signed`, or exp_avg_sq, whose elements are not below zero, to 8-bit
+    codes and a scale for each block; the first is the first of a block."""
+    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    for block in range(len(scale)):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        value = carray(pointer(values + 4 * first, np.float32), count)
+        code = carray(pointer(codes + first, np.uint8), count)
+        top = np.uint32(0)
+        for i in range(count):
+            top = max(top, magnitude(value[i]))
+        scale[block] = _encode_block(value, code, count, top, signed)
+
+
+@kernel
+def decode_moment(codes: int, scales: int, values: int, n: int, signed: bool) -> None:
+    """The reverse of `encode_moment`."""
+    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    code, value = carray(pointer(codes, np.uint8), n), carray(pointer(values, np.float32), n)
+    for i in range(n):
+        value[i] = decode(code[i], signed) * scale[i // BLOCK]
+
+
 def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None) -> None:
     """Compiles, or loads from Numba's cache, all that is used with these, so that no step waits for it."""
     weight = gradient_dtype(precision)
@@ -202,4 +263,5 @@ def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch
     noise = () if rule.noise("", 1) is None else (0, 0, 0)
     update_kernel(rule, precision, gradient)(*[0] * addresses, 0, *noise, *rule.scalars(1))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
-        codec_kernels.warm_up()
+        encode_moment(0, 0, 0, 0, True)
+        decode_moment(0, 0, 0, 0, True)

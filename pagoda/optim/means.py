@@ -15,26 +15,12 @@ from numba import carray
 
 from pagoda.jit import kernel
 from pagoda.optim.arithmetic import BF16, FORMS, FP32, fp32_to_fp16
-from pagoda.optim.elements import load, values_at
-from pagoda.optim.gradient_kernels import bf16_bits
+from pagoda.optim.elements import values_at
+from pagoda.optim.gradient_kernels import bf16_bits, gradient_kernels
 from pagoda.optim.jit import pointer, shift_right
 
 _BLOCK = 1 << 14
 """Elements at a time: the running sum then stays in the first-level cache."""
-
-
-@cache
-def _take(form: int, first: bool) -> Callable[[int, int, int], None]:
-    """Makes the sum the `first` gradient, or adds another: (address of the sum, of the gradient, elements)."""
-
-    @kernel
-    def take_part(total: int, src: int, n: int) -> None:
-        sums, source = carray(pointer(total, np.float32), n), values_at(src, n)
-        for i in range(n):
-            value = load(form, source, i)
-            sums[i] = value if first else sums[i] + value
-
-    return take_part
 
 
 @cache
@@ -66,7 +52,7 @@ def sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         for part in parts[1:]:
             total += part
     else:
-        start, add = (_take(FORMS[parts[0].dtype], first) for first in (True, False))
+        start, add = gradient_kernels(torch.float32, parts[0].dtype)
         for at in range(0, total.numel(), _BLOCK):
             count = min(_BLOCK, total.numel() - at)
             first, *others = (part.data_ptr() + at * part.itemsize for part in parts)
@@ -87,7 +73,6 @@ def mean_into(mean: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile, or load from Numba's cache, what gradients of `dtype` need."""
-    for form in {FORMS[dtype], FP32}:
-        for first in (True, False):
-            _take(form, first)(0, 0, 0)
+    for take in (*gradient_kernels(torch.float32, dtype), *gradient_kernels(torch.float32)):
+        take(0, 0, 0)
     _divide(FORMS[dtype])(0, 0, 0, 1.0)

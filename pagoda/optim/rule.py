@@ -134,9 +134,19 @@ class Rule(ABC):
     def with_group(self, group: Mapping[str, Any]) -> Self:
         """The rule with the settings of a torch ``param_groups`` entry as it stands now.
 
-        Numbers may be one-element tensors. Raises ConfigError for values no step can be taken with.
+        Numbers may be one-element tensors. Raises ConfigError for values no step can be taken with, and for those with
+        which parameters have other states than with the rule's.
         """
-        return replace(self, **{key: plain_setting(group[key], old) for key, old in self.defaults().items()})
+        rule = replace(self, **{key: plain_setting(group[key], old) for key, old in self.defaults().items()})
+        kept, wanted = ([state.name for state in each.own_states()] for each in (self, rule))
+        if kept != wanted:
+            mine = self.defaults()
+            changed = {key: value for key, value in rule.defaults().items() if value != mine[key]}
+            raise ConfigError(
+                f"{self.name} keeps {kept or 'no states'}, and a param group with {changed} needs {wanted or 'none'}: "
+                "these settings decide on states, so give them to the rule, for all groups"
+            )
+        return rule
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """A parameter's entry in a torch ``state_dict``.

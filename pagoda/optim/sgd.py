@@ -18,9 +18,8 @@ torch's where the products are exact, as with settings that are powers of two, a
 a rounding of torch's.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -56,13 +55,6 @@ class SGD(ElementwiseRule):
         check(self.name, "dampening", self.dampening, is_number(self.dampening), "a finite number")
         allowed = not self.nesterov or (self.momentum > 0 and self.dampening == 0)
         check(self.name, "nesterov", self.nesterov, allowed, "False without momentum, and with dampening")
-
-    def with_group(self, group: Mapping[str, Any]) -> "SGD":
-        """As `Rule.with_group`; a group has the rule's kernel, so it has momentum exactly if the rule has."""
-        rule = super().with_group(group)
-        wanted = "above 0, as in the rule" if self.momentum else "0: pagoda.SGD was given none, so it has no buffers"
-        check(self.name, "momentum", rule.momentum, bool(rule.momentum) == bool(self.momentum), wanted)
-        return rule
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The buffer, where there is momentum."""

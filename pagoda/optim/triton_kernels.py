@@ -11,7 +11,7 @@ from triton import cdiv, next_power_of_2
 
 from pagoda.config.training import Precision
 from pagoda.optim import triton_squares, triton_updates
-from pagoda.optim.arithmetic import FORMS
+from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.codecs import BLOCK
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
@@ -26,39 +26,28 @@ _STRICT = {"enable_fp_fusion": False}
 _SIZE = 1024
 """Elements of a program."""
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_SCALARS = 9
-"""As many as a kernel takes."""
-
-_UPDATES: dict[str, tuple[Any, dict[str, int]]] = {
-    "adamw": (triton_updates.update, {"rule": triton_updates.ADAMW, "noisy": False}),
-    "adamw_moments_bf16": (triton_updates.update, {"rule": triton_updates.ADAMW, "noisy": True}),
-    "adamw_moments_8bit": (triton_updates.adamw_8bit, {}),
-    "adam": (triton_updates.update, {"rule": triton_updates.ADAM, "noisy": False}),
-    "sgd": (triton_updates.update, {"rule": triton_updates.SGD, "noisy": False}),
-    "sgd_momentum": (triton_updates.update, {"rule": triton_updates.SGD_MOMENTUM, "noisy": False}),
-    "lion": (triton_updates.update, {"rule": triton_updates.LION, "noisy": False}),
-}
-"""`ElementwiseRule.kernel_name`, as in `kernels` -> a compiled function and its constants."""
 
 
 def update_kernel(rule: ElementwiseRule, precision: Precision) -> DeviceKernel:
     """The kernel of a rule; raises ConfigError for a precision that is not known."""
-    function, constants = _UPDATES[rule.kernel_name]
+    plain = PLAIN.get(rule.kernel_name)
+    function: Any = triton_updates.adamw_8bit if plain is None else triton_updates.update
+    constants = {} if plain is None else {"rule": plain[0], "noisy": plain[1]}
     form = FORMS[gradient_dtype(precision)]
-    count, is_plain = len(rule.scalars(1)), function is triton_updates.update
+    count = len(rule.scalars(1))
 
     def update(states: Sequence[torch.Tensor], gradient: torch.Tensor, arguments: Sequence[float]) -> None:
         n = gradient.numel()
         random = len(arguments) - count
-        noise = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3] if is_plain else ()
-        scalars = (*arguments[random:], *[0.0] * _SCALARS)[:_SCALARS]
+        noise = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3] if plain else ()
+        scalars = tuple(arguments[random:])
         tensors = [_bits(state) for state in states]
         if precision == "fp32":
             tensors.insert(0, tensors[0])  # there is no low half: its pointer is not used
-        if is_plain:
+        if plain:
             tensors = [*tensors, tensors[0], tensors[0]][:4]  # nor are those of moments that the rule has not
         grid = (cdiv(n, _SIZE),)
-        function[grid](*tensors, _bits(gradient), n, *noise, *scalars, **constants, form=form, size=_SIZE, **_STRICT)
+        function[grid](*tensors, _bits(gradient), n, *noise, scalars, **constants, form=form, size=_SIZE, **_STRICT)
 
     return update
 

@@ -1,12 +1,12 @@
 """Update kernels on a GPU: the contracts of rules, with each way of `codecs` to keep moments.
 
 A kernel takes pointers to the first of `n` elements: bf16 and int16 halves as int16, codes as uint8, fp32 as fp32. It
-does not use the pointers and numbers beyond the states and scalars of its rule.
+does not use the pointers beyond the states of its rule. `scalars` are the rule's, a tuple.
 """
 
 import triton.language as tl
 
-from pagoda.optim import codecs
+from pagoda.optim import arithmetic, codecs
 from pagoda.optim.triton_parts import (
     adam_element,
     add,
@@ -26,10 +26,8 @@ from pagoda.optim.triton_parts import (
     word,
 )
 
-ADAMW, ADAM, SGD, SGD_MOMENTUM, LION = range(5)
-"""The rules of `update`."""
-_ADAMW, _ADAM, _SGD = tl.constexpr(ADAMW), tl.constexpr(ADAM), tl.constexpr(SGD)
-_SGD_MOMENTUM, _LION = tl.constexpr(SGD_MOMENTUM), tl.constexpr(LION)
+_ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
+_SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
 _BLOCK = tl.constexpr(codecs.BLOCK)
 
 
@@ -44,15 +42,7 @@ def update(
     index: tl.tensor,
     key_low: tl.tensor,
     key_high: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    d: tl.tensor,
-    e: tl.tensor,
-    f: tl.tensor,
-    g: tl.tensor,
-    h: tl.tensor,
-    i: tl.tensor,
+    scalars: tl.tensor,
     rule: tl.constexpr,
     noisy: tl.constexpr,
     form: tl.constexpr,
@@ -62,25 +52,25 @@ def update(
     (`noisy`) bf16 ones.
 
     `index` is the first element's in its parameter, the keys are those of `Key`, each as an int32 of the same bits.
-    Their values shall not compile kernels of their own. From `a` on are the rule's scalars.
+    Their values shall not compile kernels of their own.
     """
     at = tl.program_id(0) * size + tl.arange(0, size)
     mask = at < n
     w = load_master(weight, weight_low, at, mask, form)
     grad = as_fp32(tl.load(gradient + at, mask, 0), form)
     if rule == _SGD:
-        w, _ = sgd_element(w, w, grad, (a, b, c, d, e, f, g), False)
+        w, _ = sgd_element(w, w, grad, scalars, False)
     elif rule == _SGD_MOMENTUM:
-        w, m = sgd_element(w, tl.load(first + at, mask, 0.0), grad, (a, b, c, d, e, f, g), True)
+        w, m = sgd_element(w, tl.load(first + at, mask, 0.0), grad, scalars, True)
         tl.store(first + at, m, mask)
     elif rule == _LION:
-        w, m = lion_element(w, tl.load(first + at, mask, 0.0), grad, (a, b, c, d, e, f, g))
+        w, m = lion_element(w, tl.load(first + at, mask, 0.0), grad, scalars)
         tl.store(first + at, m, mask)
     else:
         m, v = tl.load(first + at, mask, 0), tl.load(second + at, mask, 0)
         if noisy:
             m, v = bf16_to_fp32(m), bf16_to_fp32(v)
-        w, m, v = adam_element(w, m, v, grad, (a, b, c, d, e, f, g, h, i), rule == _ADAMW)
+        w, m, v = adam_element(w, m, v, grad, scalars, rule == _ADAMW)
         if noisy:
             noise = noise_bits(add(index, at), word(key_low), word(key_high))
             m, v = round_noisily(m, noise & 0xFFFF).to(tl.int16), round_noisily(v, noise >> 16).to(tl.int16)
@@ -118,15 +108,7 @@ def adamw_8bit(
     exp_avg_sq_scale: tl.tensor,
     gradient: tl.tensor,
     n: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    d: tl.tensor,
-    e: tl.tensor,
-    f: tl.tensor,
-    g: tl.tensor,
-    h: tl.tensor,
-    i: tl.tensor,
+    scalars: tl.tensor,
     form: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
@@ -140,7 +122,7 @@ def adamw_8bit(
     grad = as_fp32(tl.load(gradient + at, mask, 0), form)
     m = decode(tl.load(exp_avg + at, mask, 0), True) * tl.load(exp_avg_scale + row, there, 0.0)[:, None]
     v = decode(tl.load(exp_avg_sq + at, mask, 0), False) * tl.load(exp_avg_sq_scale + row, there, 0.0)[:, None]
-    w, m, v = adam_element(w, m, v, grad, (a, b, c, d, e, f, g, h, i), True)
+    w, m, v = adam_element(w, m, v, grad, scalars, True)
     store_master(weight, weight_low, at, w, mask, form)
     _encode_blocks(m, exp_avg, exp_avg_scale, at, mask, row, there, True)
     _encode_blocks(v, exp_avg_sq, exp_avg_sq_scale, at, mask, row, there, False)

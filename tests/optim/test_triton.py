@@ -109,6 +109,7 @@ TYPES = dict.fromkeys(("n", "index", "key_low", "key_high"), "i32")
 
 def ptx(kernel, types, **constants):
     names = kernel.arg_names
+    types = types | {"scalars": ("fp32",) * (7 if constants.get("rule", 0) > 1 else 9)}
     signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}).asm["ptx"]
