@@ -20,32 +20,16 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.trace import gradients_of
 from pagoda.plan.traffic import traffic_of
 from pagoda.plan.units import ModuleSpec, ParamSpec
-from pagoda.simulate.hardware import Cpu, Device, Drive, Hardware, Link, MatmulRate
+from pagoda.simulate.hardware import Device, Hardware, Link
 from pagoda.simulate.rates import DEVICE_UPDATE, READ, UPDATE, WRITE, Rates
 from pagoda.simulate.simulation import Simulation, simulate
 from pagoda.simulate.timeline import COMPUTE, Timeline
-from tests.plan.strategies import STATES, Draw, figure, hardware, large_trees
+from tests.plan.strategies import FAST, GPU, STATES, Draw, figure, hardware, large_trees
 from tests.plan.test_planner import tower
 
 LARGE = 1 << 40
 Case = tuple[Plan, Hardware, list[float], Timeline]
 """Plan, machine, seconds of compute of each access, and the step that comes of them."""
-
-_RATE = MatmulRate(figure(1e15), figure(1e15))
-FAST = Hardware(
-    "fast",
-    Cpu(
-        cores=64,
-        memory_bytes=figure(1e13),
-        memory_bytes_per_s=figure(1e13),
-        update_params_per_s=figure(1e12),
-        bf16=_RATE,
-        fp32=_RATE,
-        copy_bytes_per_s=figure(1e12),
-        gradient_bytes_per_s=figure(1e12),
-    ),
-    ssd=Drive(figure(1e13), figure(1e10), figure(1e10), figure(1e10), figure(1e15)),
-)
 
 
 @st.composite
@@ -217,10 +201,6 @@ def test_times_that_do_not_belong_to_the_trace_are_refused() -> None:
 
 # --- what the scheduler decides -----------------------------------------------------------------------------
 
-GPU = replace(
-    FAST, device=Device(figure(1e12), figure(1e12), _RATE, _RATE, figure(1e12)), link=Link(*[figure(1e12)] * 3)
-)
-
 
 def step_of(plan: Plan, machine: Hardware) -> Timeline:
     return simulate(plan, machine, [1e-3] * (len(plan.trace.accesses) - 1))
@@ -304,7 +284,7 @@ def test_states_in_ram_are_updated_early_where_the_next_forward_is_too_short_for
     compute = Compute(dict.fromkeys(leaves, 0.1 / len(leaves)), dict.fromkeys(leaves, 0.3 / len(leaves)))
     cpu = replace(FAST.cpu, update_params_per_s=figure(params / 0.18))
     link = Link(*(figure(40.0 * params) for _ in range(3)))
-    device = Device(figure(1e13), figure(1e13), _RATE, _RATE, figure(1e12))
+    device = GPU.device
     options = Options(page_bytes=4096, accumulation_steps=1, clipping=True)
 
     def speculated(device: Device | None) -> frozenset[int]:
