@@ -83,7 +83,6 @@ def test_a_rank_holds_what_zeros_formulas_say_with_fourteen_bytes(n: int, stage:
     assert held == pytest.approx(params * (14 - divided + divided / n), rel=0.025)
 
 
-@settings(deadline=None)
 @given(plans(separate=True))
 def test_leases_are_whole_units_and_fit_the_device(plan: Plan) -> None:
     for unit in plan.units:
@@ -93,7 +92,6 @@ def test_leases_are_whole_units_and_fit_the_device(plan: Plan) -> None:
     assert (plan.placement.pages(DEVICE, COLLECTIVE_BUFFERS) > 0) == (reduce_pages(plan.layout) > 0)
 
 
-@settings(deadline=None)
 @given(large_trees, st.integers(1, 3))
 def test_a_group_of_one_has_the_plan_of_a_rank_alone(root: ModuleSpec, stage: int) -> None:
     budgets, options = Budgets(LARGE, LARGE), Options()
@@ -122,7 +120,6 @@ def test_what_is_sent_is_zeros_volume(stage: int, volumes: int) -> None:
     assert 0.85 * volumes <= total / ring_bytes(weights, 8) <= 1.02 * volumes
 
 
-@settings(deadline=None)
 @given(plans(separate=True))
 def test_a_step_takes_no_less_than_the_collectives_and_the_ledger_holds(plan: Plan) -> None:
     timeline = simulate(plan, NODE, [1e-6] * (len(plan.trace.accesses) - 1))
@@ -189,7 +186,7 @@ def test_an_exchange_over_nodes_shares_the_network_of_a_node() -> None:
 MOE = replace(PAPER_SHAPES["t5-moe-1.2t"], layers=2, decoder_layers=2, experts=16, hidden=256, ffn=1024, heads=4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.sampled_from([1, 2, 4, 8]))
 def test_experts_are_divided_and_each_held_by_the_ranks_that_have_it(parallel: int) -> None:
     ranks = shared(8, expert_parallel=parallel)
