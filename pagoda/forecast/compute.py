@@ -36,8 +36,9 @@ class Compute:
         head.
         """
         layers = layers_of(root)
-        inside = {leaf.name for layer in layers for leaf in leaves(layer)}
-        outside = [leaf.name for leaf in leaves(root) if leaf.name not in inside and (leaf.params or leaf.tied)]
+        inside = {module.name for layer in layers for module in layer.modules()}
+        leaves = [module for module in root.modules() if not module.children and (module.params or module.tied)]
+        outside = [leaf.name for leaf in leaves if leaf.name not in inside]
         if not layers or not outside:
             raise ConfigError("a profile of layers needs a model that is made of layers, an embedding and a head")
         forward, backward = dict.fromkeys(outside, 0.0), dict.fromkeys(outside, 0.0)
@@ -48,9 +49,8 @@ class Compute:
             forward[module] += forward_s
             backward[module] += backward_s
         for layer in layers:
-            total = sum(param.numel for param in layer.walk())
-            for leaf in leaves(layer):
-                share = sum(param.numel for param in leaf.params) / total
+            for leaf in (module for module in layer.modules() if not module.children):
+                share = leaf.numel / layer.numel
                 forward[leaf.name] = share * profile.layer_forward_s
                 backward[leaf.name] = share * profile.layer_backward_s
         return cls(forward, backward)
@@ -94,10 +94,3 @@ def _nearest(module: str, at: Mapping[str, int]) -> int:
     while module not in at and module:
         module = module.rpartition(".")[0]
     return at.get(module, len(at) - 1)
-
-
-def leaves(root: ModuleSpec) -> list[ModuleSpec]:
-    """Modules without children, in the order they are declared."""
-    if not root.children:
-        return [root]
-    return [leaf for child in root.children for leaf in leaves(child)]

@@ -51,7 +51,7 @@ def _check_in_all(problem: Problem) -> None:
 
     States with shapes of their own are left out, and so are padding and buffers.
     """
-    params = sum(param.numel for param in problem.root.walk())
+    params = problem.root.numel
     states = (state for state in problem.states if state.shape_of is None)
     least = sum(state.nbytes(params) for state in states)
     budgets, options = problem.budgets, problem.options

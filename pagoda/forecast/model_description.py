@@ -1,6 +1,6 @@
 """The model that a forecast is about: its tree, its arithmetic and its widths, without its weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -145,11 +145,10 @@ def _of_transformers(
     hidden, ffn, vocab = widths(config)
     top_k = experts_per_token(config)
     elsewhere = batch_size * seq_len * top_k * hidden * (ranks - 1) // ranks
-    rows = [*_rows(root)] if elsewhere else []
-    experts = sum(param.numel for row in rows for param in row.walk())
+    rows = [module for module in root.modules() if module.routed] if elsewhere else []
     return ModelDescription(
         name=name,
-        params=sum(param.numel for param in root.walk()) + (ranks - 1) * experts,
+        params=root.numel + (ranks - 1) * sum(row.numel for row in rows),
         root=root,
         forward_flops=counted,
         layers=layers,
@@ -202,14 +201,6 @@ def _renamed(module: ModuleSpec, before: str, after: str) -> ModuleSpec:
 def _moved(name: str, before: str, after: str) -> str:
     """A name inside one module as it is inside another."""
     return after + name.removeprefix(before) if is_within(name, (before,)) else name
-
-
-def _rows(module: ModuleSpec) -> Iterator[ModuleSpec]:
-    """The modules whose children are experts."""
-    if module.routed:
-        yield module
-    for child in module.children:
-        yield from _rows(child)
 
 
 def widths(config: Any) -> tuple[int, int, int]:

@@ -63,7 +63,7 @@ class Problem:
         if len(plan.units) <= MOST_UNITS or len(layers_of(self.root)) <= _LEAST_LAYERS:
             return self
         part = self._with_layers(MOST_UNITS / len(plan.units))
-        params, of_all = (sum(param.numel for param in root.walk()) for root in (part.root, self.root))
+        params, of_all = part.root.numel, self.root.numel
         if self.budgets.device is not None and 2 * self.budgets.device > params * self.states[0].dtype.itemsize:
             return self
         homes = {GRAD, *(state.name for state in self.states)}

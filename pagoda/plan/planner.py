@@ -189,7 +189,7 @@ def _units_that_fit(
 ) -> tuple[int, Layout, Placement]:
     """A placement of units as large as fit, and the limit in bytes that they were made with."""
     itemsize = states[0].dtype.itemsize
-    total = sum(param.numel for param in root.walk()) * itemsize
+    total = root.numel * itemsize
     limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
     expert_modules = frozenset(root.experts())
     refusals: list[BudgetError] = []

@@ -22,10 +22,9 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.from_plan import schedule_plan
-from pagoda.simulate.hardware import Device, Hardware, Link
-from tests.simulate.test_simulation import FAST
+from pagoda.simulate.hardware import Link
 
-from .strategies import STATES, figure, unit
+from .strategies import FAST, GPU, STATES, figure, unit
 from .test_planner import tower
 
 LARGE = 1 << 40
@@ -104,10 +103,7 @@ def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
     """The search's choice for a model whose update takes a while, on a machine with a fast GPU."""
     cpu = replace(FAST.cpu, update_params_per_s=figure(cpu_params_per_s))
     rate = figure(link_bytes_per_s)
-    matmul = FAST.cpu.bf16
-    assert matmul is not None
-    gpu = Device(figure(1e12), figure(1e13), matmul, matmul, figure(1e12))
-    machine = Hardware("gpu", cpu, device=gpu, link=Link(rate, rate, figure(2 * link_bytes_per_s)))
+    machine = replace(GPU, cpu=cpu, link=Link(rate, rate, figure(2 * link_bytes_per_s)), ssd=None)
     root = tower(8, 256)
     leaves = [matrix.name for layer in root.children for matrix in layer.children]
     compute = Compute(dict.fromkeys(leaves, 1e-4), dict.fromkeys(leaves, 3e-4))

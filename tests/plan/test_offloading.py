@@ -13,24 +13,17 @@ from pagoda.plan.placement import ACTIVATIONS, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.trace import Phase
 from pagoda.plan.traffic import activations_at
-from pagoda.simulate.hardware import Device, Hardware, Link
+from pagoda.simulate.hardware import Hardware, Link
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import COMPUTE
-from tests.simulate.test_simulation import FAST
 
-from .strategies import STATES, figure
+from .strategies import GPU as FAST_GPU, STATES, figure
 from .test_planner import tower
 
 LARGE = 1 << 40
 MIB = 1 << 20
 LAYERS = 6
-_MATMUL = FAST.cpu.bf16
-assert _MATMUL is not None
-GPU = replace(
-    FAST,
-    device=Device(figure(1e12), figure(1e13), _MATMUL, _MATMUL, figure(1e12)),
-    link=Link(figure(1e9), figure(1e9), figure(2e9)),
-)
+GPU = replace(FAST_GPU, link=Link(figure(1e9), figure(1e9), figure(2e9)))
 
 
 def sizes_of(inner: int, inputs: int = 0, layers: int = LAYERS) -> StepSizes:

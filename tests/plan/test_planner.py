@@ -3,18 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pagoda.errors import BudgetError
-from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES, Run
+from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.plan.layout import GRAD
-from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.traffic import bytes_written_to_ssd, traffic_of
-from pagoda.plan.units import ModuleSpec, ParamSpec, enclosing
-from pagoda.schedule.frames import Frames
+from pagoda.plan.units import ModuleSpec, ParamSpec
 
 from .strategies import STATES, Draw, large_trees, module_trees
 
@@ -93,6 +92,15 @@ def test_what_no_unit_size_can_fit_is_refused_naming_tier_shortfall_and_setting(
     assert refused.value.tier == HOST
 
 
+def test_a_slab_of_leases_holds_the_widest_unit_unless_all_fit_at_once() -> None:
+    root = ModuleSpec("", (), (tower(16, 64), ModuleSpec("wide", (ParamSpec("wide.weight", (64, 512)),))))
+    for room, all_fit in ((LARGE, True), (40 * 4096, False)):
+        plan = make_plan(root, STATES["bf16"], Budgets(LARGE, room), Options(page_bytes=4096, unit_limit=1))
+        widest, frames = max(plan.leased_pages().values()), plan.placement.pages(DEVICE, LEASES)
+        assert (sum(plan.leased_pages().values()) <= frames) == all_fit
+        assert plan.lease_slab == (frames if all_fit else widest)
+
+
 def refusal(root: ModuleSpec, budgets: Budgets, options: Options) -> BudgetError | None:
     try:
         make_plan(root, STATES["bf16"], budgets, options)
@@ -128,60 +136,6 @@ def test_peak_bytes_are_the_sum_of_the_lines_shown(plan: Plan) -> None:
     assert plan.peak_bytes == {tier: sum(lines.values()) for tier, lines in plan.bytes.items()}
     for tier, budget in (("device", plan.budgets.device), (HOST, plan.budgets.host), (SSD, plan.budgets.ssd)):
         assert plan.peak_bytes.get(tier, 0) <= (budget or 0)
-
-
-@st.composite
-def nests(draw: Draw) -> ModuleSpec:
-    """Layers, each with two parts, where everything may hold up to five pages of parameters itself."""
-
-    def module(name: str, least: int, *children: ModuleSpec) -> ModuleSpec:
-        pages = draw(st.integers(least, 5))
-        return ModuleSpec(name, (ParamSpec(f"{name}.w", (2048 * pages,)),) if pages else (), children)
-
-    layers = (module(f"l{i}", 0, module(f"l{i}.a", 1), module(f"l{i}.b", 1)) for i in range(draw(st.integers(10, 14))))
-    return module("", 0, *layers)
-
-
-@given(nests(), st.booleans(), st.data())
-def test_whatever_is_in_use_and_wherever_it_lies_room_can_be_made_for_one_unit_more(
-    root: ModuleSpec, separate: bool, data: st.DataObject
-) -> None:
-    options = Options(page_bytes=4096, unit_limit=1)
-    least = refusal(root, Budgets(0, 0 if separate else None, LARGE), options)
-    assert least is not None
-    assert least.needed_bytes is not None
-    budgets = Budgets(LARGE, least.needed_bytes) if separate else Budgets(least.needed_bytes, None, LARGE)
-    plan = make_plan(root, STATES["bf16"], budgets, options)
-    pages, around = plan.leased_pages(), enclosing(plan.units)
-    count = plan.placement.pages("device" if separate else HOST, LEASES)
-    frames = Frames(count, plan.lease_slab)
-    assume(sum(pages.values()) > count)
-    leases: dict[Run, int] = {}
-    """Frames -> unit."""
-
-    def fetch(unit: int, in_use: set[int]) -> None:
-        if unit in leases.values():
-            return
-        run = frames.alloc(pages[unit])
-        if run is None:
-            prices = data.draw(st.permutations(range(len(pages))))
-            windows = (
-                frames.window(near, pages[unit], lambda run: None if leases[run] in in_use else prices[leases[run]])
-                for near in leases
-            )
-            for victim in next(window for window in windows if window is not None):
-                del leases[victim]
-                frames.free(victim)
-            run = frames.alloc(pages[unit])
-        assert run is not None
-        leases[run] = unit
-
-    for unit in data.draw(st.lists(st.sampled_from(sorted(pages)), min_size=1, max_size=12)):
-        in_use: set[int] = set()
-        for needed in (*sorted(around[unit] & pages.keys()), unit):
-            fetch(needed, in_use)
-            in_use.add(needed)
-        fetch(data.draw(st.sampled_from(sorted(pages))), in_use)
 
 
 # --- traffic --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from math import inf
 import pytest
 from hypothesis import given, strategies as st
 
-from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Recorder, Trace, assumed_trace, gradients_of
+from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Recorder, Trace, gradients_of
 
 from .strategies import traces
 
@@ -20,19 +20,6 @@ accesses = st.builds(Access, st.integers(0, UNITS - 1), st.sampled_from([Phase.F
 def test_a_trace_without_exactly_one_step_at_its_end_is_refused(wrong: tuple[Access, ...]) -> None:
     with pytest.raises(ValueError, match="one STEP, at its end"):
         Trace(wrong)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 4))
-def test_the_assumed_trace_runs_every_use_forward_then_back_in_each_micro_batch(uses: list[int], batches: int) -> None:
-    trace = assumed_trace(uses, batches)
-    units = len(uses)
-    assert trace.assumed
-    body = trace.accesses[:-1]
-    for batch in range(batches):
-        part = body[batch * 2 * units : (batch + 1) * 2 * units]
-        assert [a.unit for a in part[:units] if a.phase is Phase.FORWARD] == uses
-        assert [a.unit for a in part[units:] if a.phase is Phase.BACKWARD] == uses[::-1]
-    assert len(body) == batches * 2 * units
 
 
 @given(st.lists(st.lists(accesses, max_size=20), min_size=1, max_size=3))
