@@ -456,11 +456,6 @@ def test_an_ssd_directory_that_is_missing_is_refused(size: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_without_parameters_is_refused() -> None:
-    with pytest.raises(pagoda.ConfigError, match="no parameters: there is nothing to train"):
-        pagoda.wrap(nn.Tanh(), pagoda.AdamW(), memory=RESIDENT)
-
-
 def test_a_parameter_of_a_dtype_that_cannot_be_trained_is_refused() -> None:
     """It would be left as it is, and nobody would notice."""
     model = fresh()
