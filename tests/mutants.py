@@ -6,7 +6,7 @@ Each mutant is tried in a copy of the checkout, by the tests named with it; with
 The table says which test noticed it first, or that none did. The scheduler's own mutants are in
 tests/schedule/mutants.py.
 
-`python tests/mutants.py` with the tests named here: 38 of 42 are noticed; 35 were before tests/test_matrix.py took the
+`python tests/mutants.py` with the tests named here: 39 of 43 are noticed; 35 were before tests/test_matrix.py took the
 place of a grid for each feature, by the tests that were named then. Nobody notices that frames are filled while an
 earlier fill is under way, that bytes on their way to buffers are not bounded, and that a block is read while its page
 is being written, which only rare timing shows; a frozen unit that may be undone has no pages to copy in any case.
@@ -216,6 +216,13 @@ MUTANTS = (
         "        if unit.version != self._version:",
         "        if False:",
         "runtime/test_uses_of_parameters.py runtime/test_optimizer.py runtime/test_model_access.py",
+    ),
+    Mutant(
+        "what a checkpoint recomputes holds the weights themselves",
+        "runtime/activations/packing.py",
+        "        return pack(reference or tensor)",
+        "        return pack(tensor)",
+        "runtime/test_reference.py test_matrix.py",
     ),
     Mutant(
         "a saved tensor that was changed in place is used",

@@ -199,12 +199,10 @@ class Accesses:
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
-        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, update_lane(self._store, index))
-        if not scheduler.ready(index) and not self._leases.in_place(unit):
-            lane = self._lane_of_fetch(unit)
-            self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
-        else:
-            self.wait(lambda: scheduler.ready(index), update_lane(self._store, index))
+        updates = update_lane(self._store, index)
+        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, updates)
+        lane = updates if self._leases.in_place(unit) else self._lane_of_fetch(unit)
+        self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
         if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
             raise error
 

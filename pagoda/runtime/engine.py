@@ -125,27 +125,10 @@ class Engine:
             self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
         )
         self.damage = self._executor.damage
-        self.rank_group: RankGroup | None = None
-        """The dealings with other ranks, where there are any."""
-        if ranks is not None:
-            reduces = reduce_pages(plan.layout) > 0
-            self.rank_group = RankGroup(
-                *ranks,
-                self.store,
-                units,
-                self.gradients,
-                Buffers.open(self.store, self.gradients.arriving) if reduces else None,
-                device,
-                self._lanes["d2h"],
-                self._executor,
-                self._meter.stalled,
-            )
-            self._lanes[COLLECTIVE] = self.rank_group.collectives.lane
-            self.leases.gather = self.rank_group.gather
         self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
         self.accesses.owner = self
-        if self.rank_group is not None:
-            self.accesses.before = self.rank_group.collectives.begin_access
+        self.rank_group = None if ranks is None else self._join(*ranks)
+        """The dealings with other ranks, where there are any."""
         self.graphs = GraphMemory(
             self.leases,
             self.accesses,
@@ -339,6 +322,26 @@ class Engine:
         return changed
 
     # --- parts ----------------------------------------------------------------------------------------------
+
+    def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
+        """Let leases, accesses and gradients deal with the other ranks."""
+        reduces = reduce_pages(self.plan.layout) > 0
+        rank_group = RankGroup(
+            mesh,
+            transport,
+            self.store,
+            self.units,
+            self.gradients,
+            Buffers.open(self.store, self.gradients.arriving) if reduces else None,
+            self.device,
+            self._lanes["d2h"],
+            self._executor,
+            self._meter.stalled,
+        )
+        self._lanes[COLLECTIVE] = rank_group.collectives.lane
+        self.leases.gather = rank_group.gather
+        self.accesses.before = rank_group.collectives.begin_access
+        return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
         """`norms` are None where the step was skipped."""

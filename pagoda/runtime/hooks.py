@@ -11,13 +11,24 @@ from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
 from pagoda.runtime.activations.blocks import Block, find_blocks, refuse_compiling
-from pagoda.runtime.announcing import Announcing
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.markers import GradientMarker
 from pagoda.runtime.next_update import check_is_ours
 from pagoda.runtime.reads import has_forward, methods_reading_params, params_read_in
 from pagoda.runtime.unit import LiveUnit
+
+
+class Announcing(nn.Module):
+    """A module that says which children are about to run, so that their weights are fetched before they are used."""
+
+    coming: Callable[[Sequence[nn.Module], Sequence[nn.Module]], None] | None = None
+    """Set by the runtime. A forward calls it with the children that are about to run, in that order, and with those
+    that get a gradient of zeros without running."""
+
+    def pieces(self) -> list[tuple[nn.Module, int]]:
+        """The children to choose from, in order, and how many experts each holds."""
+        raise NotImplementedError
 
 
 class ModelHooks:

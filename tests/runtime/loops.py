@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from zoo import ConvNet, Loop, Outcome, batch, gpt2, llama, loss_of, take_step
+
+import pagoda
 
 STEPS = 5
 WIDTH = 160
@@ -26,6 +29,31 @@ class Layers(nn.Module):
         for index in picked:
             x = x + self.layers[index](x)
         return x.float().square().mean()
+
+
+def loss_of_layers(model: Any) -> torch.Tensor:
+    """Of a model of `Layers`."""
+    loss: torch.Tensor = model(torch.ones(2, WIDTH), [0, 1, 2])
+    return loss
+
+
+USES: dict[str, Callable[[Any, Any, Path], object]] = {
+    "forward": lambda model, optimizer, path: loss_of_layers(model),
+    "a-layer": lambda model, optimizer, path: model.layers[0](torch.ones(2, WIDTH)),
+    "state-dict": lambda model, optimizer, path: model.state_dict(),
+    "load-state-dict": lambda model, optimizer, path: model.load_state_dict(Layers().state_dict()),
+    "full-state-dict": lambda model, optimizer, path: pagoda.full_state_dict(model),
+    "model-state": lambda model, optimizer, path: pagoda.ModelState(model).state_dict(),
+    "gathered": lambda model, optimizer, path: pagoda.gathered(model).__enter__(),
+    "step": lambda model, optimizer, path: optimizer.step(),
+    "zero-grad": lambda model, optimizer, path: optimizer.zero_grad(),
+    "clip": lambda model, optimizer, path: optimizer.clip_grad_norm_(1.0),
+    "drain": lambda model, optimizer, path: optimizer.drain(),
+    "optimizer-state": lambda model, optimizer, path: optimizer.state_dict(),
+    "save": lambda model, optimizer, path: optimizer.save_checkpoint(path / "another"),
+    "load": lambda model, optimizer, path: optimizer.load_checkpoint(path / "checkpoint"),
+}
+"""What users do with a model of `Layers` and its optimizer, and a directory with a checkpoint."""
 
 
 class Nested(nn.Module):

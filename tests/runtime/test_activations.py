@@ -133,7 +133,7 @@ def test_lengths_that_vary_keep_to_the_budget_and_share_plans(monkeypatch: pytes
         "pagoda.runtime.activations.graph_memory.choose",
         lambda sizes, room: chosen.append(sizes) or choose(sizes, room),
     )
-    lengths = random.Random(0).choices(range(24, 90), k=30)
+    lengths = random.Random(0).choices(range(24, 90), k=24)
     losses: dict[str, list[float]] = {}
     kept: dict[str, list[int]] = {}
     budget, replanned = 0, 0
@@ -294,11 +294,10 @@ def compiled(recipe: Recipe) -> nn.Module:
 def test_blocks_may_be_compiled(tmp_path: Path) -> None:
     recipe = Recipe("llama", steps=2)
     reference = run(compiled(recipe), RESIDENT, usual_loop(recipe), clip_grad_norm=0.5)
-    for activations in ("recompute", *OFFLOADS, "auto"):
+    for activations in ("recompute", "offload"):
         memory = squeeze(compiled(recipe), ARENA_ALL_ON_SSD, tmp_path, activations=activations)
         memory = replace(memory, activations="100KiB")
         outcome = run(compiled(recipe), memory, usual_loop(recipe), clip_grad_norm=0.5, activations=activations)
         outcome.assert_same_bits(reference)
         assert outcome.plan is not None
-        if activations in OFFLOADS:
-            assert outcome.plan.activations.peak.ssd > 0  # type: ignore[union-attr]
+        assert (outcome.plan.activations.peak.ssd > 0) == (activations == "offload")  # type: ignore[union-attr]

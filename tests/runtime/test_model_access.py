@@ -453,6 +453,14 @@ def test_an_ssd_directory_that_is_missing_is_refused(size: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_parameter_of_a_dtype_that_cannot_be_trained_is_refused() -> None:
+    """It would be left as it is, and nobody would notice."""
+    model = fresh()
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(pagoda.ConfigError, match=r"'phase' is torch\.complex64"):
+        pagoda.wrap(model, pagoda.AdamW(), memory=RESIDENT)
+
+
 def images_in(model: nn.Module) -> torch.Tensor:
     return torch.ones(4, 3, 8, 8, dtype=next(model.parameters()).dtype)
 

@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -234,15 +233,6 @@ def test_models_that_would_train_otherwise_than_in_torch_are_refused(
 ) -> None:
     with pytest.raises(pagoda.ConfigError, match=message):
         pagoda.wrap(build(), pagoda.AdamW(), memory=RESIDENT)
-
-
-def test_a_model_may_be_wrapped_without_gradients(wrap: Wrap, tmp_path: Path) -> None:
-    with torch.no_grad():
-        model, optimizer = wrap(Layers())
-    before = model.state_dict()
-    model(X[0], [0, 1]).backward()
-    optimizer.step()
-    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 # --- what would be lost, or run wrongly ---------------------------------------------------------------------

@@ -4,7 +4,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ class OffloadedStorage(AbsentStorage):
     __slots__ = ("_offloader", "hashes", "nbytes", "pieces", "place", "reading", "source", "target", "used", "written")
 
     def __init__(
-        self, offloader: "Offloader", place: Place[Any], pieces: Pieces, source: torch.Tensor, version: int
+        self, offloader: "Offloader", place: Place, pieces: Pieces, source: torch.Tensor, version: int
     ) -> None:
         super().__init__(version)
         self._offloader = offloader
@@ -58,7 +57,7 @@ class Offloader:
 
     def __init__(
         self,
-        places: Sequence[Place[Any]],
+        places: Sequence[Place],
         least_bytes: int,
         required: bool,
         lanes: dict[str, Lane],
@@ -75,7 +74,7 @@ class Offloader:
         self._device = device
         self._saved = saved
         self._stalled = stalled
-        self.freed: deque[tuple[Place[Any], Pieces]] = deque()
+        self.freed: deque[tuple[Place, Pieces]] = deque()
         """Pages that nothing needs any more."""
         self._order: list[weakref.ref[OffloadedStorage]] = []
         """What was offloaded, in that order, as far as it is needed."""
@@ -139,7 +138,7 @@ class Offloader:
         for place in self.places:
             place.scratch.close()
 
-    def _alloc(self, nbytes: int) -> tuple[Place[Any] | None, Pieces]:
+    def _alloc(self, nbytes: int) -> tuple[Place | None, Pieces]:
         self._take_back()
         for place in self.places:
             pieces = place.scratch.alloc(nbytes)

@@ -14,7 +14,7 @@ from pagoda.plan.activations import Policy
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.activations.offload import Offloader
 from pagoda.runtime.activations.partition import Partitioner
-from pagoda.runtime.activations.saved import AbsentTensor, KeptTensor, Packed, SavedStorage, SavedStorages, View
+from pagoda.runtime.activations.saved import Packed, SavedStorage, SavedStorages, View, kept, moved
 from pagoda.runtime.hidden import hidden_class, outside_use
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.unit import LiveUnit, ShownParameter
@@ -153,13 +153,13 @@ class Packing:
         """Pack what this rank has of a tensor; `alike` says whether other ranks may have the same."""
         storage = self._activation(tensor)
         if storage is None:
-            return KeptTensor(tensor).unpack
+            return kept(tensor)
         if alike and self._partitioner is not None and self.policy is not None and self.policy.recomputes:
             partitioned = self._partitioner.partition(
                 tensor, storage, lambda part: self._keep(part, self._saved.find(part))
             )
             if partitioned is not None:
-                return AbsentTensor(tensor, partitioned).unpack
+                return moved(tensor, partitioned)
         return self._keep(tensor, storage)
 
     def _keep(self, tensor: torch.Tensor, storage: SavedStorage) -> Packed:
@@ -168,8 +168,8 @@ class Packing:
         if self.policy is not None and self.policy.offloads:
             offloaded = self._offloader.offload(tensor, storage)
             if offloaded is not None:
-                return AbsentTensor(tensor, offloaded).unpack
-        return KeptTensor(tensor).unpack
+                return moved(tensor, offloaded)
+        return kept(tensor)
 
     def _pack_inside(self, hooks: Hooks, tensor: torch.Tensor) -> Packed:
         """Pack a tensor inside hooks of the user's."""

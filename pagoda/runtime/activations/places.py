@@ -4,7 +4,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 
@@ -23,17 +22,13 @@ _SAMPLE_BYTES = 16 << 20
 
 Pieces = tuple[Piece, ...]
 
-_Scratch = TypeVar("_Scratch", bound=Scratch)
 
-
-class Place(ABC, Generic[_Scratch]):
+class Place(ABC):
     """Where offloaded bytes are. `write` and `read` run on lanes, all else on the compute thread."""
 
     tier: str
-
-    def __init__(self, scratch: _Scratch, device: Device) -> None:
-        self.scratch = scratch
-        self._device = device
+    scratch: Scratch
+    _device: Device
 
     @abstractmethod
     def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> list[Hashes]:
@@ -72,10 +67,14 @@ class Place(ABC, Generic[_Scratch]):
                 at = end
 
 
-class RamPlace(Place[MemoryScratch]):
+class RamPlace(Place):
     """RAM beside a device of its own."""
 
     tier = HOST
+
+    def __init__(self, scratch: MemoryScratch, device: Device) -> None:
+        self.scratch: MemoryScratch = scratch
+        self._device = device
 
     def write(self, pieces: Pieces, source: torch.Tensor, issued: Event) -> list[Hashes]:
         for piece, _, part in self._chunks(pieces, source.nbytes):
@@ -90,14 +89,15 @@ class RamPlace(Place[MemoryScratch]):
         return self.scratch.tensor(piece)[: part.stop - part.start]
 
 
-class SsdPlace(Place[SSDScratch]):
+class SsdPlace(Place):
     """SSD, through buffers in RAM."""
 
     tier = SSD
 
     def __init__(self, scratch: SSDScratch, device: Device, buffers: Sequence[memoryview]) -> None:
         """`buffers` are page-aligned, of equal size; half of them are for writing."""
-        super().__init__(scratch, device)
+        self.scratch: SSDScratch = scratch
+        self._device = device
         half = len(buffers) // 2
         self._writing, self._reading = Ring(buffers[:half]), Ring(buffers[half:])
         self._most = buffers[0].nbytes // scratch.page_bytes
@@ -128,10 +128,10 @@ class SsdPlace(Place[SSDScratch]):
 
 def open_places(
     store: Store, device: Device, directories: Mapping[Path, int | None], page: int, poison: bool
-) -> list[RamPlace | SsdPlace]:
+) -> list[Place]:
     """The places that a plan leaves room for, in pages of `page` bytes: RAM, where it is not what compute uses; SSD."""
     plan = store.plan
-    places: list[RamPlace | SsdPlace] = []
+    places: list[Place] = []
     if plan.budgets.device is not None:
         room = plan.budgets.host - plan.peak_bytes.get(HOST, 0)
         if room >= page:

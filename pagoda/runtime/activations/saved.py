@@ -129,41 +129,31 @@ class View:
         return empty.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
 
 
-class KeptTensor:
-    """What a graph keeps of a tensor that stays: its value, and the version it was saved at.
+def kept(tensor: torch.Tensor) -> Packed:
+    """A tensor that stays: its value, and the version it was saved at.
 
-    torch compares versions only where there are no hooks, so these do it.
+    Called, it raises RuntimeError if the tensor was changed since: torch compares versions only where no hooks are.
     """
+    value, version = tensor.detach(), tensor._version  # the tensor itself could hold the graph that holds this
 
-    __slots__ = ("_tensor", "_version")
+    def unpack() -> torch.Tensor:
+        _check_unchanged(value, version, value.shape)
+        return value
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # the tensor itself could hold the graph that holds this
-        self._version = tensor._version
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor. Raises RuntimeError where it was changed since."""
-        _check_unchanged(self._tensor, self._version, self._tensor.shape)
-        return self._tensor
+    return unpack
 
 
-class AbsentTensor(View):
-    """What a graph keeps of a tensor whose storage is absent."""
+def moved(tensor: torch.Tensor, storage: AbsentStorage) -> Packed:
+    """A tensor whose storage is absent. Called, it raises RuntimeError if the tensor was changed since."""
+    view, version = View(tensor), tensor._version
+    counter = tensor.detach()  # shares the tensor's version counter, and then not its storage
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
-    __slots__ = ("_counter", "_storage", "_version")
+    def unpack() -> torch.Tensor:
+        _check_unchanged(counter, version, view.shape)
+        return view.of(storage.whole())
 
-    def __init__(self, tensor: torch.Tensor, storage: AbsentStorage) -> None:
-        super().__init__(tensor)
-        self._storage = storage
-        self._version = tensor._version
-        # Shares the tensor's version counter, but not its storage.
-        self._counter = tensor.detach()
-        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, where compute reads it. Raises RuntimeError where it was changed since."""
-        _check_unchanged(self._counter, self._version, self.shape)
-        return self.of(self._storage.whole())
+    return unpack
 
 
 def _check_unchanged(counter: torch.Tensor, version: int, shape: torch.Size) -> None:
