@@ -120,28 +120,6 @@ def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memor
     assert _losses(model, optimizer, 3) == pytest.approx(losses_in_torch(twin, 3), rel=1e-4)
 
 
-def test_a_frozen_parameter_may_be_held_in_a_list_too(wrap: Wrap) -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
-            self.tables = [self.table]
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x @ self.tables[0]).square().mean()  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    model = Listed()
-    expected = model(X).item()
-    model, optimizer = wrap(model, ARENA, precision="fp32")
-    loss = model(X)
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
-    loss.backward()
-    optimizer.step()
-    assert all(value.isfinite().all() for value in model.state_dict().values())
-
-
 # --- penalties ----------------------------------------------------------------------------------------------
 
 
