@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from pagoda.checkpoint.contents import Contents
-from pagoda.checkpoint.state import ParameterState, named, state_of
+from pagoda.checkpoint.state import ParameterState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
-from pagoda.checkpoint.whole import whole_states
 from pagoda.errors import CheckpointError
 from pagoda.optim.param_groups import check_groups
 

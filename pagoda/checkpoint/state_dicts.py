@@ -9,8 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from pagoda.checkpoint.state import all_states, said_by_ranks, settle, state_of, states_of, unpaged
-from pagoda.checkpoint.whole import whole_states
+from pagoda.checkpoint.state import all_states, said_by_ranks, settle, state_of, states_of, unpaged, whole_states
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.rule import Shape
 from pagoda.plan.layout import WEIGHT

@@ -66,19 +66,6 @@ def test_the_master_is_what_the_files_say(dtype: torch.dtype, precision: str, tm
     assert first_loss(directory, torch.float32) > 0
 
 
-def test_what_is_exported_can_be_trained_on(tmp_path: Path) -> None:
-    model, optimizer = wrapped(build("mixtral"), "ssd", tmp_path)
-    train(model, optimizer, 0, 2)
-    optimizer.save_checkpoint(tmp_path / "step")
-    masters = pagoda.ModelState(model).state_dict()
-    optimizer.close()
-    assert main(["export", str(tmp_path / "step"), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
-    model, optimizer = wrapped(pagoda.load(tmp_path / "out"), "ram", tmp_path)
-    again = pagoda.ModelState(model).state_dict()
-    optimizer.close()
-    assert all(torch.equal(masters[key], again[key]) for key in masters)
-
-
 def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged experts are never in RAM as a whole, nor is any other large tensor."""
     directory = saved("mixtral", tmp_path)

@@ -1,6 +1,7 @@
 """A closed optimizer: nothing that would have to read a state gives something else without a word."""
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 
@@ -36,17 +37,22 @@ def test_backward_of_a_graph_from_before_close_is_refused(wrap: Wrap, tmp_path: 
 
 
 def test_a_with_block_closes_also_after_an_error(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     model: nn.Module = Layers()
     model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=squeeze(model, ALL_ON_SSD, tmp_path))
 
     def fail() -> None:
         with optimizer:
             loss_of_layers(model).backward()
+            optimizer.step()
+            assert {t.name for t in set(threading.enumerate()) - before if t.name.startswith("pagoda-")}
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("pagoda-")]
     assert list(tmp_path.iterdir()) == []
+    optimizer.close()  # again does nothing
 
 
 @pytest.mark.parametrize("placement", ["resident", *PLACEMENTS])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from zoo import (
     UNIT_LIMIT,
     Outcome,
     Recipe,
-    batch,
-    loss_of,
-    run,
     squeeze,
 )
 
@@ -87,19 +83,16 @@ def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 # --- state dicts --------------------------------------------------------------------------------------------
 
 
-def test_a_state_dict_is_a_copy_that_training_does_not_change(wrap: Wrap, place: Place) -> None:
+def test_a_state_dict_holds_the_weights(wrap: Wrap, place: Place) -> None:
+    plain = fresh().state_dict()
     model = fresh()
     model, optimizer = wrap(model, place(model))
-    held, copies = [], []
-    for _ in range(3):
-        held.append(model.state_dict())
-        copies.append({name: value.clone() for name, value in held[-1].items()})
-        train(model, optimizer, 1)
-    for weights, copy in zip(held, copies, strict=True):
-        assert_equal(weights, copy)
-    trained = [name for name in copies[0] if name.startswith(("layers.0", "layers.1", "layers.2"))]
-    for earlier, later in pairwise(copies):
-        assert all(not torch.equal(earlier[name], later[name]) for name in trained)
+    found = model.state_dict()
+    train(model, optimizer)
+    assert_equal(found, {name: split(value)[0] for name, value in plain.items()})  # a copy that training leaves
+    trained = model.state_dict()
+    assert not torch.equal(trained["layers.0.0.weight"], found["layers.0.0.weight"])
+    assert all(value.isfinite().all() for value in trained.values())
 
 
 def test_tied_names_share_one_tensor_in_a_state_dict(wrap: Wrap) -> None:
@@ -203,18 +196,6 @@ def test_modified_elements_take_the_new_value_and_others_keep_their_low_half(wra
     assert not torch.equal(expected, expected.bfloat16().float())
     expected[3] = torch.tensor(0.7071).bfloat16().float()
     assert_equal(after, {**before, "layers.1.0.weight": expected})
-
-
-def test_modification_reaches_the_next_forward(wrap: Wrap, place: Place) -> None:
-    model = fresh()
-    model, optimizer = wrap(model, place(model))
-    train(model, optimizer)
-    assert forward(model).item() != 1.0
-    with torch.no_grad(), pagoda.gathered(model, modify=True):
-        for param in model.parameters():
-            param.zero_()
-    assert forward(model).item() == 1.0  # tanh(0) adds nothing to the ones it is given
-    train(model, optimizer, 1)
 
 
 def test_gathered_blocks_nest(wrap: Wrap) -> None:
@@ -505,29 +486,6 @@ def test_a_model_is_wrapped_once(wrap: Wrap) -> None:
             optimizer.close()
     with pytest.raises(pagoda.UsageError, match="not wrapped"):
         pagoda.plan_of(fresh())
-
-
-def test_two_models_train_side_by_side(wrap: Wrap, tmp_path: Path) -> None:
-    def loop_beside(other: tuple[nn.Module, PagedOptimizer] | None) -> Callable[..., None]:
-        def loop(model: nn.Module, optimizer: PagedOptimizer, outcome: Outcome) -> None:
-            generator = torch.Generator().manual_seed(1)
-            for _ in range(3):
-                loss = loss_of(model(**batch("conv", generator)))
-                beside = forward(other[0]) if other else None
-                loss.backward()
-                if other and beside is not None:
-                    beside.backward()
-                    other[1].step()
-                optimizer.step()
-                outcome.losses.append(loss.item())
-
-        return loop
-
-    other = fresh()
-    other, other_optimizer = wrap(other, squeeze(other, ALL_ON_SSD, tmp_path))
-    rank_group = run(Recipe("conv").build(), RESIDENT, loop_beside((other, other_optimizer)), clip_grad_norm=0.5)
-    alone = run(Recipe("conv").build(), RESIDENT, loop_beside(None), clip_grad_norm=0.5)
-    rank_group.assert_same_bits(alone)
 
 
 def test_an_update_under_backward_that_begins_after_the_last_gradient_is_noticed() -> None:
