@@ -38,7 +38,7 @@ def run(config: GenerateConfig, console: Console) -> int:
 
 def _generate(config: GenerateConfig, directory: Path, tokenizer_directory: Path, console: Console) -> None:
     from pagoda.api import load, wrap
-    from pagoda.optim.adamw import AdamW
+    from pagoda.optim import AdamW
     from pagoda.train.generate import continued
     from pagoda.train.tokenizer import open_tokenizer
 

@@ -1,4 +1,4 @@
-"""What the other commands are asked for: `pagoda export`, `generate`, `calibrate`, `inspect` and `gc`."""
+"""What the other commands are asked for: `pagoda export`, `generate`, `report`, `calibrate`, `inspect` and `gc`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,20 @@ class GenerateConfig:
     """Write the prompt with the tokenizer's chat template. By default if it has one."""
     memory: Memory = field(default_factory=Memory)
     """Where the weights may live."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Write a run as one page of HTML that needs nothing else: curves, memory, units, settings, checkpoints."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """Directory of a run, which may still go on."""
+    out: Path | None = None
+    """File to write. By default report.html in the run's directory."""
+    live: bool = False
+    """Serve the page on this machine instead, as the run goes on, until Ctrl-C."""
+    port: int = 8787
+    """Of --live."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,10 @@ _FREE_ON_RESUME = frozenset(
     {field.name for concern in (Checkpoints, Sharding) for field in fields(concern)}
     | {"steps", "out", "save_at_end", "resume", "plan", "trace", "trace_step", "speculate"}
     | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
-    | {"sample_every", "prompt", "sample_tokens"}
+    | {"sample_every", "prompt", "sample_tokens", "log"}
 )
 """`data` and `tokenizer` may have moved: a checkpoint knows its tokens. What is under `memory` is free too."""
+_LR = 3e-4
 _EVALUATIONS = 10
 """In a run, if it is not said how many steps there are between them."""
 
@@ -37,8 +38,8 @@ _EVALUATIONS = 10
 class OptimConfig(StatesConfig):
     """Settings of the optimizer, and its learning rate over the run."""
 
-    lr: float = 3e-4
-    """Peak learning rate."""
+    lr: float | None = None
+    """Peak learning rate. By default 3e-4 for random weights, 2e-5 for all of a pretrained model, 2e-4 for adapters."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment. By default 0.9 and 0.95 for adamw, else the optimizer's own."""
     eps: float | None = None
@@ -56,7 +57,7 @@ class OptimConfig(StatesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "above 0")
+        require(self.lr is None or (self.lr > 0 and math.isfinite(self.lr)), "optim.lr", self.lr, "above 0")
         require(all(0 <= beta < 1 for beta in self.betas or ()), "optim.betas", self.betas, "in [0, 1)")
         require(self.eps is None or self.eps > 0, "optim.eps", self.eps, "above 0")
         decay = self.weight_decay
@@ -73,7 +74,7 @@ class OptimConfig(StatesConfig):
         from pagoda.optim.named import parsed_options, rule_named
 
         given = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        settings: dict[str, Any] = {"lr": self.lr, **{name: v for name, v in given.items() if v is not None}}
+        settings: dict[str, Any] = {"lr": self.lr or _LR, **{name: v for name, v in given.items() if v is not None}}
         if optimizer == "adamw":
             settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "moments": self.moments, "seed": seed}
         else:
@@ -142,6 +143,9 @@ class TrainConfig(Run):
     resume: bool = False
     """Continue the run in --out from its last checkpoint that is whole, or from the beginning if it has none yet;
     settings not given are those of the run."""
+    log: str | None = None
+    """Other places for figures, with commas between: tensorboard (in the run directory), wandb, trackio. jsonl is
+    written in any case."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
     trace_step: int = 3

@@ -18,6 +18,7 @@ from pagoda.models.lora import add_adapters
 from pagoda.optim.param_groups import no_decay_groups
 from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
+from pagoda.train.defaults import completed
 from pagoda.train.inputs import batches_of, opened_tokens
 from pagoda.train.model import built_model, give_weights, show_adapters, takes_positions
 from pagoda.train.resume import Beginning, begin
@@ -43,6 +44,7 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     """
     mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()
+    config = completed(config, mesh, console)
     run_dir = RunDir(config.out)
     with ExitStack() as held:
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)

@@ -14,6 +14,7 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
 from pagoda.train.config import TrainConfig
 from pagoda.train.metrics import read_metrics
+from pagoda.train.request import settings_as_yaml
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _DAMAGED = ".damaged"
@@ -39,6 +40,16 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.path / "config.json"
+
+    @property
+    def settings(self) -> Path:
+        """Settings for another run like this one, to be edited and given to --config."""
+        return self.path / "run.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan and the machine, for a report."""
+        return self.path / "plan.json"
 
     @property
     def metrics(self) -> Path:
@@ -196,6 +207,7 @@ class RunDir:
                 self.tokenizer.mkdir(exist_ok=True)
             for file in tokenizer:
                 write_durably(self.tokenizer / file.name, file.read_bytes())
+            write_durably(self.settings, settings_as_yaml(config).encode())
             write_durably(self.config, content.encode())
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error

@@ -10,10 +10,13 @@ from pagoda.api import plan_of
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
+from pagoda.memory.files import write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, History
 from pagoda.train.generate import continued
+from pagoda.train.loggers import Loggers
+from pagoda.train.plan_record import plan_record
 from pagoda.train.progress import Progress
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
@@ -65,6 +68,7 @@ class Steps:
         self._console = console
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
         self._history = History()
+        self._loggers = Loggers(None if mesh.rank else session.config.log, session.config)
         self._files: MetricsFiles | None = None
         self._first: Evaluation | None = None
         """Of before the first step: kept until the run writes."""
@@ -98,6 +102,7 @@ class Steps:
                     seconds += metrics.step_s
                     files = self._opened_files(done)
                     files.write(metrics, mine)
+                    self._loggers.step(metrics)
                     if traced and self._mesh.rank == 0:
                         self._write_trace(step)
                     progress.show(metrics)
@@ -107,6 +112,7 @@ class Steps:
         finally:
             if self._files is not None:
                 self._files.close()
+            self._loggers.close()
         result = TrainResult(
             out=self._run_dir.path,
             plan=plan_of(self._session.model),
@@ -127,9 +133,11 @@ class Steps:
         if self._files is None:
             if self._mesh.rank == 0:
                 self._run_dir.create(self._config, self._tokenizer.files)
+                write_durably(self._run_dir.plan, plan_record(plan_of(self._session.model)).encode())
             self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
             if self._first is not None:
                 self._files.write_evaluation(self._first)
+                self._loggers.evaluation(self._first)
         return self._files
 
     def _between(self, step: int, files: MetricsFiles, over: bool, interrupted: bool) -> bool:
@@ -139,6 +147,7 @@ class Steps:
         if self._evaluator is not None and not interrupted and (over or step % config.evaluates_every == 0):
             found = self._evaluate(step)
             files.write_evaluation(found)
+            self._loggers.evaluation(found)
             improved = config.keep_best and self._history.best == step
             if config.patience and self._history.since_best >= config.patience and not over:
                 over = True
