@@ -94,7 +94,7 @@ class Accesses:
 
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`: its weights, where compute can read them, after every update that is due."""
-        if phase is Phase.BACKWARD and self._scheduler.began_early(unit.index):
+        if phase is Phase.BACKWARD and self._scheduler.updates.began_early(unit.index):
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
@@ -187,7 +187,7 @@ class Accesses:
             return
 
         def ended() -> bool:
-            return until() or self._scheduler.has_failed
+            return until() or self._scheduler.versions.failed
 
         start = time.perf_counter()
         with labelled(f"pagoda::wait_{lane}"):
@@ -202,11 +202,9 @@ class Accesses:
         self._executor.poll()
         self.tell(scheduler.drain, True)
         try:
-            self.wait(lambda: scheduler.drained, "update")
+            self.wait(lambda: scheduler.updates.drained, "update")
         finally:
             self.tell(scheduler.drain, False)
-        for feeder in self._executor.feeders:
-            feeder.drop_ahead()
 
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whatever has failed."""
@@ -251,11 +249,11 @@ class Accesses:
     def _note(self, recorder: TimelineRecorder, unit: LiveUnit, phase: Phase) -> None:
         recorder.access(f"{phase.name.lower()} {unit.spec.name}")
         if self._leases.region is not None:
-            recorder.leased(self._scheduler.frames.in_use * self._leases.region.page_bytes)
+            recorder.leased(self._scheduler.leases.frames.in_use * self._leases.region.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.index in self._observed:
-            self._observed[unit.index].note(self._scheduler.lag(unit.index))
+            self._observed[unit.index].note(self._scheduler.versions.of[unit.index].lag)
         self._used.add(unit.index)
 
     def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
@@ -275,7 +273,7 @@ class Accesses:
     def _refuse(self, unit: LiveUnit) -> None:
         """There is no room for a unit."""
         tier = self._plan.lease_tier
-        names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.holders())
+        names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.leases.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
             f"memory.{tier}, or lower memory.unit_limit; with gradient checkpointing, everything inside one checkpoint "

@@ -143,13 +143,6 @@ class Store:
         names = (WEIGHT, WEIGHT_BACK) if state == WEIGHT else (state,)
         return [run for name in names if (run := self.run(unit, name)) is not None]
 
-    def ring_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
-        """Bytes of one slot of the ring."""
-        return self.ring[slot].view(offset, nbytes)
-
-    def ring_address(self, slot: int) -> int:
-        return self.host.arena.address + self.ring[slot].start * self.plan.page_bytes
-
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count) of a unit's state, shape [count].
 

@@ -38,7 +38,7 @@ def assert_sees(part: Parts, seed: int) -> None:
     assert seen.keys() == wanted.keys()
     for key, (unit, slot) in wanted.items():
         assert torch.equal(bits(seen[key]), bits(part.random_gradient(unit, slot, seed)))
-    assert part.scheduler.buffers.in_use == 0
+    assert part.scheduler.gradients.pages.in_use == 0
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -73,7 +73,7 @@ def test_updates_see_the_bits_torch_would_accumulate(
         seen = part.see_all()
         assert seen.keys() == expected.keys()
         assert all(torch.equal(bits(seen[key]), bits(wanted)) for key, wanted in expected.items())
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
 
 
 def test_gradients_at_home_in_ram_take_no_buffers_and_no_traffic_to_ssd(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_gradients_at_home_in_ram_take_no_buffers_and_no_traffic_to_ssd(tmp_path
         for unit in part.units:
             part.arrive(unit)
         part.settle()
-        assert part.scheduler.buffers.peak == 0
+        assert part.scheduler.gradients.pages.peak == 0
         assert part.bytes_moved("ssd_write") == 0
 
 
@@ -136,7 +136,7 @@ def test_dropped_gradients_leave_nothing_behind(tmp_path: Path, placement: str) 
         part.zero_grad()
         part.settle()
         assert part.engine.gradients.records() == []
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
         for unit in part.units:
             part.arrive(unit, seed=2)
         assert part.record(part.units[0]).arrivals == [1]
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_not_finite_names_its_first_parameter(tmp_path: Path)
         with pytest.raises(NonFiniteGradientError, match=r"'layers\.0\.p1' is not finite"):
             part.step()
         part.settle()
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
 
 
 def test_gradients_of_another_dtype_or_layout_are_taken_as_the_extent_keeps_them(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_gradient_that_cannot_be_read_back_reaches_whoever_waits_until_all_is_
         assert len(seen) <= 2, "no update sees a gradient that was not read back"
         with part.engine.replacing():
             pass
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
         for unit in part.units:
             part.arrive(unit, seed=1)
         assert_sees(part, seed=1)
@@ -248,7 +248,7 @@ def test_after_a_failed_write_to_ssd_the_step_can_be_dropped_and_the_next_one_is
             with pytest.raises(StorageError, match="the disk is gone"):
                 [part.arrive(unit) for unit in part.units]
         part.zero_grad()
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
         for unit in part.units:
             part.arrive(unit, seed=1)
         assert_sees(part, seed=1)

@@ -385,7 +385,7 @@ def test_stats_describe_the_step(wrapped: Wrap, tmp_path: Path) -> None:
         assert all(0 < peak <= plan.peak_bytes[tier] for tier, peak in stats.peak_bytes.items())
     grads = sum(p.numel() * p.element_size() for p in model.parameters())
     assert moved["d2h"] == 4 * grads
-    assert moved["ssd_read"] >= 3 * 7 * grads  # weights twice, low half, two fp32 moments
+    assert moved["ssd_read"] >= 3 * 5 * grads  # the low half, two fp32 moments
     assert moved["ssd_write"] >= 3 * 6 * grads
 
 

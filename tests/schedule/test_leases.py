@@ -105,7 +105,7 @@ class Player:
         while operations := self.scheduler.take():
             for operation in operations:
                 self._end(operation)
-        assert self.scheduler.frames.in_use <= self.problem.capacity
+        assert self.scheduler.leases.frames.in_use <= self.problem.capacity
 
     def _end(self, operation: Operation) -> None:
         if operation.kind in (Kind.FETCH, Kind.RECLAIM):
@@ -117,8 +117,7 @@ class Player:
         if operation.kind is Kind.UPDATE:
             self.scheduler.gradient_used(operation)
             self.scheduler.weights_written(operation)
-        if operation.kind is not Kind.READ_AHEAD:
-            self.scheduler.ended(operation)
+        self.scheduler.ended(operation)
 
 
 def played(problem: Problem, steps: int = STEPS) -> Player:
