@@ -99,7 +99,7 @@ class Executor:
         """`step()` has asked for updates: give up the old states of those that had begun before."""
         for unit in [*self._undos]:
             if not self._scheduler.updates.speculates(unit) and (undo := self._undos.pop(unit, None)) is not None:
-                undo.keep()
+                self._updating[unit].written.then(undo.close)
                 self._gradients.forget(self._updating[unit])
         if self._scheduler.versions.failed:
             self.driver.tell(self._end_pending)

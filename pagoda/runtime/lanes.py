@@ -220,17 +220,22 @@ class Lane:
         check_not_forked(self._forks)
         handle = Handle(self.name)
         pending = [other for other in after if not other.succeeded]
-        if not pending and 0 < nbytes <= self.inline_bytes and not self._open:
-            self._do_now(work, _Ticket(label, nbytes, handle))
-            return handle
+        ticket = _Ticket(label, nbytes, handle)
 
         def ready(error: BaseException | None) -> None:
-            if error is None:
-                with self._lock:
-                    self._open += 1
-                self._queue.put((work, _Ticket(label, nbytes, handle)))
-            else:
+            if error is not None:
                 handle.finish(error)
+                return
+            now = not pending and 0 < nbytes <= self.inline_bytes and not self._open
+            with self._lock:
+                self._open += 1
+            if now:
+                start = time.perf_counter()
+                event, error = self._do(work)
+                assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
+                self._end(ticket, start, error)
+            else:
+                self._queue.put((work, ticket))
 
         if pending:
             all_of(self.name, pending).then(ready)
@@ -279,13 +284,6 @@ class Lane:
                 self._end(ticket, start, error)
             del ticket, event, error
 
-    def _do_now(self, work: Work, ticket: _Ticket) -> None:
-        start = time.perf_counter()
-        event, error = self._do(work)
-        assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
-        self._count(ticket, start)
-        ticket.handle.finish(error)
-
     def _do(self, work: Work) -> tuple[Event | None, BaseException | None]:
         try:
             with labelled(self._label):
@@ -319,18 +317,14 @@ class Lane:
             del ticket, error
 
     def _end(self, ticket: _Ticket, start: float, error: BaseException | None) -> None:
-        self._count(ticket, start)
-        with self._lock:
-            self._open -= 1
-        ticket.handle.finish(error)
-
-    def _count(self, ticket: _Ticket, start: float) -> None:
         end = time.perf_counter()
         with self._lock:
             self._busy_s += end - start
             self._bytes += ticket.nbytes
+            self._open -= 1
         if (recorder := self.recorder) is not None:
             recorder.add(self.name, ticket.label or self.name, start, end, ticket.nbytes)
+        ticket.handle.finish(error)
 
 
 def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: bool) -> dict[str, Lane]:

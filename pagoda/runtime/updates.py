@@ -139,11 +139,11 @@ class Feeder:
         """
         if self.refused is not None:
             raise self.refused
-        unit, undo = update.unit, update.undo
+        unit = update.unit
         if update.kept is not None:
             update.kept.wait()
-        if undo is not None:
-            undo.begin()
+        if update.undo is not None:
+            update.undo.begin()
         origin = self._store.shards.updated(unit.spec).start
         computed: list[Handle] = []
         written: list[Handle] = []
@@ -161,8 +161,6 @@ class Feeder:
         all_computed.then(lambda _: update.used())
         weights_on_ssd = self._store.run(unit.index, WEIGHT) is not None
         (all_written if weights_on_ssd else all_computed).then(update.updated.finish)
-        if undo is not None:
-            all_written.then(undo.ended)
         all_written.then(update.written.finish)
 
 

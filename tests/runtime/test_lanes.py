@@ -56,15 +56,6 @@ def fail(error: BaseException) -> None:
 # --- order -------------------------------------------------------------------------------------------------
 
 
-def test_work_that_is_ready_starts_in_the_order_it_was_submitted(lane: Lane) -> None:
-    seen: list[int] = []
-    handles = [lane.submit(lambda n=n: seen.append(n)) for n in range(200)]
-    ended(*handles)
-    assert seen == list(range(200))
-    assert all(handle.succeeded for handle in handles)
-    assert all(handle.lane == "update" for handle in handles)
-
-
 def test_work_that_waits_does_not_hold_up_the_work_behind_it(lane: Lane) -> None:
     gate = Handle("ssd_read")
     seen: list[str] = []
@@ -75,17 +66,6 @@ def test_work_that_waits_does_not_hold_up_the_work_behind_it(lane: Lane) -> None
     gate.finish()
     ended(late)
     assert seen == ["ready", "late"]
-
-
-def test_work_may_depend_on_what_its_own_lane_gets_later(lane: Lane, other: Lane) -> None:
-    promise = Handle("update")
-    seen: list[str] = []
-    first = lane.submit(lambda: seen.append("first"), after=[promise])
-    across = other.submit(lambda: seen.append("across"))
-    later = lane.submit(lambda: seen.append("later"), after=[across])
-    later.then(promise.finish)
-    ended(first)
-    assert seen == ["across", "later", "first"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -171,13 +151,6 @@ def test_an_error_reaches_wait_and_everything_that_depends_on_the_work(lane: Lan
     assert ran == ["unrelated"]
 
 
-def test_a_lane_goes_on_after_an_error(lane: Lane) -> None:
-    for error in (WorkError("one"), KeyboardInterrupt("two")):
-        with pytest.raises(type(error)):
-            lane.submit(lambda error=error: fail(error)).wait()
-    lane.submit(lambda: None).wait()
-
-
 def test_a_callback_that_raises_neither_ends_a_lanes_thread_nor_keeps_others_from_being_told(lane: Lane) -> None:
     error, start, told = WorkError("bookkeeping"), threading.Event(), list[BaseException | None]()
 
@@ -195,15 +168,6 @@ def test_a_callback_that_raises_neither_ends_a_lanes_thread_nor_keeps_others_fro
         with pytest.raises(WorkError) as caught:
             failed.wait()
         assert caught.value is error
-
-
-def test_the_error_of_work_comes_before_that_of_a_callback() -> None:
-    handle, first = Handle("update"), WorkError("work")
-    handle.then(lambda _: fail(WorkError("bookkeeping")))
-    handle.finish(first)
-    with pytest.raises(WorkError) as caught:
-        handle.wait()
-    assert caught.value is first
 
 
 def test_wait_all_waits_for_everything_before_it_raises_the_first_error(lane: Lane, other: Lane) -> None:
@@ -225,37 +189,6 @@ def test_wait_all_waits_for_everything_before_it_raises_the_first_error(lane: La
 
 
 # --- handles -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [None, WorkError("disk")])
-def test_callbacks_get_the_error_once_whether_they_come_before_or_after_the_end(error: BaseException | None) -> None:
-    handle = Handle("update")
-    seen: list[tuple[str, BaseException | None]] = []
-    handle.then(lambda e: seen.append(("before", e)))
-    assert seen == []
-    assert not handle.done
-    handle.finish(error)
-    handle.then(lambda e: seen.append(("after", e)))
-    assert seen == [("before", error), ("after", error)]
-
-
-def test_no_callback_is_lost_or_doubled_when_the_work_ends_meanwhile() -> None:
-    for _ in range(200):
-        handle = Handle("update")
-        seen: list[int] = []
-        start = threading.Barrier(2, timeout=SOON_S)
-
-        def add(handle: Handle = handle, seen: list[int] = seen, start: threading.Barrier = start) -> None:
-            start.wait()
-            for n in range(20):
-                handle.then(lambda _, n=n: seen.append(n))
-
-        thread = threading.Thread(target=add)
-        thread.start()
-        start.wait()
-        handle.finish()
-        thread.join(SOON_S)
-        assert sorted(seen) == list(range(20))
 
 
 @settings(max_examples=60, deadline=None)
@@ -280,20 +213,6 @@ def test_a_latch_ends_with_the_last_of_its_handles_and_the_first_error(fine: lis
         assert caught.value in errors
 
 
-def test_a_latch_ends_once_when_many_threads_end_its_handles() -> None:
-    for _ in range(50):
-        handles = [Handle("update") for _ in range(8)]
-        latch = Latch("update", handles)
-        ends: list[BaseException | None] = []
-        latch.then(ends.append)
-        threads = [threading.Thread(target=handle.finish) for handle in handles]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON_S)
-        assert ends == [None]
-
-
 # --- counters and the end ----------------------------------------------------------------------------------
 
 
@@ -303,12 +222,6 @@ def test_counters_are_the_work_since_they_were_last_taken(lane: Lane) -> None:
     assert nbytes == 7
     assert busy_s >= 0.02
     assert lane.take_counters() == (0.0, 0)
-
-
-def test_counters_hold_work_as_soon_as_it_has_been_waited_for(lane: Lane) -> None:
-    for n in range(300):
-        lane.submit(lambda: None, nbytes=n + 1).wait()
-        assert lane.take_counters()[1] == n + 1
 
 
 def test_close_finishes_what_is_queued_and_joins_the_threads() -> None:

@@ -20,7 +20,6 @@ from zoo import (
     Outcome,
     Recipe,
     assert_placed,
-    least_host,
     run,
     squeeze,
     take_step,
@@ -29,10 +28,7 @@ from zoo import (
 
 import pagoda
 from pagoda.config.training import Precision
-from pagoda.construction.construct import describe
-from pagoda.memory.sizes import parse_bytes
-from pagoda.plan.options import Options
-from pagoda.plan.placement import BOUNCE_ELEMENTS, Budgets
+from pagoda.plan.placement import BOUNCE_ELEMENTS
 
 from .loops import CASES, WIDTH, Nested, built
 
@@ -109,17 +105,6 @@ def test_any_budget_between_least_and_all_gives_the_same_bits(recipe: Recipe, sh
     outcome = train(recipe, memory)
     outcome.assert_same_bits(resident(recipe))
     assert outcome.peak_bytes["host"] <= host
-
-
-def test_pages_larger_than_units_do_not_change_a_bit(tmp_path: Path) -> None:
-    page_size = 1 << 18
-    recipe = Recipe("llama")
-    budgets, options = Budgets(page_size, None, 1 << 40), Options(page_size, parse_bytes(UNIT_LIMIT), clipping=True)
-    least = least_host(describe(recipe.build()), pagoda.AdamW().states("bf16"), budgets, options)
-    memory = pagoda.Memory(host=least, ssd=f"{tmp_path}:1GiB", unit_limit=UNIT_LIMIT, page_size=page_size)
-    outcome = train(recipe, memory)
-    assert outcome.plan.page_bytes == page_size  # type: ignore[union-attr]
-    outcome.assert_same_bits(resident(recipe))
 
 
 @pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])

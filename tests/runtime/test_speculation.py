@@ -368,41 +368,6 @@ def test_an_update_that_failed_before_the_step_is_done_anew(
     assert len(training.counts) == 3
 
 
-def test_an_error_of_the_update_before_is_not_taken_for_one_of_the_speculated_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A state that `step()` asked for and that could not be written is lost, whatever is undone afterwards."""
-    store = SSDTier.store
-    broken = threading.Event()
-
-    def fail(tier: SSDTier, run: Run, offset_bytes: int, data: memoryview) -> None:
-        if broken.is_set():
-            raise StorageError("the disk failed")
-        store(tier, run, offset_bytes, data)
-
-    monkeypatch.setattr(SSDTier, "store", fail)
-
-    model, optimizer = pagoda.wrap(
-        built(),
-        pagoda.AdamW(lr=1e-2),
-        memory=memory_of(HOST_WEIGHTS, tmp_path),
-        clip_grad_norm=LIMIT,
-        accumulation_steps=1,
-        update=pagoda.Updates(speculate=True),
-    )
-    Training("x")(model, optimizer, Outcome())
-    optimizer.drain()
-    broken.set()
-    Training("x")(model, optimizer, Outcome())
-    for record in [*optimizer._engine._executor.latest.values()]:
-        record.written.wait_until_done()
-    broken.clear()
-    with pytest.raises(StorageError, match="the disk failed"):
-        Training("..")(model, optimizer, Outcome())
-    with suppress(StorageError):
-        optimizer.close()
-
-
 def test_an_update_that_fails_after_the_step_has_let_it_stand_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

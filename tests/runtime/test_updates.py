@@ -85,7 +85,7 @@ class Updates:
 
     @property
     def free_slots(self) -> int:
-        return len(self.part.engine._executor.feeders[0].path._ring._free)
+        return self.part.engine._executor.feeders[0].path._ring._free.qsize()
 
 
 @contextmanager
