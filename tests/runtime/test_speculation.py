@@ -28,7 +28,6 @@ from zoo import (
 )
 
 import pagoda
-from pagoda.checkpoint.rank_files import Files
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
@@ -305,37 +304,6 @@ def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, w
     loaded = run(built(), RESIDENT, resumed, clip_grad_norm=LIMIT, accumulation_steps=1)
     loaded.losses, loaded.norms = first.losses, first.norms
     loaded.assert_same_bits(first)
-
-
-def test_nothing_is_begun_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, go_on, counts = Files.finish, threading.Event(), []
-
-    def wait(files: Files) -> Any:
-        assert go_on.wait(30)
-        return finish(files)
-
-    monkeypatch.setattr(Files, "finish", wait)
-
-    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        for written in (False, True, False):
-            if written:
-                optimizer.save_checkpoint(tmp_path / "checkpoint", wait=False)
-            training = Training(".")
-            training(model, optimizer, outcome)
-            counts.append(bool(training.counts[0][0]))
-            if written:
-                go_on.set()
-                optimizer.wait_for_checkpoint()
-
-    run(
-        built(),
-        memory_of(ALL_ON_SSD, tmp_path),
-        loop,
-        clip_grad_norm=LIMIT,
-        accumulation_steps=1,
-        update=pagoda.Updates(speculate=True),
-    )
-    assert counts == [True, False, True]
 
 
 @pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD])
