@@ -12,7 +12,7 @@ from pagoda.errors import BudgetError, UsageError
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, update_lane
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.stats import Found, Meter, Staleness
@@ -221,12 +221,12 @@ class Accesses:
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
-        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, update_lane(self._store, index))
+        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, self._store.update_lane(index))
         if not scheduler.ready(index) and not self._leases.in_place(unit):
             lane = self._lane_of_fetch(unit)
             self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
         else:
-            self.wait(lambda: scheduler.ready(index), update_lane(self._store, index))
+            self.wait(lambda: scheduler.ready(index), self._store.update_lane(index))
         if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
             raise error
 

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +28,7 @@ from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, open_feeders, update_lane
+from pagoda.runtime.executor import Executor, open_feeders
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.graph_memory import GraphMemory
@@ -109,7 +108,6 @@ class Engine:
             gradient_kernels(kept, arriving_dtype(kept, plan.layout.weight.dtype)),
             self._lanes,
             device,
-            partial(update_lane, self.store),
             self._meter.stalled,
         )
         self.leases = open_leases(self.store, device, units, Fetcher(self.store, self._lanes, device))

@@ -9,7 +9,6 @@ from pagoda.memory.page import Run
 from pagoda.optim.formats import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
-from pagoda.plan.ops import SSD
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
@@ -288,14 +287,3 @@ def open_feeders(
         kernel = device.update_kernel(rule, precision)
         feeders.append(Feeder(store, DevicePath(store, kernel, lanes, device)))
     return feeders
-
-
-def update_lane(store: Store, unit: int) -> str:
-    """The lane whose work ends last before a unit's new weights can be used, most likely."""
-    placement = store.plan.placement
-    if unit in placement.on_device:
-        return "device_update"
-    homes = {state.name: store.plan.placement.home(unit, state.name) for state in store.plan.layout.states}
-    if homes[WEIGHT] == SSD:
-        return "ssd_write"
-    return "ssd_read" if SSD in homes.values() else "update"

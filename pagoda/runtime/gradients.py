@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
 from pagoda.memory.region import Region
 from pagoda.memory.sizes import format_bytes
@@ -109,12 +110,7 @@ class UnitGradient:
         """Wait until every OFFLOAD that has begun has ended."""
         wait_all(list(self.pending))
 
-    def non_finite(self) -> tuple[int, str] | None:
-        """When the gradient of a parameter arrived that is NaN or infinite, and its name; the first, if any."""
-        at = self.non_finite_slot()
-        return None if at is None else (at[0], self.unit.name(at[1]))
-
-    def non_finite_slot(self) -> tuple[int, int] | None:
+    def non_finite(self) -> tuple[int, int] | None:
         """When the gradient of a parameter arrived that is NaN or infinite, and its slot; the first, if any."""
         if self.bad_elsewhere is not None:
             return self.order[self.bad_elsewhere], self.bad_elsewhere
@@ -148,16 +144,13 @@ class Gradients:
         kernels: GradientKernels,
         lanes: dict[str, Lane],
         device: Device,
-        lane_of: Callable[[int], str],
         stalled: Callable[[str, float], None],
     ) -> None:
-        """`lane_of` gives the lane that a unit's update is waited for on."""
         self._store = store
         self._staging = staging
         self._kernels = kernels
         self._lanes = lanes
         self._device = device
-        self._lane_of = lane_of
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """What a gradient has on its way to its extent."""
         self._bounce = self._open_bounce()
@@ -186,7 +179,7 @@ class Gradients:
         record = self._records.get(unit.index)
         if record is None:
             shared = self._store.plan.layout.gathers_after_update(unit.spec)
-            made = UnitGradient(unit, step, self._lane_of(unit.index), shared)
+            made = UnitGradient(unit, step, self._store.update_lane(unit.index), shared)
             record = self._records.setdefault(unit.index, made)  # or another thread's
             self._all[unit.index, record.step] = record
         return record
@@ -388,9 +381,9 @@ class Gradients:
         return Arrival((), lambda: sums)
 
 
-def non_finite_message(name: str) -> str:
-    """The message for a gradient that is NaN or infinite."""
-    return (
+def non_finite_error(name: str) -> NonFiniteGradientError:
+    """The error for a gradient that is NaN or infinite."""
+    return NonFiniteGradientError(
         f"The gradient of {name!r} is not finite, the first one in backward; no weight of its unit was changed. Lower "
         "the learning rate, check the loss and the batch, or set clip_grad_norm if it is off. A parameter read outside "
         "its module's forward gives NaN too: read it under `with pagoda.gathered([param]):`."

@@ -15,7 +15,7 @@ from pagoda.plan.ops import HOST
 from pagoda.plan.options import Options
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
+from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_error
 from pagoda.runtime.hidden import outside_use
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
@@ -224,10 +224,14 @@ class Stepper:
             found = self._rank_group.norm_terms(asked_by, self._norm_terms, self._square_sums)
             first, square_sums = found.non_finite, found.square_sums
         else:
-            first = min((bad for record in terms.values() if (bad := record.non_finite())), default=(0, None))[1]
+            bad = [(*at, record.unit) for record in terms.values() if (at := record.non_finite())]
+            first = None
+            if bad:
+                _, slot, unit = min(bad, key=lambda each: each[0])
+                first = unit.name(slot)
             square_sums = self._square_sums(terms.values())
         if first is not None:
-            raise NonFiniteGradientError(non_finite_message(first))
+            raise non_finite_error(first)
         return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
 
     def clip(self, limit: float) -> float:

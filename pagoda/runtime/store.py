@@ -117,6 +117,14 @@ class Store:
         """Elements of host RAM from an address on, shape [numel]."""
         return self.host.arena.tensor(address - self.host.arena.address, numel, dtype)
 
+    def update_lane(self, unit: int) -> str:
+        """The lane whose work ends last before a unit's new weights can be used, most likely."""
+        if unit in self.plan.placement.on_device:
+            return "device_update"
+        if self.run(unit, WEIGHT) is not None:
+            return "ssd_write"
+        return "ssd_read" if any(self.run(unit, s.name) is not None for s in self.plan.layout.states) else "update"
+
     def gradients(self, unit: int) -> list[torch.Tensor]:
         """Every gradient extent of a unit that lives in RAM: several where gradients wait for updates."""
         return self._gradients[unit]

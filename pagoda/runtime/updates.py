@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from pagoda.errors import NonFiniteGradientError, UsageError
+from pagoda.errors import UsageError
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.units import UnitSpec
-from pagoda.runtime.gradients import UnitGradient, non_finite_message
+from pagoda.runtime.gradients import UnitGradient, non_finite_error
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
@@ -127,7 +127,7 @@ class Feeder:
         try:
             for record, _ in update.parts:
                 if (bad := record.non_finite()) is not None:
-                    raise NonFiniteGradientError(non_finite_message(bad[1]))
+                    raise non_finite_error(record.unit.name(bad[1]))
             self.feed(update)
         except BaseException as error:
             update.finish(error)
