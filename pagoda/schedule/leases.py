@@ -6,15 +6,15 @@ furthest away, and never evict one that is needed before the unit that it makes 
 
 The life of a lease:
 
-    FILLING --ended--> READY --evicted, or its weights changed--> ENDED --reclaimed--> its frames are free
-       \\--its weights changed--> ENDED (reclaimed once the fetch has ended)
+    FILLING --issued, or ended--> READY --evicted, or its weights changed--> ENDED --reclaimed--> its frames are free
+       \\--evicted, or its weights changed--> ENDED
 
 Frames of an ended lease may still be referred to: by a graph that will run backward, or by a tensor of the user's. Only
-the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does.
+the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does. A lease
+may make room while it is being filled: the executor sees to it that what fills the frames next waits for that.
 
 Where several ranks must fetch alike (`plan.agreed`), no decision here depends on when an operation ends: fetches start
-in compute's events alone, ahead of the updates that they wait for, and a lease may make room while it is being filled.
-The executor sees to it that such an operation waits for what is under way.
+in compute's events alone, ahead of the updates that they wait for.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,8 +49,6 @@ class Lease:
     run: Run
     version: int
     state: State = State.FILLING
-    filled: bool = False
-    """Whether what comes later in the device's queue finds its weights there."""
 
 
 class Leases:
@@ -126,23 +124,15 @@ class Leases:
 
     def issued(self, lease: Lease) -> None:
         """What fills a lease is in the device's queue: compute can be told to go on behind it."""
-        if lease.filled:
-            return
-        lease.filled = True
         if lease.state is State.FILLING:
             lease.state = State.READY
-            if not self._plan.agreed:
-                self._note_idle(lease.unit)
-        elif not self._plan.agreed:
-            self._reclaim(lease)
 
-    def ended(self, lease: Lease, failed: bool = False) -> None:
+    def ended(self, lease: Lease, failed: bool) -> None:
         """The fetch of a lease has ended. One that has `failed` is tried again for as long as compute waits for it."""
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
         if failed and lease.state is not State.ENDED:
-            lease.filled = True
             self._end(lease, again=False)
         else:
             self.issued(lease)
@@ -271,8 +261,7 @@ class Leases:
         self._filling += 1
         self._fetching[unit].append(version)
         self._issue(Operation(Kind.FETCH, unit, run, version, self._versions.awaited(unit), about=lease))
-        if self._plan.agreed:
-            self._note_idle(unit)
+        self._note_idle(unit)
         return True
 
     def _make_room(self, count: int, needed_at: float) -> None:
@@ -332,10 +321,6 @@ class Leases:
         lease.state = State.ENDED
         if again:
             self._note_missing(lease.unit)
-        if lease.filled or self._plan.agreed:
-            self._reclaim(lease)
-
-    def _reclaim(self, lease: Lease) -> None:
         self._reclaiming += 1
         self._issue(Operation(Kind.RECLAIM, lease.unit, lease.run, lease.version, about=lease))
 

@@ -41,12 +41,6 @@ MUTANTS = (
     ),
     Mutant(
         leases,
-        "frames are free before they are filled",
-        "        if lease.filled or self._plan.agreed:\n            self._reclaim(lease)",
-        "        self._reclaim(lease)",
-    ),
-    Mutant(
-        leases,
         "a lease stays when the weights change",
         "        if lease is not None:\n            self._end(lease)",
         "        return",
@@ -77,8 +71,8 @@ MUTANTS = (
     Mutant(
         leases,
         "weights are read no more once they are issued",
-        "        lease.filled = True\n        if lease.state",
-        "        lease.filled = True\n        self._fetching[lease.unit] = []\n        if lease.state",
+        "            lease.state = State.READY\n",
+        "            lease.state, self._fetching[lease.unit] = State.READY, []\n",
     ),
     Mutant(
         leases,
@@ -91,12 +85,6 @@ MUTANTS = (
         "ranks prefetch by how many fetches are under way",
         "while self._plan.agreed or self._filling <",
         "while self._filling <",
-    ),
-    Mutant(
-        leases,
-        "what makes room depends on when a rank issues",
-        "            if not self._plan.agreed:\n                self._note_idle",
-        "            if True:\n                self._note_idle",
     ),
     Mutant(
         versions,
