@@ -1,6 +1,5 @@
 """Lanes run work in order, wait for nobody in vain, and carry errors to whoever depends on them."""
 
-import random
 import threading
 import time
 import weakref
@@ -17,7 +16,7 @@ import pagoda
 from pagoda.plan import layout
 from pagoda.runtime.device import PAST
 from pagoda.runtime.fetch import Fetcher
-from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
+from pagoda.runtime.lanes import Handle, Lane, wait_all
 
 SOON_S = 30
 """What must happen does so long before; a lane that hangs fails the test instead of stopping it."""
@@ -54,18 +53,6 @@ def fail(error: BaseException) -> None:
 
 
 # --- order -------------------------------------------------------------------------------------------------
-
-
-def test_work_that_waits_does_not_hold_up_the_work_behind_it(lane: Lane) -> None:
-    gate = Handle("ssd_read")
-    seen: list[str] = []
-    late = lane.submit(lambda: seen.append("late"), after=[gate])
-    ended(lane.submit(lambda: seen.append("ready")))
-    assert seen == ["ready"]
-    assert not late.done
-    gate.finish()
-    ended(late)
-    assert seen == ["ready", "late"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,26 +118,6 @@ def test_the_threads_of_a_lane_work_at_once() -> None:
 # --- errors ------------------------------------------------------------------------------------------------
 
 
-def test_an_error_reaches_wait_and_everything_that_depends_on_the_work(lane: Lane, other: Lane) -> None:
-    error = WorkError("disk")
-    ran: list[str] = []
-    broken = other.submit(lambda: fail(error))
-    child = lane.submit(lambda: ran.append("child"), after=[broken])
-    grandchild = other.submit(lambda: ran.append("grandchild"), after=[child])
-    unrelated = lane.submit(lambda: ran.append("unrelated"))
-    ended(broken, child, grandchild, unrelated)
-    late = lane.submit(lambda: ran.append("late"), after=[grandchild])
-    ended(late)
-    for handle in (broken, child, grandchild, late):
-        assert handle.done
-        assert not handle.succeeded
-        with pytest.raises(WorkError) as caught:
-            handle.wait()
-        assert caught.value is error
-    unrelated.wait()
-    assert ran == ["unrelated"]
-
-
 def test_a_callback_that_raises_neither_ends_a_lanes_thread_nor_keeps_others_from_being_told(lane: Lane) -> None:
     error, start, told = WorkError("bookkeeping"), threading.Event(), list[BaseException | None]()
 
@@ -186,42 +153,6 @@ def test_wait_all_waits_for_everything_before_it_raises_the_first_error(lane: La
         wait_all(handles)
     assert caught.value is first
     assert all(handle.done for handle in handles)
-
-
-# --- handles -----------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.booleans(), max_size=6), st.randoms(use_true_random=False))
-def test_a_latch_ends_with_the_last_of_its_handles_and_the_first_error(fine: list[bool], rng: random.Random) -> None:
-    handles = [Handle("update") for _ in fine]
-    errors = [None if good else WorkError(n) for n, good in enumerate(fine)]
-    order = list(range(len(fine)))
-    rng.shuffle(order)
-    early = order[: len(order) // 2]
-    for n in early:
-        handles[n].finish(errors[n])
-    latch = Latch("update", handles)
-    for n in order[len(early) :]:
-        assert not latch.done
-        handles[n].finish(errors[n])
-    assert latch.done
-    assert latch.succeeded == all(fine)
-    if not all(fine):
-        with pytest.raises(WorkError) as caught:
-            latch.wait()
-        assert caught.value in errors
-
-
-# --- counters and the end ----------------------------------------------------------------------------------
-
-
-def test_counters_are_the_work_since_they_were_last_taken(lane: Lane) -> None:
-    wait_all([lane.submit(lambda: time.sleep(0.01), nbytes=n) for n in (3, 4)])
-    busy_s, nbytes = lane.take_counters()
-    assert nbytes == 7
-    assert busy_s >= 0.02
-    assert lane.take_counters() == (0.0, 0)
 
 
 def test_close_finishes_what_is_queued_and_joins_the_threads() -> None:
