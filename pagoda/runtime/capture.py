@@ -38,7 +38,7 @@ class _Reading:
     """Where the reserve has its states, if they are no longer in their home."""
     writing: int = 0
     """Pieces in the hands of writers."""
-    handle: Handle = field(default_factory=lambda: Handle("checkpoint"))
+    handle: Handle = field(default_factory=Handle)
 
 
 class Capture:

@@ -234,7 +234,7 @@ class Executor:
                 self._ended(operation, error)
 
         last.shown.then(shown)
-        Latch("ssd_write", [last.written, last.shown]).then(ended)
+        Latch([last.written, last.shown]).then(ended)
         used = partial(tell, scheduler.gradient_used, operation)
         kept = None if operation.run is None else self._keep(operation, operation.run)
         parts = [(record, record.segments) for record in records]

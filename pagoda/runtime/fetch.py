@@ -55,7 +55,7 @@ class Fetcher:
             fills = [self._through_ring(unit, [(piece, 0)], at, after, free, label) for at, piece in pieces]
         else:
             fills = [self._straight(unit, memoryview(piece.numpy().data), at, after, label) for at, piece in pieces]
-        return all_of("ssd_read", fills)
+        return all_of(fills)
 
     def _straight(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...], label: str) -> Handle:
         return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, into), after, into.nbytes, label)
@@ -95,7 +95,7 @@ class Fetcher:
                     held.append((part[first - begin : last - begin], first - at))
             if held:
                 fills.append(self._through_ring(unit, held, at, after, free, label))
-        return all_of("ssd_read", fills)
+        return all_of(fills)
 
     def _through_ring(
         self,

@@ -48,8 +48,8 @@ class _Made(NamedTuple):
 class UnitGradient:
     """The gradient of one unit for one step, from its first arrival to its update."""
 
-    def __init__(self, unit: LiveUnit, step: int, lane: str, shared: bool) -> None:
-        """`lane` is what its update is waited for on; `shared`: ranks send each other what they have updated."""
+    def __init__(self, unit: LiveUnit, step: int, shared: bool) -> None:
+        """`shared`: ranks send each other what they have updated."""
         self.unit = unit
         self.step = step
         self.place: Callable[[], torch.Tensor] | None = None
@@ -76,7 +76,6 @@ class UnitGradient:
         self.pending: list[Handle] = []
         self.issued = PAST
         """What compute had been told when the update was issued: all that reads the weights as they are."""
-        self._lane = lane
         self._shared = shared
         self.renew()
 
@@ -84,11 +83,11 @@ class UnitGradient:
         """An update of it that was begun does not count: another one is to come."""
         self.begun = False
         """Whether its update has been given to a lane."""
-        self.updated = Handle(self._lane)
+        self.updated = Handle()
         """Ends when the update has written this rank's new weights."""
-        self.shown = Handle(self._lane) if self._shared else self.updated
+        self.shown = Handle() if self._shared else self.updated
         """Ends when all new weights are in their home."""
-        self.written = Handle("ssd_write")
+        self.written = Handle()
         """Ends when every state is."""
 
     @property
@@ -179,8 +178,7 @@ class Gradients:
         record = self._records.get(unit.index)
         if record is None:
             shared = self._store.plan.layout.gathers_after_update(unit.spec)
-            made = UnitGradient(unit, step, self._store.update_lane(unit.index), shared)
-            record = self._records.setdefault(unit.index, made)  # or another thread's
+            record = self._records.setdefault(unit.index, UnitGradient(unit, step, shared))  # or another thread's
             self._all[unit.index, record.step] = record
         return record
 

@@ -96,7 +96,7 @@ class HostPath(UpdatePath):
             raise
         finally:
             if slot is not None:
-                all_of("ssd_write", using).then(lambda _: self._ring.give_back(slot))
+                all_of(using).then(lambda _: self._ring.give_back(slot))
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
         """What a block has of each state; nothing of a state that its parameter has not."""

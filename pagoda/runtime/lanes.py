@@ -34,8 +34,9 @@ class Handle:
 
     __slots__ = ("_callbacks", "_changed", "_error", "_event", "_forks", "_lock", "_on_issue", "_state", "lane")
 
-    def __init__(self, lane: str) -> None:
+    def __init__(self, lane: str = "") -> None:
         self.lane = lane
+        """Whose work it stands for, if that is known."""
         self._lock = threading.Lock()
         self._changed: threading.Condition | None = None
         """Told of a new state; of `_lock`, once somebody waits."""
@@ -142,8 +143,8 @@ class Latch(Handle):
 
     __slots__ = ("_count", "_first_error")
 
-    def __init__(self, lane: str, handles: Sequence[Handle]) -> None:
-        super().__init__(lane)
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        super().__init__(handles[-1].lane if handles else "")
         self._count = len(handles)
         self._first_error: BaseException | None = None
         if not handles:
@@ -160,9 +161,9 @@ class Latch(Handle):
             self.finish(self._first_error)
 
 
-def all_of(lane: str, handles: Sequence[Handle]) -> Handle:
+def all_of(handles: Sequence[Handle]) -> Handle:
     """A handle that ends when all of these have."""
-    return handles[0] if len(handles) == 1 else Latch(lane, handles)
+    return handles[0] if len(handles) == 1 else Latch(handles)
 
 
 Work = Callable[[], Event | None]
@@ -238,7 +239,7 @@ class Lane:
                 self._queue.put((work, ticket))
 
         if pending:
-            all_of(self.name, pending).then(ready)
+            all_of(pending).then(ready)
         else:
             ready(None)
         return handle

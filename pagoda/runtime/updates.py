@@ -154,10 +154,10 @@ class Feeder:
             try:
                 self.path.submit(Block(update, start, stop, pieces), computed, written)
             except BaseException as error:
-                computed.append(Handle("update"))
+                computed.append(Handle())
                 computed[-1].finish(error)
                 break
-        all_computed, all_written = all_of("update", computed), all_of("ssd_write", [*computed, *written])
+        all_computed, all_written = all_of(computed), all_of([*computed, *written])
         all_computed.then(lambda _: update.used())
         weights_on_ssd = self._store.run(unit.index, WEIGHT) is not None
         (all_written if weights_on_ssd else all_computed).then(update.updated.finish)
