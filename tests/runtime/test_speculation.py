@@ -54,7 +54,7 @@ def always_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built() -> nn.Module:
     torch.manual_seed(0)
-    return llama(layers=4).train()
+    return llama(layers=6).train()
 
 
 def memory_of(placement: str, directory: Path, accumulation: int = 1) -> pagoda.Memory:
