@@ -6,8 +6,7 @@ furthest away, and never evict one that is needed before the unit that it makes 
 
 The life of a lease:
 
-    FILLING --issued, or ended--> READY --evicted, or its weights changed--> ENDED --reclaimed--> its frames are free
-       \\--evicted, or its weights changed--> ENDED
+    FETCH [--issued, or ended--> ready] --evicted, or its weights changed--> ended --reclaimed--> its frames are free
 
 Frames of an ended lease may still be referred to: by a graph that will run backward, or by a tensor of the user's. Only
 the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does. A lease
@@ -19,7 +18,6 @@ in compute's events alone, ahead of the updates that they wait for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from math import inf
 
 from pagoda.memory.page import Run
@@ -35,12 +33,6 @@ _CANDIDATES = 16
 """Leases that a prefetch tries to take frames from. What compute waits for tries all."""
 
 
-class State(Enum):
-    FILLING = auto()
-    READY = auto()
-    ENDED = auto()
-
-
 @dataclass(eq=False, slots=True)
 class Lease:
     """Frames that hold, or are about to hold, one version of a unit's weights."""
@@ -48,7 +40,10 @@ class Lease:
     unit: int
     run: Run
     version: int
-    state: State = State.FILLING
+    ready: bool = False
+    """Whether what comes later in the device's queue finds its weights there."""
+    ended: bool = False
+    """Whether it has made room for another one, or its weights have become old."""
 
 
 class Leases:
@@ -124,15 +119,14 @@ class Leases:
 
     def issued(self, lease: Lease) -> None:
         """What fills a lease is in the device's queue: compute can be told to go on behind it."""
-        if lease.state is State.FILLING:
-            lease.state = State.READY
+        lease.ready = True
 
     def ended(self, lease: Lease, failed: bool) -> None:
         """The fetch of a lease has ended. One that has `failed` is tried again for as long as compute waits for it."""
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
-        if failed and lease.state is not State.ENDED:
+        if failed and not lease.ended:
             self._end(lease, again=False)
         else:
             self.issued(lease)
@@ -206,7 +200,7 @@ class Leases:
     def _has_weights(self, unit: int) -> bool:
         """Whether compute can read a unit's weights, as far as leases go."""
         lease = self._leases.get(unit)
-        return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is State.READY)
+        return not self._plan.units[unit].lease_frames or (lease is not None and lease.ready)
 
     def _start(self) -> None:
         for wanted in [*self._waiting]:
@@ -296,7 +290,7 @@ class Leases:
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease can make room for another."""
-        return lease.state is not State.ENDED and not self._users[lease.unit] and lease.unit != self._last_used
+        return not lease.ended and not self._users[lease.unit] and lease.unit != self._last_used
 
     def _turn_to(self, unit: int) -> None:
         """Compute has left the unit that it used last."""
@@ -318,7 +312,7 @@ class Leases:
     def _end(self, lease: Lease, again: bool = True) -> None:
         """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
-        lease.state = State.ENDED
+        lease.ended = True
         if again:
             self._note_missing(lease.unit)
         self._reclaiming += 1

@@ -52,27 +52,21 @@ MUTANTS = (
         "version = version or 0\n        if not count",
     ),
     Mutant(
-        leases, "a unit in use may be evicted", "State.ENDED and not self._users[lease.unit] and", "State.ENDED and"
+        leases, "a unit in use may be evicted", "not lease.ended and not self._users[lease.unit] and", "State.ENDED and"
     ),
     Mutant(leases, "what compute waits for is not fetched first", "for wanted in [*self._waiting]", "for wanted in ()"),
-    Mutant(
-        leases,
-        "a fetch that ends is ready, though the weights have changed",
-        "if lease.state is State.FILLING:\n            lease.state",
-        "if True:\n            lease.state",
-    ),
-    Mutant(leases, "a fetch that fails is ready", "if failed and lease.state is not State.ENDED", "if False"),
+    Mutant(leases, "a fetch that fails is ready", "if failed and not lease.ended", "if False"),
     Mutant(
         leases,
         "compute reads before the fetch is issued",
-        "(lease is not None and lease.state is State.READY)",
+        "(lease is not None and lease.ready)",
         "(lease is not None)",
     ),
     Mutant(
         leases,
         "weights are read no more once they are issued",
-        "            lease.state = State.READY\n",
-        "            lease.state, self._fetching[lease.unit] = State.READY, []\n",
+        "        lease.ready = True\n",
+        "        lease.ready, self._fetching[lease.unit] = True, []\n",
     ),
     Mutant(
         leases,
