@@ -255,8 +255,8 @@ MUTANTS = (
     Mutant(
         "gradients that are not finite are applied",
         "runtime/stepper.py",
-        "        if first is not None:\n            raise NonFiniteGradientError",
-        "        if False:\n            raise NonFiniteGradientError",
+        "        if first is not None:\n            raise non_finite_error",
+        "        if False:\n            raise non_finite_error",
         "runtime/test_optimizer.py runtime/test_updates.py",
     ),
     Mutant(
@@ -282,7 +282,7 @@ MUTANTS = (
     ),
     Mutant(
         "a piece of a block runs over the block's end",
-        "runtime/segments.py",
+        "runtime/next_update.py",
         "max(start, self.start), stop=min(stop, self.stop)",
         "max(start, self.start), stop=stop",
         "runtime/test_updates.py test_matrix.py runtime/test_same_bits.py runtime/test_groups.py",

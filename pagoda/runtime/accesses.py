@@ -11,7 +11,7 @@ from pagoda.errors import BudgetError, UsageError
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, update_lane
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.stats import Found, Meter, Staleness
@@ -78,7 +78,7 @@ class Accesses:
 
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`: its weights, where compute can read them, after every update that is due."""
-        if phase is Phase.BACKWARD and self._scheduler.began_early(unit.index):
+        if phase is Phase.BACKWARD and self._scheduler.updates.began_early(unit.index):
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
@@ -171,7 +171,7 @@ class Accesses:
             return
 
         def ended() -> bool:
-            return until() or self._scheduler.has_failed
+            return until() or self._scheduler.versions.failed
 
         start = time.perf_counter()
         with labelled(f"pagoda::wait_{lane}"):
@@ -186,11 +186,9 @@ class Accesses:
         self._executor.poll()
         self.tell(scheduler.drain, True)
         try:
-            self.wait(lambda: scheduler.drained, "update")
+            self.wait(lambda: scheduler.updates.drained, "update")
         finally:
             self.tell(scheduler.drain, False)
-        for feeder in self._executor.feeders:
-            feeder.drop_ahead()
 
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whatever has failed."""
@@ -199,7 +197,7 @@ class Accesses:
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
-        updates = update_lane(self._store, index)
+        updates = self._store.update_lane(index)
         self.wait(lambda: not scheduler.awaits_update(index) or index in failures, updates)
         lane = updates if self._leases.in_place(unit) else self._lane_of_fetch(unit)
         self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
@@ -225,12 +223,12 @@ class Accesses:
     def _note(self, recorder: TimelineRecorder, unit: LiveUnit, phase: Phase) -> None:
         recorder.access(f"{phase.name.lower()} {unit.spec.name}")
         if self._leases.region is not None:
-            recorder.leased(self._scheduler.frames.in_use * self._leases.region.page_bytes)
+            recorder.leased(self._scheduler.leases.frames.in_use * self._leases.region.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
         if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
             before = self.staleness.get(unit.spec.name, Staleness())
-            self.staleness[unit.spec.name] = before.and_one(self._scheduler.lag(unit.index))
+            self.staleness[unit.spec.name] = before.and_one(self._scheduler.versions.of[unit.index].lag)
         self._used.add(unit.index)
 
     def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
@@ -250,7 +248,7 @@ class Accesses:
     def _refuse(self, unit: LiveUnit) -> None:
         """There is no room for a unit."""
         tier = self._plan.lease_tier
-        names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.holders())
+        names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.leases.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
             f"memory.{tier}, or lower memory.unit_limit.",

@@ -125,7 +125,7 @@ class Collectives:
             self._begin(wanted)
 
     def _begin(self, which: int | None) -> None:
-        self._part = _Part(which, self._scheduler.trace, tuple(unit.version for unit in self._units))
+        self._part = _Part(which, self._scheduler.order.trace, tuple(unit.version for unit in self._units))
 
     def submit(
         self,
@@ -141,7 +141,7 @@ class Collectives:
 
         What is `alike` every rank submits at this point of the same step, whatever else it does: nothing need be said.
         """
-        part, due = self._part, self._scheduler.position
+        part, due = self._part, self._scheduler.order.position
 
         def run() -> None:
             try:
@@ -162,7 +162,7 @@ class Collectives:
 
         `step` is given where a step ends with it: whether the next one is to be like it. On a device `work` is a part
         of what compute is told, as if it were done here."""
-        queue, part, due = self._device.as_compute(), self._part, self._scheduler.position
+        queue, part, due = self._device.as_compute(), self._part, self._scheduler.order.position
         call = self._agreement.joint(what)
 
         def run() -> None:

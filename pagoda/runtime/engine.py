@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +30,7 @@ from pagoda.runtime.activations.graph_memory import GraphMemory
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, open_feeders, update_lane
+from pagoda.runtime.executor import Executor, open_feeders
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
 from pagoda.runtime.hidden import as_plain
@@ -112,7 +111,6 @@ class Engine:
             gradient_kernels(kept, arriving_dtype(kept, plan.layout.weight.dtype)),
             self._lanes,
             device,
-            partial(update_lane, self.store),
             self._meter.stalled,
         )
         self.leases = Leases(self.store, units, device, Fetcher(self.store, self._lanes, device))
@@ -248,7 +246,7 @@ class Engine:
         Asynchronous updates are drained: only then is it known which of them belong to that state, and where it lies.
         """
         self.accesses.tell(self.scheduler.prepare_checkpoint)
-        self.accesses.wait(lambda: self.scheduler.prepared, "update")
+        self.accesses.wait(lambda: self.scheduler.updates.prepared, "update")
         if self.plan.options.max_staleness is not None:
             self.drain()
 
@@ -316,9 +314,9 @@ class Engine:
 
     def _follow_trace(self) -> bool:
         """Have the plan of the steps that the scheduler expects; returns whether that is another one."""
-        changed = self.scheduler.trace is not self.plan.trace
+        changed = self.scheduler.order.trace is not self.plan.trace
         if changed:
-            self.plan = self.plan.retraced(self.scheduler.trace)
+            self.plan = self.plan.retraced(self.scheduler.order.trace)
         return changed
 
     # --- parts ----------------------------------------------------------------------------------------------
@@ -347,7 +345,7 @@ class Engine:
         """`norms` are None where the step was skipped."""
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
-        kept, undone = self.scheduler.speculations
+        kept, undone = self.scheduler.updates.times_kept, self.scheduler.updates.times_undone
         activations = self.graphs.end_of_step()
         self.stats = StepStats(
             step=self._step,
@@ -375,10 +373,10 @@ class Engine:
     def peak_bytes(self) -> dict[str, int]:
         """tier -> most bytes of pages in use at once: what to hold against the plan's ledger."""
         page, scheduler = self.plan.page_bytes, self.scheduler
-        peaks = {HOST: self.store.host_bytes + scheduler.buffers.peak * page}
+        peaks = {HOST: self.store.host_bytes + scheduler.gradients.pages.peak * page}
         if self.leases.region is not None:
             tier = self.plan.lease_tier or HOST
-            peaks[tier] = peaks.get(tier, 0) + scheduler.frames.peak * page
+            peaks[tier] = peaks.get(tier, 0) + scheduler.leases.frames.peak * page
         if self.store.device is not None:
             peaks[DEVICE] += sum(n for line, n in self.plan.bytes[DEVICE].items() if line != LEASES)
         if self.store.ssd is not None:

@@ -62,7 +62,7 @@ class Fetcher:
                 fills.append(self._straight(unit, piece.target, start, after, label))
             else:
                 fills.append(self._through_ring(unit, held, start, after, free, label))
-        return all_of("ssd_read", fills)
+        return all_of(fills)
 
     def _slices(self, unit: LiveUnit, whole: torch.Tensor) -> list[_Part]:
         """This rank's slice of a unit's weights, where it belongs in the whole."""

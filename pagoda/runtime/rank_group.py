@@ -181,7 +181,7 @@ class RankGroup:
 
     def _first_non_finite(self, records: Iterable[UnitGradient]) -> str | None:
         """Name of the parameter whose gradient was the first on any rank that is NaN or infinite."""
-        here = [(at[0], record.unit.index, at[1]) for record in records if (at := record.non_finite_slot())]
+        here = [(at[0], record.unit.index, at[1]) for record in records if (at := record.non_finite())]
         everywhere = self.collectives.transport.announce(min(here, default=(-1, -1, -1)))
         found = [(order, unit, slot) for order, unit, slot in everywhere if unit >= 0]
         if not found:

@@ -28,7 +28,7 @@ from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 
 _LEAST_STEPS, _MOST_STEPS = 4, 8
 """Steps simulated: until one takes as long as the one before. The last is the result; it finds the others' updates
-under way, and what the scheduler has learned to read ahead."""
+under way."""
 _STEADY = 1e-4
 """Relative difference below which two steps took equally long."""
 _SWEEPS = 4
@@ -184,7 +184,7 @@ class Simulation:
         scheduler, execution = self._scheduler, self._execution
         scheduler.gradient(gradient.unit, complete=True, last=gradient.last)
         execution.pump()
-        self._wait(lambda: not scheduler.gradients_held_back, execution.lane_of_buffers)
+        self._wait(lambda: not scheduler.gradients.held_back, execution.lane_of_buffers)
         self._let_offloads_end(self._in_flight_bytes)
 
     def _let_offloads_end(self, most: int) -> None:

@@ -56,7 +56,8 @@ class Rank(threading.Thread):
         transport: Any = self.transport
         everyone = tuple(range(size))
         shards: Any = type("Shards", (), {"family": lambda *_: frozenset(everyone), "sharers": lambda *_: everyone})()
-        self._scheduler: Any = type("Scheduler", (), {"trace": "trace", "position": 0})()
+        order = type("Order", (), {"trace": "trace", "position": 0})()
+        self._scheduler: Any = type("Scheduler", (), {"order": order})()
         units: Any = [type("Unit", (), {"version": 0, "spec": unit, "index": unit})() for unit in range(UNITS)]
         mesh = Mesh(World(rank, size), Ranks(size, size))
         self._collectives = Collectives(mesh, transport, shards, Device(), units, self._scheduler)
@@ -74,7 +75,7 @@ class Rank(threading.Thread):
 
     def _step(self, events: Sequence[Event]) -> None:
         before = self.transport.said
-        self._scheduler.position = 0
+        self._scheduler.order.position = 0
         handles = []
         for kind, about in events:
             if kind == "read":
@@ -83,7 +84,7 @@ class Rank(threading.Thread):
             self._collectives.begin_access(recorded=kind != "evaluate")
             if kind != "evaluate":
                 place = about if kind == "gather" else 2 * UNITS - about
-                self._scheduler.position = max(self._scheduler.position, place)
+                self._scheduler.order.position = max(self._scheduler.order.position, place)
             kind = CollectiveKind.REDUCE if kind == "reduce" else CollectiveKind.GATHER
             work = self._work(kind.name.lower(), about)
             handles.append(self._collectives.submit(Call(kind, about), work, ()))

@@ -11,8 +11,10 @@ from zoo import (
     ALL_ON_SSD,
     ARENA,
     ARENA_ALL_ON_SSD,
+    PAGE,
     PLACEMENTS,
     RESIDENT,
+    UNIT_LIMIT,
     Outcome,
     Recipe,
     assert_placed,
@@ -62,6 +64,27 @@ def test_unusual_loops_do_not_depend_on_placement(name: str, placement: str, tmp
     outcome = run(model, memory, case.loop, clip_grad_norm=0.5)
     assert "weight" in outcome.plan.bytes["ssd" if "ssd" in placement else "host"]  # type: ignore[union-attr]
     outcome.assert_same_bits(resident_case(name))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share"),
+    [
+        (Recipe("llama"), 0.1),
+        (Recipe("llama"), 0.6),
+        (Recipe("t5", clip=None, announced=True), 0.4),
+    ],
+    ids=lambda value: value.model if isinstance(value, Recipe) else value,
+)
+def test_any_budget_between_least_and_all_gives_the_same_bits(recipe: Recipe, share: float, tmp_path: Path) -> None:
+    least = memory_of(recipe, ALL_ON_SSD, tmp_path).host
+    resident = train(recipe, RESIDENT)
+    most = resident.plan.peak_bytes["host"]  # type: ignore[union-attr]
+    assert isinstance(least, int)
+    host = int(least + share * (most - least))
+    memory = pagoda.Memory(host=host, ssd=f"{tmp_path}:1GiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
+    outcome = train(recipe, memory)
+    outcome.assert_same_bits(resident)
+    assert outcome.peak_bytes["host"] <= host
 
 
 def test_several_threads_do_not_change_a_bit(tmp_path: Path) -> None:
