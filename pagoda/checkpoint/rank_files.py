@@ -93,7 +93,7 @@ class Files:
         self._agree()
         if self._transport is None:
             return [mine]
-        return [json.loads(said) for said in self._transport.announce_bytes(json.dumps(mine).encode())]
+        return [json.loads(said) for said in self._transport.announce(json.dumps(mine).encode())]
 
     @contextmanager
     def failing_on_all(self) -> Iterator[None]:

@@ -86,12 +86,12 @@ def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec
         _check_weights(plan)
     except BudgetError as error:
         refusal = error
-    said = transport.announce_bytes(b"" if refusal is None else str(refusal).encode())
+    said = transport.announce("" if refusal is None else str(refusal))
     if refusal is not None:
         raise refusal
     refused = [rank for rank, text in enumerate(said) if text]
     if refused:
-        raise BudgetError(f"Rank {refused[0]} cannot hold its share: {said[refused[0]].decode()}")
+        raise BudgetError(f"Rank {refused[0]} cannot hold its share: {said[refused[0]]}")
     assert plan is not None
     check_equal(transport, plan=on_any_rank(in_common(plan), root))
     return plan

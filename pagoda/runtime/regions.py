@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pagoda.distributed.reduction import Buffers
 from pagoda.memory.region import Region
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.layout import WEIGHT
@@ -12,7 +13,6 @@ from pagoda.plan.placement import LEASES, STAGING
 from pagoda.runtime.device import Device
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.leases import Leases
-from pagoda.runtime.rows import Buffers
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 

@@ -194,8 +194,8 @@ def train(
         "peak": optimizer.stats.peak_bytes,
         "plan_peak": dict(plan.peak_bytes),
         "parameters": plan.parameters,
-        "served": rank_group.collectives.served if rank_group is not None else 0,
-        "asked": rank_group.collectives.asked if rank_group is not None else 0,
+        "served": rank_group.collectives.order.served if rank_group is not None else 0,
+        "asked": rank_group.collectives.order.asked if rank_group is not None else 0,
         "on_ssd": sorted(state for state in plan.bytes.get("ssd", {}) if state != GRAD),
     }
     optimizer.close()

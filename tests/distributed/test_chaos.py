@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.distributed.transport import _lives
+from pagoda.distributed.transport import lives
 from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
@@ -80,7 +80,7 @@ class Killer(threading.Thread):
                 )
                 time.sleep(self._generator.uniform(0.0, 0.1))
             rank = self._generator.randrange(2)
-            if not _lives(workers[rank]):
+            if not lives(workers[rank]):
                 continue
             os.kill(workers[rank], signal.SIGKILL)
             self.killed.append(f"process {rank} after step {self._step()}")
