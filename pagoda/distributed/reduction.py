@@ -4,6 +4,7 @@ import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,31 +41,29 @@ class Buffers:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """What every rank sends the one at a place in one all-to-all."""
+class AllToAll:
+    """What a rank sends each other one at a time: its messages to all places, one after another in a buffer."""
 
-    span: Span
-    """Elements of the unit, a part of that rank's slice."""
     at: int
-    """Its first byte among the messages to all places, which lie one after another."""
-    values_at: int
-    """The first one behind the header, which messages of the first all-to-all have."""
-    end: int
+    """First byte of all of them."""
+    spans: list[Span]
+    """By place, elements of the unit: a part of that rank's slice."""
+    starts: list[int]
+    """First byte of each message, and the end of the last, from `at` on."""
+    header_bytes: int
+    """What goes before the elements in each."""
 
-    def values(self, messages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The elements, of messages to all places."""
-        return messages[self.values_at : self.values_at + len(self.span) * dtype.itemsize].view(dtype)
+    def messages(self, buffer: torch.Tensor) -> torch.Tensor:
+        """All of them."""
+        return buffer[self.at : self.at + self.starts[-1]]
+
+    def values(self, place: int, messages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The elements of one."""
+        return messages[self.starts[place] + self.header_bytes :].view(dtype)[: len(self.spans[place])]
 
 
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A part of the mean of all ranks' gradients."""
-
-    span: Span
-    """Elements of the unit."""
-    values: torch.Tensor
-    mine: bool
-    """Whether they are of this rank's slice."""
+Mean = tuple[Span, torch.Tensor, bool]
+"""Elements of a unit, the mean of ranks' gradients of them, and whether they are of this rank's slice."""
 
 
 class Reduction:
@@ -88,16 +87,25 @@ class Reduction:
         self._copying = copying
         self._buffers = buffers
         self._divisor = divisor
-        self._messages: dict[int, list[list[Message]]] = {}
-        """unit -> of each all-to-all, the message to each place."""
+        self._laid_out: dict[int, list[AllToAll]] = {}
         self._nothing: torch.Tensor | None = None
 
-    def messages(self, spec: UnitSpec) -> list[list[Message]]:
-        """Of each all-to-all, the message to each place; those of all lie one after another."""
-        known = self._messages.get(spec.index)
-        if known is None:
-            known = self._messages[spec.index] = [*self._lay_out(spec)]
-        return known
+    def all_to_alls(self, spec: UnitSpec) -> list[AllToAll]:
+        """In which the gradient of a unit goes: one after another in a buffer."""
+        known = self._laid_out.get(spec.index)
+        if known is not None:
+            return known
+        slices, itemsize = self._shards.trained_slices(spec), self._buffers.dtype.itemsize
+        header, places, at = self._buffers.header_bytes, len(slices), 0
+        room = (self._buffers.landing.numel() // places - header) // itemsize // ALIGN_ELEMENTS * ALIGN_ELEMENTS
+        padded = 0 if self._shards.differ else slice_elements(spec.trainable_numel, places)
+        found = self._laid_out[spec.index] = []
+        for start in range(0, max(1, *map(len, slices)), room):
+            spans = [_part(span, start, start + room) for span in slices]
+            starts = [*accumulate((header + (padded or len(span)) * itemsize for span in spans), initial=0)]
+            found.append(AllToAll(at, spans, starts, header))
+            header, at = 0, at + starts[-1]
+        return found
 
     def reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags) -> tuple[Flags, Iterator[Mean]]:
         """What all ranks together have of a unit's gradient, and the mean, as far as it belongs in this rank's extent.
@@ -105,72 +113,49 @@ class Reduction:
         `mine` has this rank's messages without their headers; None where it has no gradient. The iterator must be
         exhausted: ranks communicate in it.
         """
-        header, count = self._buffers.header_bytes, len(flags)
-        first = self.messages(spec)[0]
+        count, first = len(flags), self.all_to_alls(spec)[0]
         if mine is None:
             mine = self._zeros()
         else:
-            for message in first:
-                mine[message.at : message.at + count] = torch.from_numpy(flags)
-        arriving = self._exchange(spec, first, mine)
-        by_place = arriving[:, :count].cpu().numpy()
+            for start in first.starts[:-1]:
+                mine[start : start + count] = torch.from_numpy(flags)
+        by_place = self._exchange(spec, first, mine)[:, :count].cpu().numpy()
         everyone = np.bitwise_or.reduce(by_place)
         if len(self._shards.copies(spec)) > 1:
-            headers = self._copies(header)
-            headers[self._copying.place, :count] = torch.from_numpy(everyone)
-            self._gather_rows(self._copying, headers)
-            everyone = np.bitwise_or.reduce(headers[:, :count].cpu().numpy())
+            everyone = np.bitwise_or.reduce(self._of_copies(torch.from_numpy(everyone)).cpu().numpy())
         return everyone, self._means(spec, mine, by_place & GIVEN)
 
-    def _lay_out(self, spec: UnitSpec) -> Iterator[list[Message]]:
-        slices, itemsize = self._shards.trained_slices(spec), self._buffers.dtype.itemsize
-        header, places = self._buffers.header_bytes, len(slices)
-        room = (self._buffers.landing.numel() // places - header) // itemsize // ALIGN_ELEMENTS * ALIGN_ELEMENTS
-        padded = 0 if self._shards.differ else slice_elements(spec.trainable_numel, places)
-        at = 0
-        for start in range(0, max(1, *map(len, slices)), max(room, padded)):
-            messages = []
-            for of_place in slices:
-                first = min(of_place.start + start, of_place.stop)
-                span = Span(first, min(first + max(room, padded), of_place.stop))
-                values_at = at + (header if start == 0 else 0)
-                messages.append(Message(span, at, values_at, values_at + (padded or len(span)) * itemsize))
-                at = messages[-1].end
-            yield messages
-
-    def _exchange(self, spec: UnitSpec, messages: Sequence[Message], given: torch.Tensor) -> torch.Tensor:
-        """One all-to-all: what the rank at each place has for this one, uint8 [places, bytes]."""
+    def _exchange(self, spec: UnitSpec, each: AllToAll, given: torch.Tensor) -> torch.Tensor:
+        """What the rank at each place has for this one, uint8 [places, bytes]."""
         group = self._group(spec)
-        sizes = [message.end - message.at for message in messages]
-        nbytes = sizes[group.place]
-        arriving = self._buffers.landing[: len(messages) * nbytes].view(len(messages), nbytes)
-        group.exchange(arriving, given[messages[0].at : messages[-1].end], sizes)
+        sizes = [stop - start for start, stop in pairwise(each.starts)]
+        mine = sizes[group.place]
+        arriving = self._buffers.landing[: len(sizes) * mine].view(len(sizes), mine)
+        group.exchange(arriving, each.messages(given), sizes)
         return arriving
 
     def _means(self, spec: UnitSpec, given: torch.Tensor, by_place: Flags) -> Iterator[Mean]:
-        place, dtype, landing = self._group(spec).place, self._buffers.dtype, self._buffers.landing
-        for number, messages in enumerate(self.messages(spec)):
+        group, dtype, landing = self._group(spec), self._buffers.dtype, self._buffers.landing
+        for number, each in enumerate(self.all_to_alls(spec)):
             if number > 0:
-                self._exchange(spec, messages, given)
-            mine = messages[place]
-            nbytes, header, size = len(mine.span) * dtype.itemsize, mine.values_at - mine.at, mine.end - mine.at
-            rows = [landing[at * size + header :][:nbytes].view(dtype) for at in range(len(messages))]
-            self._add_up(spec, mine.span, rows, by_place, rows[place])
+                self._exchange(spec, each, given)
+            span, bounds = each.spans[group.place], [*pairwise(each.starts)]
+            size = bounds[group.place][1] - bounds[group.place][0]
+            rows = [landing[at * size + each.header_bytes :].view(dtype)[: len(span)] for at in range(len(bounds))]
+            self._add_up(spec, span, rows, by_place, rows[group.place])
             if self._shards.is_cut(spec, GRAD):
-                yield Mean(mine.span, rows[place], mine=True)
+                yield span, rows[group.place], True
                 continue
-            base, end = messages[0].at, messages[-1].end
-            _move(landing[mine.values_at - base :][:nbytes], rows[place].view(torch.uint8))
-            self._group(spec).gather(landing[: end - base], [(m.at - base, m.end - base) for m in messages])
-            for at, message in enumerate(messages):
-                values = landing[message.values_at - base :][: len(message.span) * dtype.itemsize].view(dtype)
-                yield Mean(message.span, values, mine=at == place)
+            _move(each.values(group.place, landing, dtype), rows[group.place])
+            group.gather(landing[: each.starts[-1]], bounds)
+            for place, of_place in enumerate(each.spans):
+                yield of_place, each.values(place, landing, dtype), place == group.place
 
     def _add_up(
         self, spec: UnitSpec, span: Span, rows: Sequence[torch.Tensor], by_place: Flags, mean: torch.Tensor
     ) -> None:
         """Make `mean` that of a span of a unit; `rows` are those of the ranks at each place."""
-        sums, group = self._buffers.sums, self._copying
+        sums = self._buffers.sums
         for start in range(0, len(span), sums.shape[1]):
             stop = min(start + sums.shape[1], len(span))
             total = sums[0, : stop - start]
@@ -178,10 +163,7 @@ class Reduction:
                 at = slice(first - span.start, last - span.start)
                 sum_into(total[at.start - start : at.stop - start], [rows[place][at] for place in places])
             if len(self._shards.copies(spec)) > 1:
-                others = self._copies(total.nbytes).view(torch.float32)
-                others[group.place].copy_(total)
-                self._gather_rows(group, others)
-                sum_into(total, list(others))
+                sum_into(total, list(self._of_copies(total)))
             mean_into(mean[start:stop], total, self._divisor)
         if mean.is_cuda:  # other lanes and streams may read a mean from now on
             torch.cuda.current_stream(mean.device).synchronize()
@@ -189,15 +171,14 @@ class Reduction:
     def _group(self, spec: UnitSpec) -> Group:
         return self._sharing[self._shards.is_expert(spec)]
 
-    def _copies(self, nbytes: int) -> torch.Tensor:
-        """Room for something of every replica, uint8 [replicas, bytes]."""
-        rows = len(self._copying.ranks)
-        return self._buffers.sums[1:].view(-1).view(torch.uint8)[: rows * nbytes].view(rows, nbytes)
-
-    def _gather_rows(self, group: Group, rows: torch.Tensor) -> None:
-        """Complete `rows`, of which each rank has the one at its place."""
-        each = rows.shape[1]
-        group.gather(rows.view(-1), [(place * each, (place + 1) * each) for place in range(len(rows))])
+    def _of_copies(self, mine: torch.Tensor) -> torch.Tensor:
+        """Something of every replica's rank that has the same slice, shape [replicas, *that of `mine`]."""
+        group, count = self._copying, mine.numel()
+        room = self._buffers.sums[1:].view(-1).view(mine.dtype)[: len(group.ranks) * count]
+        found = room.view(len(group.ranks), count)
+        found[group.place].copy_(mine)
+        group.gather(room, [(place * count, (place + 1) * count) for place in range(len(group.ranks))])
+        return found
 
     def _zeros(self) -> torch.Tensor:
         """Messages of a rank that has no gradient. In RAM they take none, as nobody writes to them."""
@@ -207,6 +188,11 @@ class Reduction:
         if self._nothing is None:
             self._nothing = torch.frombuffer(mmap.mmap(-1, landing.numel()), dtype=torch.uint8)
         return self._nothing
+
+
+def _part(span: Span, start: int, stop: int) -> Span:
+    """Elements [start, stop) of a span's own."""
+    return Span(min(span.start + start, span.stop), min(span.start + stop, span.stop))
 
 
 def _ranges(spec: UnitSpec, by_place: Flags, start: int, stop: int) -> Iterator[tuple[int, int, Sequence[int]]]:

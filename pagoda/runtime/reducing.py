@@ -168,8 +168,11 @@ class Reducer:
             self._stalled(COLLECTIVE, time.perf_counter() - start)
         buffer = self._fills[self._next]
         self._next ^= 1
-        messages = [message for all_to_all in self._reduction.messages(unit.spec) for message in all_to_all]
-        return _Filling(record, buffer, [(m.span, m.values(buffer, self._dtype)) for m in messages])
+        parts = []
+        for each in self._reduction.all_to_alls(unit.spec):
+            messages = each.messages(buffer)
+            parts += [(span, each.values(place, messages, self._dtype)) for place, span in enumerate(each.spans)]
+        return _Filling(record, buffer, parts)
 
     def _take_part(self, unit: LiveUnit, version: int | None) -> None:
         """Take part in a reduction that this rank has no gradient for, or has none yet."""
@@ -210,17 +213,17 @@ class Reducer:
         everyone, means = self._reduction.reduce(spec, mine, flags)
         given = np.flatnonzero(everyone & GIVEN).tolist()
         sums: dict[int, list[float]] = {slot: [] for slot in given}
-        for mean in means:
+        for span, values, is_mine in means:
             for slot in given if record is not None else ():
                 placed = spec.slots[slot]
-                part = mean.span.within(placed.offset, placed.offset + placed.param.numel)
+                part = span.within(placed.offset, placed.offset + placed.param.numel)
                 if part is None:
                     continue
                 assert record is not None
                 accumulate = slot in record.present and not everyone[slot] & DROPPED
-                elements = mean.values[part.start - mean.span.start : part.stop - mean.span.start]
+                elements = values[part.start - span.start : part.stop - span.start]
                 square_sum = self._gradients.deliver(record, part.start, elements, accumulate)
-                if mean.mine:
+                if is_mine:
                     sums[slot].append(square_sum)
         bad = self._bad_of_parts(min(np.flatnonzero(everyone & NOT_FINITE).tolist(), default=None))
         if record is not None:
