@@ -175,7 +175,7 @@ def _wrap(
         model,
         None if tiled_bytes is None else tiled_bytes // states[0].dtype.itemsize,
         cuts_stacks=not isinstance(optimizer, TensorRule),
-        exchange=ExpertExchange.over(mesh) if mesh.ranks.expert_parallel > 1 else None,
+        exchange=ExpertExchange(mesh) if mesh.ranks.expert_parallel > 1 else None,
     )
     trained = {*tiling.renamed(trained)}
     groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
