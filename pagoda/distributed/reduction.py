@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -77,14 +77,11 @@ class Reduction:
     in fp32 throughout.
     """
 
-    def __init__(
-        self, shards: Shards, sharing: dict[bool, Group], copying: Group, buffers: Buffers, divisor: int
-    ) -> None:
-        """`sharing` are the ranks that share units of experts, and others; `copying` those that have the same slices as
-        this one, one a replica. Sums are divided by `divisor`."""
+    def __init__(self, shards: Shards, groups: Mapping[tuple[int, ...], Group], buffers: Buffers, divisor: int) -> None:
+        """`groups`, by their ranks, are those that have the slices of a unit, and those that have the same slices, one
+        a replica. Sums are divided by `divisor`."""
         self._shards = shards
-        self._sharing = sharing
-        self._copying = copying
+        self._groups = groups
         self._buffers = buffers
         self._divisor = divisor
         self._laid_out: dict[int, list[AllToAll]] = {}
@@ -122,7 +119,7 @@ class Reduction:
         by_place = self._exchange(spec, first, mine)[:, :count].cpu().numpy()
         everyone = np.bitwise_or.reduce(by_place)
         if len(self._shards.copies(spec)) > 1:
-            everyone = np.bitwise_or.reduce(self._of_copies(torch.from_numpy(everyone)).cpu().numpy())
+            everyone = np.bitwise_or.reduce(self._of_copies(spec, torch.from_numpy(everyone)).cpu().numpy())
         return everyone, self._means(spec, mine, by_place & GIVEN)
 
     def _exchange(self, spec: UnitSpec, each: AllToAll, given: torch.Tensor) -> torch.Tensor:
@@ -163,17 +160,17 @@ class Reduction:
                 at = slice(first - span.start, last - span.start)
                 sum_into(total[at.start - start : at.stop - start], [rows[place][at] for place in places])
             if len(self._shards.copies(spec)) > 1:
-                sum_into(total, list(self._of_copies(total)))
+                sum_into(total, list(self._of_copies(spec, total)))
             mean_into(mean[start:stop], total, self._divisor)
         if mean.is_cuda:  # other lanes and streams may read a mean from now on
             torch.cuda.current_stream(mean.device).synchronize()
 
     def _group(self, spec: UnitSpec) -> Group:
-        return self._sharing[self._shards.is_expert(spec)]
+        return self._groups[self._shards.sharers(spec)]
 
-    def _of_copies(self, mine: torch.Tensor) -> torch.Tensor:
+    def _of_copies(self, spec: UnitSpec, mine: torch.Tensor) -> torch.Tensor:
         """Something of every replica's rank that has the same slice, shape [replicas, *that of `mine`]."""
-        group, count = self._copying, mine.numel()
+        group, count = self._groups[self._shards.copies(spec)], mine.numel()
         room = self._buffers.sums[1:].view(-1).view(mine.dtype)[: len(group.ranks) * count]
         found = room.view(len(group.ranks), count)
         found[group.place].copy_(mine)

@@ -63,25 +63,16 @@ class Collectives:
         self._part: Part | None = None
         """Of compute's program, now."""
         self._left = False
-        dense = Group(transport, lambda rank: mesh.sharers(False, rank))
-        divided = mesh.ranks.expert_parallel > 1
-        self.sharing = {
-            False: dense,
-            True: Group(transport, lambda rank: mesh.sharers(True, rank)) if divided else dense,
-        }
-        """The ranks that have the slices of a unit, of one of experts or not."""
-        self.copying = Group(transport, lambda rank: mesh.copies(False, rank))
-        """The ranks that have the same slices as this one, one a replica."""
+        members = [lambda rank: mesh.sharers(False, rank), lambda rank: mesh.copies(False, rank)]
+        if mesh.ranks.expert_parallel > 1:
+            members.append(lambda rank: mesh.sharers(True, rank))
+        self.groups = {group.ranks: group for group in (Group(transport, each) for each in members)}
+        """By their ranks: those that have the slices of a unit, and those that have the same slices."""
         mesh.lane = lambda what, work: self.on_all_ranks(what, work)
 
     def sharers(self, unit: UnitSpec) -> Group:
         """The ranks that have the slices of a unit."""
-        return self.sharing[self.shards.is_expert(unit)]
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """All of them."""
-        return tuple(dict.fromkeys((*self.sharing.values(), self.copying)))
+        return self.groups[self.shards.sharers(unit)]
 
     def begin_access(self, recorded: bool) -> None:
         """Compute is about to access a unit: in a step, if that is `recorded`, or to evaluate."""

@@ -78,9 +78,7 @@ class Reducer:
         self._shards = collectives.shards
         ranks = collectives.mesh.ranks
         self._tensor_parallel = ranks.tensor_parallel > 1
-        self._reduction = Reduction(
-            self._shards, collectives.sharing, collectives.copying, buffers, ranks.data_parallel
-        )
+        self._reduction = Reduction(self._shards, collectives.groups, buffers, ranks.data_parallel)
         self._gradients = gradients
         self._dtype, self._fills = buffers.dtype, buffers.fills
         self._device = device

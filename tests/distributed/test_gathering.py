@@ -110,7 +110,7 @@ def test_collectives_know_that_compute_waits_for_them() -> None:
 
 
 def test_a_failed_update_of_weights_that_all_share_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "Group", lambda *_: None)
+    monkeypatch.setattr(collective, "Group", lambda *_: SimpleNamespace(ranks=()))
     table, met = Table(2), threading.Barrier(2, timeout=20)
     errors: list[BaseException | None] = [None, None]
     shared: list[int] = []
