@@ -10,6 +10,7 @@ from pagoda.distributed.shards import Shards
 from pagoda.distributed.transport import Group, Transport
 from pagoda.errors import NonFiniteGradientError
 from pagoda.plan.ops import COLLECTIVE
+from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device
 from pagoda.runtime.lanes import Handle, Lane, wait_all
@@ -92,9 +93,8 @@ class Collectives:
         nbytes: int = 0,
         alike: bool = False,
     ) -> Handle:
-        """Do `work` about a unit, which sends `nbytes`, in its turn, once everything submitted before and `after` have
-        ended. It is told whether all ranks that share the unit do it; else this rank gets what it wants from their
-        services.
+        """Do `work`, about so many bytes of a unit, in its turn, once everything submitted before and `after` have ended.
+        It is told whether all ranks that share the unit do it; else this rank gets what it wants from their services.
 
         What is `alike` every rank submits at this point of the same step, whatever else it does: nothing need be said.
         """
@@ -112,7 +112,8 @@ class Collectives:
             with self._device.beside_compute():
                 work(alike or self.order.come_to(call, part))
 
-        return self.lane.submit(run, (), nbytes, f"{kind.name.lower()} {unit.spec.name}")
+        sent = ring_bytes(nbytes, len(self.shards.sharers(unit.spec)))
+        return self.lane.submit(run, (), sent, f"{kind.name.lower()} {unit.spec.name}")
 
     def on_all_ranks(self, what: str, work: Callable[[], Any], step: bool | None = None) -> None:
         """Have all ranks do what each of them asks for at this point of its program; returns when it is done.

@@ -16,7 +16,6 @@ from pagoda.plan.collective import MESSAGE_BYTES
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import SERVING
-from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Event
@@ -70,18 +69,16 @@ class Gathering:
             else:
                 self._ask(unit, version, weights)
 
-        sent = ring_bytes(weights.nbytes, len(self._shards.sharers(unit.spec)))
-        return self._collectives.submit(CollectiveKind.GATHER, unit, work, (own,), sent)
+        return self._collectives.submit(CollectiveKind.GATHER, unit, work, (own,), weights.nbytes)
 
     def share(self, unit: LiveUnit, updated: Handle) -> Handle:
         """Have every rank's updated slice of a unit's weights in this rank's home, once its own is `updated`."""
         self._updated[unit.index] = updated
-        sent = ring_bytes(unit.spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(unit.spec)))
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         # Under backward, ranks may update others.
         alike = not self._store.plan.options.update_under_backward
-        kind = CollectiveKind.SHARE
-        return self._collectives.submit(kind, unit, lambda _: self._share(unit), (updated,), sent, alike)
+        kind, nbytes = CollectiveKind.SHARE, unit.spec.trainable_numel * self._dtype.itemsize
+        return self._collectives.submit(kind, unit, lambda _: self._share(unit), (updated,), nbytes, alike)
 
     def close(self) -> None:
         """Answer nobody any more."""

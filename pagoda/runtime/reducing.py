@@ -16,7 +16,6 @@ from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import BudgetError, RankError
 from pagoda.optim.means import warm_up
 from pagoda.plan.ops import COLLECTIVE
-from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
@@ -126,11 +125,11 @@ class Reducer:
             filling.filled.synchronize()
             self._reduce(spec, filling.buffer, self._flags(filling), record)
 
-        sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
         room = Handle(COLLECTIVE)
         """Ends when the record has a buffer. When that is depends on what else goes on here, but the turn does not."""
         after = (*filling.copies, room)
-        handle = self._collectives.submit(CollectiveKind.REDUCE, record.unit, work, after, sent)
+        nbytes = spec.trainable_numel * self._dtype.itemsize
+        handle = self._collectives.submit(CollectiveKind.REDUCE, record.unit, work, after, nbytes)
         self._uses[self._next ^ 1] = handle
 
         def offload(_: UnitGradient) -> Handle:
