@@ -93,8 +93,8 @@ class Collectives:
         nbytes: int = 0,
         alike: bool = False,
     ) -> Handle:
-        """Do `work`, about so many bytes of a unit, in its turn, once everything submitted before and `after` have ended.
-        It is told whether all ranks that share the unit do it; else this rank gets what it wants from their services.
+        """Do `work`, about so many bytes of a unit, in its turn: once everything submitted before and `after` have
+        ended. It is told whether all ranks that share the unit do it; else this rank gets what it wants from their services.
 
         What is `alike` every rank submits at this point of the same step, whatever else it does: nothing need be said.
         """
