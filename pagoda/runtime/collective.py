@@ -94,7 +94,8 @@ class Collectives:
         alike: bool = False,
     ) -> Handle:
         """Do `work`, about so many bytes of a unit, in its turn: once everything submitted before and `after` have
-        ended. It is told whether all ranks that share the unit do it; else this rank gets what it wants from their services.
+        ended. It is told whether all ranks that share the unit do it; else this rank gets what it wants from their
+        services.
 
         What is `alike` every rank submits at this point of the same step, whatever else it does: nothing need be said.
         """

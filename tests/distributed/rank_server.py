@@ -30,16 +30,10 @@ from . import divided, scenarios
 def play(request: dict[str, Any], rank: int, port: int) -> int:
     """In the child: one rank."""
     size = request["ranks"]
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-        **request.get("environment", {}),
-    )
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**place, **store, **request.get("environment", {})}
+    os.environ.update({name: str(value) for name, value in environment.items()})
     out = Path(request["out"])
     stacks = (out / f"hang-{rank}.txt").open("w")
     faulthandler.dump_traceback_later(request["timeout_s"] - 2, file=stacks)

@@ -79,4 +79,4 @@ def test_ranks_that_are_started_anew_do_not_look_for_those_before(ranks: RankSer
     for attempt in range(2):
         (tmp_path / str(attempt)).mkdir()
         environment = {**shared, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        assert errors_of(ranks, "meet", 2, tmp_path / str(attempt), environment=environment) == ["", ""]
+        assert ranks.ask("meet", 2, tmp_path / str(attempt), environment=environment) == [0, 0]
