@@ -13,6 +13,7 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.shards import Shards
 from pagoda.distributed.transport import Transport
 from pagoda.errors import StorageError, UsageError
@@ -38,7 +39,6 @@ from pagoda.runtime.lanes import open_lanes
 from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.rank_group import RankGroup
-from pagoda.runtime.rows import Buffers
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.shutdown import Threads, end_dropped, give_back
 from pagoda.runtime.stats import Meter, StepStats
@@ -330,7 +330,9 @@ class Engine:
             self.store,
             self.units,
             self.gradients,
-            Buffers.open(self.store, self.gradients.arriving) if reduces else None,
+            Buffers.open(self.store.device or self.store.host, self.plan.layout, self.gradients.arriving)
+            if reduces
+            else None,
             self.device,
             self._lanes["d2h"],
             self._executor,
