@@ -155,7 +155,7 @@ class Trainer:
             device=None if limits.device is None else f"cpu:{limits.device}",
             ssd=None if limits.ssd is None else f"{ssd}:{limits.ssd}",
         )
-        self._model, self.optimizer = pagoda.wrap(
+        self.model, self.optimizer = pagoda.wrap(
             model, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=case.clip, accumulation_steps=1
         )
         self._batches = Batches(rows=Rows.of(open_tokens("stdlib"), SEQ_LEN), batch_size=case.batch_size)
@@ -168,7 +168,7 @@ class Trainer:
         batch = self._batches.batch(self._step)
         self._step += 1
         start = time.perf_counter()
-        self._model(**batch).loss.backward()
+        self.model(**batch).loss.backward()
         self.optimizer.step()
         return time.perf_counter() - start
 

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pagoda.config.decode import decoded
 from pagoda.config.run import Checkpoints, Run, Sharding, StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.models.lora import LoraConfig
-from pagoda.train.decode import decoded
 
 if TYPE_CHECKING:
     from pagoda.optim import Rule

@@ -11,7 +11,7 @@ from pagoda.config.training import Activations, MixedPrecision, Tiles, Updates
 from pagoda.distributed.mesh import Mesh, open_mesh
 from pagoda.distributed.world import was_restarted
 from pagoda.errors import ConfigError
-from pagoda.forecast.plan_table import plan_table
+from pagoda.forecast.report import plan_table
 from pagoda.models.build import model_directory
 from pagoda.models.chunked_loss import chunked_loss
 from pagoda.models.lora import add_adapters

@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pagoda.config.decode import decoded
 from pagoda.config.settings import require, require_count
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
-from pagoda.train.decode import decoded
 
 _NOT_SETTINGS = ("out", "resume", "trace", "trace_step")
 """Of one command, not of a run that is to be like another."""
