@@ -198,6 +198,8 @@ def endure(server: Server, folder: Path, mode: Mode, kills: int, draw: random.Ra
 def endure_lagging(server: Server, folder: Path, mode: Mode, kills: int, draw: random.Random) -> Endurance:
     """Kill runs of a mode `kills` times; what each resumes with must be what the last checkpoint holds."""
     config, echo = mode.config(folder), folder / "echo"
+    assert server.train(config, slow_s=mode.slow_s) == 0  # which makes the tokens, as no later run does
+    shutil.rmtree(config.out)
     began = time.monotonic()
     assert server.train(config, slow_s=mode.slow_s) == 0
     length = time.monotonic() - began
