@@ -56,7 +56,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.runtime.blocks import refuse_own_checkpointing
+from pagoda.runtime.activations.blocks import refuse_own_checkpointing
 from pagoda.runtime.device import Device, open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.loss_scale import LossScaler
@@ -181,7 +181,7 @@ class _Wrapping:
             model,
             None if tiled_bytes is None else tiled_bytes // dtype.itemsize,
             cuts_stacks=not isinstance(rule, TensorRule),
-            exchange=ExpertExchange.over(self._mesh) if self._mesh.ranks.expert_parallel > 1 else None,
+            exchange=ExpertExchange(self._mesh) if self._mesh.ranks.expert_parallel > 1 else None,
         )
         groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
         try:

@@ -143,6 +143,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         two limits holds. Raises UsageError where units are updated under backward (`accumulation_steps` announced, no
         clipping): pass `wrap(clip_grad_norm=...)` then.
         """
+        self._engine.check_open()
         return self._engine.stepper.clip(max_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from pagoda.memory.identity import (
     removed,
 )
 from pagoda.memory.ssd.commits import Reference
-from pagoda.memory.ssd.forget import forget_commit
+from pagoda.memory.ssd.tier import forget_commit
 
 _log = logging.getLogger("pagoda")
 

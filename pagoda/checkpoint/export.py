@@ -1,5 +1,6 @@
 """From a checkpoint to the files that transformers' `from_pretrained` reads, in pieces; or to those of peft."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pagoda.checkpoint.tensors import chunks
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
+from pagoda.memory.files import write_durably
 from pagoda.memory.identity import new_checkpoint_id
 from pagoda.optim.flat import join
 
@@ -44,11 +46,12 @@ def export(
     dtype: Precision | None = None,
     max_shard_bytes: int = 5 << 30,
     merge: bool = False,
+    beside: Sequence[Path] = (),
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face directory, which appears complete or not at all.
 
     Of a model with an adapter of peft, that is the adapter alone, for `peft.PeftModel.from_pretrained`; with `merge` it
-    is the model without one, whose weights have what the adapter adds.
+    is the model without one, whose weights have what the adapter adds. Files `beside` are copied into it: a tokenizer.
 
     The weights are those that the model computed with, unless `dtype` asks for others: "fp32" is the master, exact;
     "bf16" of a model trained in fp32 is rounded to even. A file has at most `max_shard_bytes` of tensors, or one
@@ -71,6 +74,7 @@ def export(
             adapted = AdaptedModel(record, lambda name: _whole(checkpoint, name, as_dtype))
             if not merge:
                 with committed(out) as folder:
+                    _copy(beside, folder)
                     return Exported(*adapted.write(folder), as_dtype)
         elif merge:
             raise CheckpointError(f"{directory} has no adapter to merge: export it without --merge.")
@@ -81,6 +85,7 @@ def export(
         specs = {file: [tensors[name].spec(name) for name in names] for file, names in shards.items()}
         files = Files(out, new_checkpoint_id(), specs, None)
         with files.open():
+            _copy(beside, files.folder)
             for file, names in shards.items():
                 for name in names:
                     for start, count in chunks(tensors[name].numel()):
@@ -96,6 +101,11 @@ def export(
             if record.get("generation_config"):
                 write_json(files.folder / "generation_config.json", record["generation_config"], indent=2)
     return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
+
+
+def _copy(files: Sequence[Path], folder: Path) -> None:
+    for file in files:
+        write_durably(folder / file.name, file.read_bytes())
 
 
 def _tensors(

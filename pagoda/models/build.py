@@ -100,6 +100,16 @@ def is_encoder_decoder(name_or_dir: str) -> bool:
     return bool(getattr(_configuration(name_or_dir), "is_encoder_decoder", False))
 
 
+def positions_of(name_or_dir: str) -> int | None:
+    """The most tokens of a sequence, or None where the model does not say.
+
+    Raises ConfigError as `build_model`.
+    """
+    if is_sized_gpt(name_or_dir):
+        return None
+    return getattr(_configuration(name_or_dir).get_text_config(), "max_position_embeddings", None)
+
+
 def layer_count(name_or_dir: str) -> int:
     """Layers of the decoder of a transformers model.
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pagoda.config.training import BatchTiles
 from pagoda.errors import ConfigError
 from pagoda.plan.batch_tiles import tile_count
-from pagoda.runtime.blocks import Block, find_blocks, without_cache
+from pagoda.runtime.activations.blocks import Block, find_blocks, without_cache
 
 Forward = Callable[..., Any]
 _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, type(None))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 
 import pagoda
@@ -109,8 +110,7 @@ def test_parameters_edited_in_and_out_of_groups_are_refused(wrap: Wrap) -> None:
 # --- other optimizers, compilers, mergers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+@each_once(kind=[torch.optim.SGD, torch.optim.AdamW], announced=[None, 1])
 def test_another_optimizer_over_paged_parameters_is_refused(announced: int | None, kind: type[Any], wrap: Wrap) -> None:
     model, _ = wrap(fresh(), precision="fp32", accumulation_steps=announced)
     other = kind(model.parameters(), lr=0.1)
@@ -147,8 +147,7 @@ def compiled_call(model: nn.Module) -> Any:
     return torch.compile(lambda x: model(x), backend="eager")
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("compile_late", [compiled, compiled_part, compiled_block, compiled_call])
+@each_once(compile_late=[compiled, compiled_part, compiled_block, compiled_call], activations=["recompute", "keep"])
 def test_compiling_after_wrap_is_refused(
     compile_late: Callable[[nn.Module], nn.Module], activations: str, wrap: Wrap
 ) -> None:

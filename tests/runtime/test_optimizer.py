@@ -225,6 +225,13 @@ def test_a_gradient_after_a_clip_is_refused(wrapped: Wrap) -> None:
         backward(model, 1)
 
 
+def test_parameters_cannot_be_added(wrapped: Wrap) -> None:
+    _, optimizer = wrapped()
+    with pytest.raises(pagoda.UsageError, match="wrap"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_hyperparameters_changed_after_their_use_under_backward_are_refused(wrapped: Wrap) -> None:
     model, optimizer = wrapped(accumulation_steps=1)
     backward(model, 1)
@@ -267,6 +274,15 @@ def test_clipping_by_hand_is_refused_where_updates_run_under_backward(wrapped: W
         optimizer.clip_grad_norm_(1.0)
 
 
+def test_gradients_applied_under_backward_cannot_be_dropped(wrapped: Wrap) -> None:
+    model, optimizer = wrapped(accumulation_steps=1)
+    backward(model, 1)
+    with pytest.raises(pagoda.UsageError, match="already applied"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def test_stats_describe_the_step(wrapped: Wrap, tmp_path: Path) -> None:
     model = fresh()
     model, optimizer = wrapped(model, squeeze(model, ALL_ON_SSD, tmp_path))
@@ -292,7 +308,7 @@ def test_stats_describe_the_step(wrapped: Wrap, tmp_path: Path) -> None:
         assert all(0 < peak <= plan.peak_bytes[tier] for tier, peak in stats.peak_bytes.items())
     grads = sum(p.numel() * p.element_size() for p in model.parameters())
     assert moved["d2h"] == 4 * grads
-    assert moved["ssd_read"] >= 3 * 7 * grads  # weights twice, low half, two fp32 moments
+    assert moved["ssd_read"] >= 3 * 5 * grads  # the low half, two fp32 moments
     assert moved["ssd_write"] >= 3 * 6 * grads
 
 
