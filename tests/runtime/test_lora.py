@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from zoo import PAGE, least_host, qwen3
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import PAGE, least_host
 
 import pagoda
 from pagoda.construction.construct import describe
@@ -19,19 +20,29 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 
 STEPS = 4
-LAYERS = 10
 RULE = pagoda.AdamW(lr=1e-2, weight_decay=0.1)
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def base() -> nn.Module:
     torch.manual_seed(0)
-    return qwen3(layers=LAYERS)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
 
 
-def adapted() -> Any:
+def adapted(dropout: float = 0.0) -> Any:
     torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="gaussian")
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, lora_dropout=dropout, init_lora_weights="gaussian")
     return get_peft_model(base(), config).train()
 
 
@@ -139,7 +150,7 @@ def test_adapters_are_saved_by_peft_and_loaded_into_a_plain_model(
     model.save_pretrained(tmp_path / "adapter", state_dict=pagoda.trainable_state_dict(model))
     loaded = PeftModel.from_pretrained(base(), tmp_path / "adapter")
     trained = pagoda.trainable_state_dict(model)
-    assert len(trained) == 2 * LAYERS * len(TARGETS)
+    assert len(trained) == 2 * 6 * len(TARGETS)
     for name, value in trained.items():
         assert torch.equal(loaded.get_parameter(name), value), name
     model.eval()
@@ -182,7 +193,7 @@ def test_adapters_of_weights_that_wait_in_files_start_as_peft_starts_them(init: 
     zero = ("lora_B", "lora_embedding_A")
     assert all(value.any() != any(part in name for part in zero) for name, value in first.items())
     spread = first["base_model.model.model.layers.2.self_attn.q_proj.lora_A.default.weight"].std().item()
-    assert spread == pytest.approx(1 / 4 if init == "gaussian" else (1 / (3 * 64)) ** 0.5, rel=0.2)
+    assert spread == pytest.approx(1 / 4 if init == "gaussian" else (1 / (3 * 96)) ** 0.5, rel=0.2)
     optimizer.close()
 
 
