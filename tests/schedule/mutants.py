@@ -52,7 +52,10 @@ MUTANTS = (
         "version = version or 0\n        if not count",
     ),
     Mutant(
-        leases, "a unit in use may be evicted", "not lease.ended and not self._users[lease.unit] and", "State.ENDED and"
+        leases,
+        "a unit in use may be evicted",
+        "not lease.ended and not self._users[lease.unit] and",
+        "not lease.ended and",
     ),
     Mutant(leases, "what compute waits for is not fetched first", "for wanted in [*self._waiting]", "for wanted in ()"),
     Mutant(leases, "a fetch that fails is ready", "if failed and not lease.ended", "if False"),
