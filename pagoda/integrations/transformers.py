@@ -34,6 +34,8 @@ _REFUSED = {
     "bf16_full_eval": "evaluation uses the weights as training does: set bf16",
     "fsdp": "Pagoda divides state over ranks by itself",
     "deepspeed": "Pagoda divides state over ranks by itself",
+    "use_vllm": "TRL would copy all weights into vLLM: the model generates from its pages",
+    "sync_ref_model": "a reference model in pages does not change",
 }
 """Arguments that a paged trainer has no use for, and what to do instead."""
 
