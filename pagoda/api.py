@@ -27,7 +27,7 @@ from pagoda.config.training import (
     training_of,
 )
 from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
-from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype
+from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype, check_quantized
 from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
 from pagoda.distributed.start import (
@@ -64,6 +64,7 @@ from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.transforms.compiled import compiled_in_place
 from pagoda.transforms.operator_tiles import Tiling
+from pagoda.transforms.quantized import keep_packing
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -151,6 +152,7 @@ def _wrap(
 ) -> tuple[Model, PagedOptimizer]:
     check_model(model)
     model = cast(Model, compiled_in_place(model))
+    keep_packing(model)
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
     transport = Transport(mesh.world) if mesh.size > 1 else None
     if transport is not None:
@@ -167,6 +169,7 @@ def _wrap(
     device = open_device(compute_device(memory))
     states = optimizer.states(training.precision)
     check_one_dtype(model, states[0].dtype)
+    check_quantized(model, states[0].dtype, trained)
     check_tensor_parallel(model, mesh, optimizer, states, device.torch_device, training.tile_bytes is not None)
     if device.torch_device.type == "cpu":
         check_batch_norms(model, states[0].dtype)
@@ -256,7 +259,8 @@ def _plan(
     transport: Transport | None,
 ) -> Plan:
     """Where everything goes, which all ranks agree on. Raises BudgetError."""
-    root, states, budgets = describe(model, trained), optimizer.states(training.precision), budgets_of(memory)
+    states, budgets = optimizer.states(training.precision), budgets_of(memory)
+    root = describe(model, trained, states[0].dtype)
     options = Options.of(training, memory)
     if transport is None:
         plan = make_plan(root, states, budgets, options)

@@ -47,7 +47,7 @@ class WholeState:
         """Make values of any float dtype the master."""
         rows = [state.spec.shape[0] if state.spec.shape else 1 for state in self.states]
         for state, part in zip(self.states, self._cut(values, rows), strict=True):
-            state.overwrite(part.float())
+            state.overwrite(part if state.is_quantized else part.float())
 
     def read(self, moment: str) -> torch.Tensor:
         """A copy of a moment."""

@@ -1,5 +1,5 @@
-"""TRL's trainers in pages: SFT with its own loss, DPO with a reference model in pages too, GRPO, which generates between
-steps, and adapters of peft in each."""
+"""TRL's trainers in pages: SFT with its own loss, DPO with a reference model in pages too, GRPO with generation, and
+adapters of peft in each."""
 
 from dataclasses import replace
 from pathlib import Path
