@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedTokenizerFast
 
 trl = pytest.importorskip("trl")
@@ -14,6 +15,7 @@ datasets = pytest.importorskip("datasets")
 
 import pagoda  # noqa: E402
 from integrations.tiny_text import arguments, logged, model  # noqa: E402
+from pagoda.checkpoint.state import is_paged  # noqa: E402
 from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.transformers import STATE, PagedTrainerMixin  # noqa: E402
 
@@ -113,6 +115,14 @@ def saved_llama(directory: Path) -> str:
     return str(directory)
 
 
+def four_bit_llama(directory: Path) -> Any:
+    """As QLoRA has it: its linear layers in 4 bits of bitsandbytes, which transformers loads."""
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    saved = saved_llama(directory)
+    return transformers.LlamaForCausalLM.from_pretrained(saved, quantization_config=config, dtype=torch.bfloat16)
+
+
 CASES: dict[str, Any] = {
     "SFT": (trl.SFTTrainer, lambda _: {"model": llama()}),
     "SFT, LoRA": (trl.SFTTrainer, lambda _: {"model": llama(), "peft_config": adapter()}),
@@ -148,6 +158,27 @@ def test_losses_have_the_bits_of_trls_own_trainer(case: str, paging: Paging, tmp
         names = {path.name for path in (tmp_path / "paged" / "checkpoint-4").iterdir()}
         assert {"adapter_model.safetensors", "adapter_config.json", STATE} <= names
         assert "model.safetensors" not in names
+
+
+@pytest.mark.parametrize("setting", ["use_vllm", "sync_ref_model"])
+def test_what_would_copy_all_weights_is_refused(setting: str, paging: Paging, tmp_path: Path) -> None:
+    settings = arguments(tmp_path, trl.GRPOConfig, **GENERATING)
+    setattr(settings, setting, True)
+    with pytest.raises(pagoda.ConfigError, match=setting):
+        PagedGRPOTrainer.check_arguments(settings)
+
+
+def test_adapters_train_over_a_base_in_4_bits(paging: Paging, tmp_path: Path) -> None:
+    """TRL makes them bf16, so without Pagoda they have no master in fp32: the losses are not the same to the bit."""
+    given = {"model": four_bit_llama(tmp_path / "model"), "peft_config": adapter()}
+    expected = trained(trl.SFTTrainer, tmp_path / "stock", **given)
+    given = {"model": four_bit_llama(tmp_path / "model"), "peft_config": adapter()}
+    paged = trained(trl.SFTTrainer, tmp_path / "paged", paging=paging, **given)
+    assert logged(paged, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-3)
+    packed = [param for param in paged.model.parameters() if param.dtype is torch.uint8]
+    assert packed
+    assert all(map(is_paged, packed))
+    paged.optimizer.close()
 
 
 def test_an_adapter_is_what_peft_loads(paging: Paging, tmp_path: Path) -> None:
