@@ -1,5 +1,7 @@
 """Factors: what the gradients of a step are multiplied by on their way into updates, by clipping or by the user."""
 
+import zlib
+
 from pagoda.runtime.unit import LiveUnit
 
 
@@ -28,6 +30,12 @@ class Factors:
     def drop(self, unit: LiveUnit, slot: int) -> None:
         """Forget the factor of a gradient that has been dropped."""
         self._by_slot.pop((unit.index, slot), None)
+
+    @property
+    def digest(self) -> int:
+        """A number that stands for all factors."""
+        changed = sorted((key, factor) for key, factor in self._by_slot.items() if factor != 1.0)
+        return zlib.crc32(repr(changed).encode())
 
     def clear(self) -> None:
         """Forget all factors."""

@@ -9,6 +9,7 @@ import torch
 from pagoda.distributed.exact import exact_parts
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.transport import Transport
+from pagoda.errors import UsageError
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.units import UnitSpec
@@ -24,6 +25,7 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
 _MESSAGE_ELEMENTS = 1 << 20
+_INSTEAD = "clip with wrap(clip_grad_norm=...), or with optimizer.clip_grad_norm_(max_norm) on every rank"
 
 Counts = Callable[[UnitSpec, int], bool]
 """Whether a norm counts what this rank has of a unit's parameter."""
@@ -145,26 +147,65 @@ class RankGroup:
         if record.shown is not record.updated:
             self._gathering.share(record.unit, record.updated).then(record.shown.finish)
 
-    def norm_terms(self, what: str, terms: Mapping[int, UnitGradient], square_sums: SquareSums) -> NormTerms:
+    def parameter_square_sums(self, what: str, terms: Mapping[int, UnitGradient]) -> dict[int, list[float]]:
+        """Unit -> the square sum of each of its parameters' gradients, over all ranks.
+
+        All ranks ask for it at the same point, as for `norm_terms`. Raises UsageError, on all of them, where some have
+        gradients that others do not show yet, or experts are divided.
+        """
+        if self.parts > 1:
+            raise UsageError(f"Ranks that divide experts have gradients of other parameters each: {_INSTEAD}.")
+        self.flush()
+        trained = [(unit, slot) for unit in self._units for slot in range(unit.trainable)]
+        said: list[list[float]] = []
+
+        def work(_: object) -> None:
+            shown = [unit.params[slot].grad is not None for unit, slot in trained]
+            records = self._marked(terms)
+            here = [unit.params[slot].grad is not None for unit, slot in trained]
+            sums = [
+                records[unit.index].square_sums[slot]
+                if unit.index in records and self._store.shards.counts(unit.spec, slot)
+                else 0.0
+                for unit, slot in trained
+            ]
+            numbers = self.collectives.transport.announce_floats([float(shown != here), *sums])
+            said.extend(numbers[at : at + len(sums) + 1] for at in range(0, len(numbers), len(sums) + 1))
+
+        self.collectives.on_all_ranks(what, work, step=True)
+        if any(of_rank[0] for of_rank in said):
+            raise UsageError(f"Ranks have gradients of different parameters, so their norms differ: {_INSTEAD}.")
+        found: dict[int, list[float]] = {}
+        for number, (unit, _) in enumerate(trained, 1):
+            found.setdefault(unit.index, []).append(math.fsum(of_rank[number] for of_rank in said))
+        return found
+
+    def norm_terms(
+        self, what: str, terms: Mapping[int, UnitGradient], square_sums: SquareSums, factors: int
+    ) -> NormTerms:
         """What the gradient's norm is the root of the sum of, of all ranks, and the first parameter that is not finite.
 
         All ranks ask for it at the same point (`what` says which), and whatever was asked for before is done then.
         `terms` are gradients whose update has been queued; the others of this step are found when all ranks are there.
+        `factors` stands for what gradients have been multiplied by. Raises UsageError, on all ranks, where it differs.
         """
         self.flush()
         found: list[NormTerms] = []
+        alike: list[bool] = []
 
         def work(_: object) -> None:
-            records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
-            for record in records.values():
-                self._mark(record)
+            records = self._marked(terms)
             transport = self.collectives.transport
             of_groups = square_sums(records.values(), self._store.shards.counts)
             finite = [[s for s in sums if math.isfinite(s)] for sums in of_groups]
             sums = [transport.announce_floats(exact_parts(of_group)) for of_group in finite]
-            found.append(NormTerms(sums, self._first_non_finite(records.values())))
+            everywhere = transport.announce((*self._first_non_finite(records.values()), factors))
+            alike.append(len({of_rank[-1] for of_rank in everywhere}) == 1)
+            found.append(NormTerms(sums, self._named(everywhere)))
 
         self.collectives.on_all_ranks(what, work, step=True)
+        if not alike[0]:
+            raise UsageError(f"Ranks have multiplied their gradients by different numbers: {_INSTEAD}.")
         return found[0]
 
     def drop_gradients(self) -> None:
@@ -179,15 +220,25 @@ class RankGroup:
         self.collectives.close()
         self._gathering.close()
 
-    def _first_non_finite(self, records: Iterable[UnitGradient]) -> str | None:
-        """Name of the parameter whose gradient was the first on any rank that is NaN or infinite."""
+    def _first_non_finite(self, records: Iterable[UnitGradient]) -> tuple[int, int, int]:
+        """When the first gradient came that is NaN or infinite on this rank, and its unit and slot; else -1."""
         here = [(at[0], record.unit.index, at[1]) for record in records if (at := record.non_finite_slot())]
-        everywhere = self.collectives.transport.announce(min(here, default=(-1, -1, -1)))
-        found = [(order, unit, slot) for order, unit, slot in everywhere if unit >= 0]
+        return min(here, default=(-1, -1, -1))
+
+    def _named(self, everywhere: Iterable[Sequence[int]]) -> str | None:
+        """Name of the parameter whose gradient was the first on any rank that is NaN or infinite."""
+        found = [(order, unit, slot) for order, unit, slot, _ in everywhere if unit >= 0]
         if not found:
             return None
         _, unit, slot = min(found)
         return self._units[unit].name(slot)
+
+    def _marked(self, terms: Mapping[int, UnitGradient]) -> dict[int, UnitGradient]:
+        """The gradients of this step, `terms` and those still waiting, by unit, all of which parameters show now."""
+        records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
+        for record in records.values():
+            self._mark(record)
+        return records
 
     def _mark(self, record: UnitGradient) -> None:
         """Let parameters show a gradient that has arrived on other ranks only: this step updates them."""
