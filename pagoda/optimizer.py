@@ -141,8 +141,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Clip the global 2-norm of this step's gradients; returns the norm before, as torch's function does.
 
         `torch.nn.utils.clip_grad_norm_` does the same where all ranks have gradients of the same parameters. With
-        `wrap(clip_grad_norm=...)` the smaller of the two limits holds. Raises UsageError where units are updated under backward (`accumulation_steps` announced, no
-        clipping): pass `wrap(clip_grad_norm=...)` then.
+        `wrap(clip_grad_norm=...)` the smaller of the two limits holds. Raises UsageError where units are updated under
+        backward (`accumulation_steps` announced, no clipping): pass `wrap(clip_grad_norm=...)` then.
         """
         return self._engine.stepper.clip(max_norm)
 
