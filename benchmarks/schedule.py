@@ -45,7 +45,7 @@ class Clock:
         getattr(self.scheduler, name)(*arguments, **settings)
         new = self.scheduler.take()
         self.seconds.append(time.thread_time() - start)
-        self.under_way.extend((op, 0) for op in new if op.kind is not Kind.READ_AHEAD)  # it is not reported
+        self.under_way.extend((op, 0) for op in new if op.kind is not Kind.PUBLISH)  # it is not reported
 
     def until(self, ready: str, *arguments: object) -> None:
         while True:
@@ -70,10 +70,11 @@ class Clock:
             self.until("ready", access.unit)
             if access.phase is Phase.BACKWARD:
                 self.event("gradient", access.unit, complete=True, last=True)
-                while self.scheduler.gradients_held_back:
+                while self.scheduler.gradients.held_back:
                     self.end_one()
             self.event("release", access.unit)
-        self.until("gradients_settled")
+        while any(op.kind is Kind.OFFLOAD for op, _ in self.under_way):
+            self.end_one()
         self.event("scale_known")
 
 

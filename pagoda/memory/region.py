@@ -40,6 +40,11 @@ class Region:
     def nbytes(self) -> int:
         return self.count * self.page_bytes
 
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return self.arena.address + self.start * self.page_bytes
+
     def take(self, pages: int) -> "Region":
         """The next pages that nobody has taken. Raises ValueError when there are too few."""
         self._taken += pages

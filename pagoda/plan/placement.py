@@ -56,7 +56,7 @@ class Placement:
     lines: Mapping[str, Mapping[str, int]]
     """tier -> line -> pages."""
     ring_slots: int = 0
-    """Blocks the ring holds: RING_SLOTS, and more where RAM is left over, for reading ahead."""
+    """Blocks the ring holds: RING_SLOTS, and more where RAM is left over: reads run further ahead of updates."""
     speculated: frozenset[int] = frozenset()
     """Units that are updated under backward as if nothing would be clipped; their old states are kept until that is
     known."""

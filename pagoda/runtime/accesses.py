@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from pagoda.errors import BudgetError, UsageError
 from pagoda.plan.trace import Access, Phase
 from pagoda.process import check_not_forked, forks
 from pagoda.runtime.device import Device
-from pagoda.runtime.executor import Executor, update_lane
+from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import labelled
 from pagoda.runtime.leases import Lease, Leases
 from pagoda.runtime.stats import Found, Meter, Staleness
@@ -20,22 +19,6 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
-
-
-@dataclass
-class _Observed:
-    """Staleness of one unit at its first use in each step so far."""
-
-    last: int = 0
-    most: int = 0
-    total: int = 0
-    steps: int = 0
-
-    def note(self, staleness: int) -> None:
-        self.last = staleness
-        self.most = max(self.most, staleness)
-        self.total += staleness
-        self.steps += 1
 
 
 class Accesses:
@@ -74,7 +57,8 @@ class Accesses:
         """Called before each access, with whether that is part of a step."""
         self.owner: object = None
         """Lives as long as anything, such as a graph, can access weights."""
-        self._observed = {unit.index: _Observed() for unit in units if unit.trainable}
+        self.staleness: dict[str, Staleness] = {}
+        """unit -> how far its weights lagged at its first use in each step, where updates are asynchronous."""
         self._used: set[int] = set()
         """Units used in this step, where updates are asynchronous."""
 
@@ -94,7 +78,7 @@ class Accesses:
 
     def begin(self, unit: LiveUnit, phase: Phase) -> Lease:
         """Compute uses a unit until `end`: its weights, where compute can read them, after every update that is due."""
-        if phase is Phase.BACKWARD and self._scheduler.began_early(unit.index):
+        if phase is Phase.BACKWARD and self._scheduler.updates.began_early(unit.index):
             raise UsageError(
                 f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
@@ -187,7 +171,7 @@ class Accesses:
             return
 
         def ended() -> bool:
-            return until() or self._scheduler.has_failed
+            return until() or self._scheduler.versions.failed
 
         start = time.perf_counter()
         with labelled(f"pagoda::wait_{lane}"):
@@ -202,33 +186,21 @@ class Accesses:
         self._executor.poll()
         self.tell(scheduler.drain, True)
         try:
-            self.wait(lambda: scheduler.drained, "update")
+            self.wait(lambda: scheduler.updates.drained, "update")
         finally:
             self.tell(scheduler.drain, False)
-        for feeder in self._executor.feeders:
-            feeder.drop_ahead()
 
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whatever has failed."""
         self._executor.poll()
         self._driver.wait(lambda: self._scheduler.idle, lambda: None)
 
-    def staleness(self) -> dict[str, Staleness]:
-        """By name of unit."""
-        return {
-            self._units[index].spec.name: Staleness(seen.last, seen.most, seen.total / seen.steps)
-            for index, seen in self._observed.items()
-            if seen.steps
-        }
-
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
-        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, update_lane(self._store, index))
-        if not scheduler.ready(index) and not self._leases.in_place(unit):
-            lane = self._lane_of_fetch(unit)
-            self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
-        else:
-            self.wait(lambda: scheduler.ready(index), update_lane(self._store, index))
+        updates = self._store.update_lane(index)
+        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, updates)
+        lane = updates if self._leases.in_place(unit) else self._lane_of_fetch(unit)
+        self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
         if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
             raise error
 
@@ -251,11 +223,12 @@ class Accesses:
     def _note(self, recorder: TimelineRecorder, unit: LiveUnit, phase: Phase) -> None:
         recorder.access(f"{phase.name.lower()} {unit.spec.name}")
         if self._leases.region is not None:
-            recorder.leased(self._scheduler.frames.in_use * self._leases.region.page_bytes)
+            recorder.leased(self._scheduler.leases.frames.in_use * self._leases.region.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
-        if unit.index not in self._used and phase is Phase.FORWARD and unit.index in self._observed:
-            self._observed[unit.index].note(self._scheduler.lag(unit.index))
+        if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
+            before = self.staleness.get(unit.spec.name, Staleness())
+            self.staleness[unit.spec.name] = before.and_one(self._scheduler.versions.of[unit.index].lag)
         self._used.add(unit.index)
 
     def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
@@ -275,10 +248,9 @@ class Accesses:
     def _refuse(self, unit: LiveUnit) -> None:
         """There is no room for a unit."""
         tier = self._plan.lease_tier
-        names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.holders())
+        names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.leases.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
-            f"memory.{tier}, or lower memory.unit_limit; with gradient checkpointing, everything inside one checkpoint "
-            "is in use at once.",
+            f"memory.{tier}, or lower memory.unit_limit.",
             tier=tier,
         )

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.page import Run
+from pagoda.memory.region import Region
 from pagoda.runtime.lanes import Handle
+from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 
 
@@ -36,7 +38,7 @@ class _Reading:
     """Where the reserve has its states, if they are no longer in their home."""
     writing: int = 0
     """Pieces in the hands of writers."""
-    handle: Handle = field(default_factory=lambda: Handle("checkpoint"))
+    handle: Handle = field(default_factory=Handle)
 
 
 class Capture:
@@ -68,9 +70,8 @@ class Capture:
         self._over = False
         self._error: BaseException | None = None
         piece, spare = store.plan.layout.piece_pages, store.spare
-        self._bounce = spare.part(Run(0, piece))
-        """For a piece that cannot be written from where it lies; of the writer that holds `_bouncing`."""
-        self._bouncing = threading.Lock()
+        self._bounce = Ring([spare.part(Run(0, piece))])
+        """For a piece that cannot be written from where it lies."""
         self._reserve = spare.part(Run(piece, spare.count - piece))
 
     # --- for updates and the scheduler ---
@@ -120,8 +121,8 @@ class Capture:
         """
         while (taken := self._take()) is not None:
             reading, piece = taken
-            with self._bouncing if self._is_bounced(reading, piece) else nullcontext():
-                yield piece, self._bytes(reading, piece)
+            with self._bounce.one() if self._is_bounced(reading, piece) else nullcontext() as landing:
+                yield piece, self._bytes(reading, piece, landing)
             with self._lock:
                 reading.writing -= 1
                 self._lock.notify_all()
@@ -182,18 +183,18 @@ class Capture:
         on_ssd = store.tensor(piece.unit, piece.state) is None
         return reading.kept is None and (on_ssd or piece.unit in store.plan.placement.resident)
 
-    def _bytes(self, reading: _Reading, piece: Piece) -> memoryview:
-        store = self._store
-        size = store.dtype(piece.state).itemsize
+    def _bytes(self, reading: _Reading, piece: Piece, landing: Region | None) -> memoryview:
+        store, size = self._store, self._store.dtype(piece.state).itemsize
         if reading.kept is not None:
             window = self._windows(piece.unit, reading.kept)[piece.state]
             return window[piece.at * size : (piece.at + piece.count) * size]
         extent = store.newest_extent(piece.unit, piece.state)
         home = store.tensor(piece.unit, extent)
         if home is None:
-            return store.read_into(self._bounce.view(), piece.unit, extent, piece.at, piece.count)
-        if not self._is_bounced(reading, piece):
+            assert landing is not None
+            return store.read_into(landing.view(), piece.unit, extent, piece.at, piece.count)
+        if landing is None:
             return tensor_bytes(home[piece.at : piece.at + piece.count])
-        into = self._bounce.view(0, piece.count * size)
+        into = landing.view(0, piece.count * size)
         store.copy_out(piece.unit, extent, piece.at, piece.count, into)
         return into

@@ -6,14 +6,13 @@ from functools import partial
 from pagoda.config.training import Precision
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
-from pagoda.optim.formats import update_kernel
+from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
-from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
-from pagoda.plan.ops import SSD
+from pagoda.plan.layout import WEIGHT_BACK
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
-from pagoda.runtime.device_updates import DevicePath, DeviceRing
+from pagoda.runtime.device_updates import DevicePath
 from pagoda.runtime.driver import Driver
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.host_updates import HostPath
@@ -23,7 +22,7 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.tensor_updates import TensorPath
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
-from pagoda.runtime.updates import IN_PLACE, Feeder, Part, Update, UpdatePath, WeightExtents
+from pagoda.runtime.updates import IN_PLACE, Feeder, Update, UpdatePath, WeightExtents
 from pagoda.schedule.operations import Kind, Operation
 from pagoda.schedule.scheduler import Scheduler
 
@@ -76,7 +75,6 @@ class Executor:
             Kind.OFFLOAD: lambda op: self._follow(op, gradients.offload(op)),
             Kind.SPILL: self._spill,
             Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
-            Kind.READ_AHEAD: lambda op: self.feeders[0].read_ahead(op.unit),
             Kind.UPDATE: self._update,
             Kind.UNDO: self._undo,
             Kind.PUBLISH: self._publish,
@@ -99,10 +97,10 @@ class Executor:
     def step_decided(self) -> None:
         """`step()` has asked for updates: give up the old states of those that had begun before."""
         for unit in [*self._undos]:
-            if not self._scheduler.speculates(unit) and (undo := self._undos.pop(unit, None)) is not None:
-                undo.keep()
+            if not self._scheduler.updates.speculates(unit) and (undo := self._undos.pop(unit, None)) is not None:
+                self._updating[unit].written.then(undo.close)
                 self._gradients.forget(self._updating[unit])
-        if self._scheduler.has_failed:
+        if self._scheduler.versions.failed:
             self.driver.tell(self._end_pending)
 
     def updated(self, unit: LiveUnit) -> Handle | None:
@@ -152,20 +150,20 @@ class Executor:
         if operation.kind is Kind.FETCH:
             self.failures[operation.unit] = error
         self._scheduler.failed(operation)
-        if self._scheduler.has_failed or operation.kind is Kind.RELOAD:
+        if self._scheduler.versions.failed or operation.kind is Kind.RELOAD:
             self.damage.note(error)
         self._end_pending()
         self._end_lost_capture()
 
     def _end_pending(self) -> None:
         """Once one has failed, no other update begins: whoever waits for one learns of it."""
-        for record in [*self.latest.values()] if self._scheduler.has_failed else ():
+        for record in [*self.latest.values()] if self._scheduler.versions.failed else ():
             if not record.begun and not record.written.done:
                 record.updated.finish(self.damage.cause)
                 record.written.finish(self.damage.cause)
 
     def _end_lost_capture(self) -> None:
-        if self.capture is not None and self._scheduler.checkpoint_lost:
+        if self.capture is not None and self._scheduler.updates.checkpoint.lost:
             self.capture.end(self.damage.cause)
 
     def _fetch(self, operation: Operation) -> None:
@@ -200,7 +198,7 @@ class Executor:
 
     def _update(self, operation: Operation) -> None:
         records = self._gradients.of(operation)
-        unit, last = self._units[operation.unit], records[-1]
+        last = records[-1]
         undo = None
         if operation.undoable:
             undo = self._undos[operation.unit] = Undo(self._store, operation.unit)
@@ -210,7 +208,6 @@ class Executor:
         weights = IN_PLACE
         if self._asynchronous:
             weights = WeightExtents(self._store.newest[operation.unit], WEIGHT_BACK)
-        parts = [Part(record, record.segments) for record in records]
         tell, scheduler = self.driver.tell, self._scheduler
         on_device = operation.unit in self._on_device
         if on_device:
@@ -237,11 +234,11 @@ class Executor:
                 self._ended(operation, error)
 
         last.shown.then(shown)
-        Latch("ssd_write", [last.written, last.shown]).then(ended)
+        Latch([last.written, last.shown]).then(ended)
         used = partial(tell, scheduler.gradient_used, operation)
         kept = None if operation.run is None else self._keep(operation, operation.run)
-        update = Update(unit, parts, weights, undo, kept, last.updated, last.written, used)
-        self.feeders[on_device].submit(update)
+        parts = [(record, record.segments) for record in records]
+        self.feeders[on_device].submit(Update(parts, weights, undo, kept, last.updated, last.written, used))
 
     def _keep(self, operation: Operation, run: Run) -> Handle:
         """Copy the old states for the checkpoint. The feeder would do so only after earlier updates, which may wait for
@@ -272,8 +269,7 @@ class Executor:
         self._store.swap(operation.unit)
         unit.version += 1
         if self._leases.in_place(unit):
-            self._leases.add_home(unit, self._store.in_place(operation.unit, WEIGHT, unit.spec.numel))
-        self.driver.tell(self._scheduler.ended, operation)
+            self._leases.lease_home(unit)
 
 
 def open_feeders(
@@ -289,16 +285,5 @@ def open_feeders(
     if store.plan.placement.on_device:
         assert isinstance(rule, ElementwiseRule)
         kernel = device.update_kernel(rule, precision)
-        feeders.append(Feeder(store, DevicePath(store, kernel, lanes, device, DeviceRing(store))))
+        feeders.append(Feeder(store, DevicePath(store, kernel, lanes, device)))
     return feeders
-
-
-def update_lane(store: Store, unit: int) -> str:
-    """The lane whose work ends last before a unit's new weights can be used, most likely."""
-    placement = store.plan.placement
-    if unit in placement.on_device:
-        return "device_update"
-    homes = {state.name: store.plan.placement.home(unit, state.name) for state in store.plan.layout.states}
-    if homes[WEIGHT] == SSD:
-        return "ssd_write"
-    return "ssd_read" if SSD in homes.values() else "update"

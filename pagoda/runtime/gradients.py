@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 import torch
 
+from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
 from pagoda.memory.region import Region
 from pagoda.memory.sizes import format_bytes
-from pagoda.optim.formats import arriving_dtype
-from pagoda.optim.gradient_kernels import GradientKernels
+from pagoda.optim.gradient_kernels import GradientKernels, arriving_dtype
 from pagoda.optim.rule import Hyper
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import BOUNCE, BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Arrival, Device, Event
 from pagoda.runtime.lanes import Handle, Lane, wait_all
-from pagoda.runtime.segments import Segment
+from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Operation
@@ -47,8 +47,8 @@ class _Made(NamedTuple):
 class UnitGradient:
     """The gradient of one unit for one step, from its first arrival to its update."""
 
-    def __init__(self, unit: LiveUnit, step: int, lane: str, shared: bool) -> None:
-        """`lane` is what its update is waited for on; `shared`: ranks send each other what they have updated."""
+    def __init__(self, unit: LiveUnit, step: int, shared: bool) -> None:
+        """`shared`: ranks send each other what they have updated."""
         self.unit = unit
         self.step = step
         self.place: Callable[[], torch.Tensor] | None = None
@@ -75,7 +75,6 @@ class UnitGradient:
         self.pending: list[Handle] = []
         self.issued = PAST
         """What compute had been told when the update was issued: all that reads the weights as they are."""
-        self._lane = lane
         self._shared = shared
         self.renew()
 
@@ -83,11 +82,11 @@ class UnitGradient:
         """An update of it that was begun does not count: another one is to come."""
         self.begun = False
         """Whether its update has been given to a lane."""
-        self.updated = Handle(self._lane)
+        self.updated = Handle()
         """Ends when the update has written this rank's new weights."""
-        self.shown = Handle(self._lane) if self._shared else self.updated
+        self.shown = Handle() if self._shared else self.updated
         """Ends when all new weights are in their home."""
-        self.written = Handle("ssd_write")
+        self.written = Handle()
         """Ends when every state is."""
 
     @property
@@ -109,12 +108,7 @@ class UnitGradient:
         """Wait until every OFFLOAD that has begun has ended."""
         wait_all(list(self.pending))
 
-    def non_finite(self) -> tuple[int, str] | None:
-        """When the gradient of a parameter arrived that is NaN or infinite, and its name; the first, if any."""
-        at = self.non_finite_slot()
-        return None if at is None else (at[0], self.unit.name(at[1]))
-
-    def non_finite_slot(self) -> tuple[int, int] | None:
+    def non_finite(self) -> tuple[int, int] | None:
         """When the gradient of a parameter arrived that is NaN or infinite, and its slot; the first, if any."""
         if self.bad_elsewhere is not None:
             return self.order[self.bad_elsewhere], self.bad_elsewhere
@@ -148,16 +142,13 @@ class Gradients:
         kernels: GradientKernels,
         lanes: dict[str, Lane],
         device: Device,
-        lane_of: Callable[[int], str],
         stalled: Callable[[str, float], None],
     ) -> None:
-        """`lane_of` gives the lane that a unit's update is waited for on."""
         self._store = store
         self._staging = staging
         self._kernels = kernels
         self._lanes = lanes
         self._device = device
-        self._lane_of = lane_of
         self.arriving = arriving_dtype(store.dtype(GRAD), store.dtype(WEIGHT))
         """What a gradient has on its way to its extent."""
         self._bounce = self._open_bounce()
@@ -186,8 +177,7 @@ class Gradients:
         record = self._records.get(unit.index)
         if record is None:
             shared = self._store.plan.layout.gathers_after_update(unit.spec)
-            made = UnitGradient(unit, step, self._lane_of(unit.index), shared)
-            record = self._records.setdefault(unit.index, made)  # or another thread's
+            record = self._records.setdefault(unit.index, UnitGradient(unit, step, shared))  # or another thread's
             self._all[unit.index, record.step] = record
         return record
 
@@ -388,9 +378,9 @@ class Gradients:
         return Arrival((), lambda: sums)
 
 
-def non_finite_message(name: str) -> str:
-    """The message for a gradient that is NaN or infinite."""
-    return (
+def non_finite_error(name: str) -> NonFiniteGradientError:
+    """The error for a gradient that is NaN or infinite."""
+    return NonFiniteGradientError(
         f"The gradient of {name!r} is not finite, the first one in backward; no weight of its unit was changed. Lower "
         "the learning rate, check the loss and the batch, or set clip_grad_norm if it is off. A parameter read outside "
         "its module's forward gives NaN too: read it under `with pagoda.gathered([param]):`."

@@ -2,18 +2,18 @@
 
 import ctypes
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from pagoda.memory.page import pages_for
+from pagoda.memory.region import Region
 from pagoda.optim.kernels import UpdateKernel
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, all_of
+from pagoda.runtime.next_update import Segment
 from pagoda.runtime.ring import Ring
-from pagoda.runtime.segments import BlockSegment, Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import IN_PLACE, Block, UpdatePath
@@ -28,41 +28,26 @@ class Part(NamedTuple):
     """Byte of the extent at which the first page that has some of it begins."""
 
 
-@dataclass
-class _ReadAhead:
-    """Blocks of a unit that is likely to be updated next, in the ring before its update comes."""
-
-    unit: int
-    blocks: dict[int, tuple[int, list[Handle]]] = field(default_factory=dict)
-    """first element -> ring slot, reads."""
-    begun: int = 0
-    """Blocks whose reads have been submitted."""
-
-
 class HostPath(UpdatePath):
     """Updates blocks by an element-wise rule, on the update lane's threads.
 
     States in RAM are updated at home. Those on SSD stream through the ring: a block is read, updated and written back
-    while others are read and written; the ring's size bounds what is in flight. Free slots can read ahead the unit that
-    most likely comes next.
-
-    `lock` guards the free slots and what was read ahead.
+    while others are read and written; the ring's size bounds what is in flight.
     """
 
     def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane]) -> None:
-        super().__init__(store)
+        super().__init__(store, lanes)
         self._kernel = kernel
-        self._lanes = lanes
         layout, units = store.plan.layout, store.plan.units
         self._streamed = [[s.name for s in self._states if store.run(unit.index, s.name) is not None] for unit in units]
         """Each unit's states on SSD."""
         self._touched = [int(layout.updated_elements(unit) * layout.bytes_per_update) for unit in units]
         """Bytes that each unit's update reads and writes."""
-        self._ring = Ring(range(len(store.ring)), self.lock)
-        self._ahead = _ReadAhead(-1)
+        self._ring = Ring(store.ring)
         self._tails: dict[tuple[int, str], tuple[int, Handle]] = {}
         """(unit, state on SSD) -> where the pages written last end, and what ends when they are there."""
         self._ring_offsets: dict[str, int] = {}
+        """State -> where it begins in a slot of the ring."""
         offset = 0
         for state in (*layout.moments, layout.weight):
             self._ring_offsets[state.name] = offset
@@ -76,54 +61,10 @@ class HostPath(UpdatePath):
             return [(0, len(self._store.shards.updated(unit)))]
         return super().cuts(unit)
 
-    def begin(self, unit: int) -> None:
-        if self._streamed[unit]:
-            with self.lock:
-                if self._ahead.unit != unit:
-                    self.drop_ahead()
-
-    def end(self, unit: int) -> None:
-        if self._streamed[unit]:
-            with self.lock:
-                self.drop_ahead()  # blocks without a gradient
-
-    def read_ahead(self, unit: int) -> bool:
-        if not self._ring.has_room:
-            return False
-        if self._ahead.unit != unit:
-            self.drop_ahead()
-            self._ahead = _ReadAhead(unit)
-        cuts = self._readable_ahead(self._store.plan.units[unit])
-        if self._ahead.begun == len(cuts) or not self._streamed[unit]:
-            return False
-        start, stop = cuts[self._ahead.begun]
-        slot = self._ring.take()
-        parts = self._parts(unit, start, stop)
-        self._ahead.blocks[start] = (slot, [*self._transfers("ssd_read", unit, slot, parts, WEIGHT)])
-        self._ahead.begun += 1
-        return True
-
-    def drop_ahead(self) -> list[Handle]:
-        """Give the slots of what was read ahead back, each once its reads have ended; returns the reads."""
-        dropped, self._ahead = self._ahead.blocks, _ReadAhead(-1)
-        for slot, reads in dropped.values():
-            all_of("ssd_read", reads).then(lambda _, slot=slot: self._ring.give_back(slot))  # type: ignore[misc]
-        return [read for _, reads in dropped.values() for read in reads]
-
-    def _take_slot(self, start: int) -> tuple[int, list[Handle]]:
-        """A ring slot for a block of the unit that is fed, and the reads that bring it, if it was read ahead."""
-        with self.lock:
-            if start in self._ahead.blocks:
-                return self._ahead.blocks.pop(start)
-            if not self._ring.has_room:
-                self.drop_ahead()  # what is left of it lies behind this block: parameters without a gradient
-            return self._ring.take(), []
-
     def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
         update, start, stop, pieces = block
         unit, undo, index, store = update.unit, update.undo, update.unit.index, self._store
-        streamed = bool(self._streamed[index])
-        slot, using = self._take_slot(start) if streamed else (-1, [])
+        slot = self._ring.take() if self._streamed[index] else None
         parts = self._parts(index, start, stop)
         addresses = self._addresses(index, slot, parts, update.weights.write)
         itemsize = self._states[0].dtype.itemsize
@@ -139,25 +80,23 @@ class HostPath(UpdatePath):
 
         states = sum(len(part.elements) * store.dtype(name).itemsize for name, part in parts.items())
         touched = 2 * states + (stop - start) * store.dtype(GRAD).itemsize
+        using: list[Handle] = []
         try:
-            if streamed and not using:
+            if slot is not None:
                 using.extend(self._transfers("ssd_read", index, slot, parts, update.weights.read))
             handle = self._lanes["update"].submit(compute, using, touched, f"update {unit.spec.name}")
             computed.append(handle)
             using.append(handle)
-            for write in self._transfers("ssd_write", index, slot, parts, update.weights.write, (handle,)):
-                written.append(write)
-                using.append(write)
+            if slot is not None:
+                for write in self._transfers("ssd_write", index, slot, parts, update.weights.write, (handle,)):
+                    written.append(write)
+                    using.append(write)
         except BaseException:
             written.extend(using)  # the update ends after all that was submitted
             raise
         finally:
-            if streamed:
-                all_of("ssd_write", using).then(lambda _: self._ring.give_back(slot))
-
-    def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        """The blocks of `cuts` that can be read before those before them are written."""
-        return self.cuts(unit)
+            if slot is not None:
+                all_of(using).then(lambda _: self._ring.give_back(slot))
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
         """What a block has of each state; nothing of a state that its parameter has not."""
@@ -168,26 +107,24 @@ class HostPath(UpdatePath):
             parts[state.name] = Part(elements, elements.start * state.dtype.itemsize)
         return parts
 
-    def _addresses(self, unit: int, slot: int, parts: Mapping[str, Part], weights: str) -> list[int]:
+    def _addresses(self, unit: int, slot: Region | None, parts: Mapping[str, Part], weights: str) -> list[int]:
         """Where each state of a block is while it is updated: at home in RAM, else in the ring; 0 if it has none."""
         addresses: list[int] = []
         for state in self._states:
             part = parts.get(state.name)
+            home = self._store.tensor(unit, weights if state.name == WEIGHT else state.name)
             if part is None:
                 addresses.append(0)
-                continue
-            first = part.elements.start * state.dtype.itemsize
-            home = self._store.tensor(unit, weights if state.name == WEIGHT else state.name)
-            if home is not None:
-                addresses.append(home.data_ptr() + first)
+            elif home is not None:
+                addresses.append(home.data_ptr() + part.elements.start * state.dtype.itemsize)
             else:
-                at = self._store.ring_address(slot) + self._ring_offsets[state.name]
-                addresses.append(at + first - part.page_at)
+                assert slot is not None
+                at = slot.address + self._ring_offsets[state.name]
+                addresses.append(at + part.elements.start * state.dtype.itemsize - part.page_at)
         return addresses
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
         """Update a piece of the block from `start` on."""
-        assert isinstance(piece, BlockSegment)
         buffer = record.buffer
         assert buffer is not None
         within, origin = self._store.shards.updated(unit.spec).start, self._store.shards.origin(unit.spec, GRAD)
@@ -197,7 +134,13 @@ class HostPath(UpdatePath):
         self._kernel(*states, at, piece.stop - piece.start, *piece.arguments)
 
     def _transfers(
-        self, lane: str, unit: int, slot: int, parts: Mapping[str, Part], weights: str, after: tuple[Handle, ...] = ()
+        self,
+        lane: str,
+        unit: int,
+        slot: Region,
+        parts: Mapping[str, Part],
+        weights: str,
+        after: tuple[Handle, ...] = (),
     ) -> Iterator[Handle]:
         """Move a block of every streamed state between its SSD extent and the ring, in whole pages; `weights` names the
         weights' extent. What was written before on the first of these pages is there before it is read."""
@@ -211,7 +154,7 @@ class HostPath(UpdatePath):
             assert ssd is not None
             move, verb = (ssd.load, "read") if reading else (ssd.store, "write")
             nbytes = pages_for(part.elements.stop * store.dtype(name).itemsize - part.page_at, page) * page
-            view = store.ring_view(slot, self._ring_offsets[name], nbytes)
+            view = slot.view(self._ring_offsets[name], nbytes)
             end, before = self._tails.get((unit, name), (0, None))
             behind = (before,) if reading and before is not None and end > part.page_at and not before.done else ()
             work = partial(move, run, part.page_at, view)

@@ -34,8 +34,9 @@ class Handle:
 
     __slots__ = ("_callbacks", "_changed", "_error", "_event", "_forks", "_lock", "_on_issue", "_state", "lane")
 
-    def __init__(self, lane: str) -> None:
+    def __init__(self, lane: str = "") -> None:
         self.lane = lane
+        """Whose work it stands for, if that is known."""
         self._lock = threading.Lock()
         self._changed: threading.Condition | None = None
         """Told of a new state; of `_lock`, once somebody waits."""
@@ -142,8 +143,8 @@ class Latch(Handle):
 
     __slots__ = ("_count", "_first_error")
 
-    def __init__(self, lane: str, handles: Sequence[Handle]) -> None:
-        super().__init__(lane)
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        super().__init__(handles[-1].lane if handles else "")
         self._count = len(handles)
         self._first_error: BaseException | None = None
         if not handles:
@@ -160,9 +161,9 @@ class Latch(Handle):
             self.finish(self._first_error)
 
 
-def all_of(lane: str, handles: Sequence[Handle]) -> Handle:
+def all_of(handles: Sequence[Handle]) -> Handle:
     """A handle that ends when all of these have."""
-    return handles[0] if len(handles) == 1 else Latch(lane, handles)
+    return handles[0] if len(handles) == 1 else Latch(handles)
 
 
 Work = Callable[[], Event | None]
@@ -220,20 +221,25 @@ class Lane:
         check_not_forked(self._forks)
         handle = Handle(self.name)
         pending = [other for other in after if not other.succeeded]
-        if not pending and 0 < nbytes <= self.inline_bytes and not self._open:
-            self._do_now(work, _Ticket(label, nbytes, handle))
-            return handle
+        ticket = _Ticket(label, nbytes, handle)
 
         def ready(error: BaseException | None) -> None:
-            if error is None:
-                with self._lock:
-                    self._open += 1
-                self._queue.put((work, _Ticket(label, nbytes, handle)))
-            else:
+            if error is not None:
                 handle.finish(error)
+                return
+            now = not pending and 0 < nbytes <= self.inline_bytes and not self._open
+            with self._lock:
+                self._open += 1
+            if now:
+                start = time.perf_counter()
+                event, error = self._do(work)
+                assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
+                self._end(ticket, start, error)
+            else:
+                self._queue.put((work, ticket))
 
         if pending:
-            all_of(self.name, pending).then(ready)
+            all_of(pending).then(ready)
         else:
             ready(None)
         return handle
@@ -279,13 +285,6 @@ class Lane:
                 self._end(ticket, start, error)
             del ticket, event, error
 
-    def _do_now(self, work: Work, ticket: _Ticket) -> None:
-        start = time.perf_counter()
-        event, error = self._do(work)
-        assert event is None or event is PAST, "work for a device's queue is handed to the lane's thread"
-        self._count(ticket, start)
-        ticket.handle.finish(error)
-
     def _do(self, work: Work) -> tuple[Event | None, BaseException | None]:
         try:
             with labelled(self._label):
@@ -319,18 +318,14 @@ class Lane:
             del ticket, error
 
     def _end(self, ticket: _Ticket, start: float, error: BaseException | None) -> None:
-        self._count(ticket, start)
-        with self._lock:
-            self._open -= 1
-        ticket.handle.finish(error)
-
-    def _count(self, ticket: _Ticket, start: float) -> None:
         end = time.perf_counter()
         with self._lock:
             self._busy_s += end - start
             self._bytes += ticket.nbytes
+            self._open -= 1
         if (recorder := self.recorder) is not None:
             recorder.add(self.name, ticket.label or self.name, start, end, ticket.nbytes)
+        ticket.handle.finish(error)
 
 
 def open_lanes(drives: int, update_threads: int, inline: bool, inline_updates: bool) -> dict[str, Lane]:

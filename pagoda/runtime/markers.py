@@ -3,49 +3,38 @@
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pagoda.errors import UsageError
+from pagoda.runtime.stepper import Stepper
 from pagoda.runtime.unit import LiveUnit
-
-
-class Scaling(Protocol):
-    """Knows the norms of this step's gradients, and multiplies them."""
-
-    def gradient_norm(self, unit: LiveUnit, slot: int) -> float:
-        """2-norm of one parameter's gradient."""
-        ...
-
-    def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
-        """Multiply one parameter's gradient."""
-        ...
 
 
 class _Gradient:
     """The gradient that a marker stands for. It keeps nothing alive: Python's collector does not see `param.grad`."""
 
-    def __init__(self, unit: LiveUnit, slot: int, scaling: Scaling) -> None:
+    def __init__(self, unit: LiveUnit, slot: int, stepper: Stepper) -> None:
         self._unit = weakref.ref(unit)
         self._slot = slot
-        self._scaling = weakref.ref(scaling)
+        self._stepper = weakref.ref(stepper)
 
     def norm(self, asked_by: str) -> float:
-        unit, scaling = self._here(asked_by)
-        return scaling.gradient_norm(unit, self._slot)
+        unit, stepper = self._here(asked_by)
+        return stepper.gradient_norm(unit, self._slot)
 
     def multiply(self, factor: float, asked_by: str) -> None:
-        unit, scaling = self._here(asked_by)
-        scaling.scale_gradient(unit, self._slot, factor)
+        unit, stepper = self._here(asked_by)
+        stepper.scale_gradient(unit, self._slot, factor)
 
-    def _here(self, asked_by: str) -> tuple[LiveUnit, Scaling]:
+    def _here(self, asked_by: str) -> tuple[LiveUnit, Stepper]:
         """Raises UsageError unless the gradient is still the one of this step."""
-        unit, scaling = self._unit(), self._scaling()
-        if unit is not None and scaling is not None and unit.params[self._slot].grad is not None:
+        unit, stepper = self._unit(), self._stepper()
+        if unit is not None and stepper is not None and unit.params[self._slot].grad is not None:
             current = unit.markers[self._slot]
             if isinstance(current, GradientMarker) and current.gradient is self:
-                return unit, scaling
+                return unit, stepper
         raise UsageError(
             f"{asked_by}() was called on a gradient that is gone: optimizer.step() has used it, or it was set to None. "
             "Take norms and clip between backward and optimizer.step(), and read param.grad anew each time."
@@ -65,10 +54,10 @@ class GradientMarker(torch.Tensor):
     """None for a view, which has a shape alone."""
 
     @classmethod
-    def of(cls, blank: torch.Tensor, unit: LiveUnit, slot: int, scaling: Scaling) -> "GradientMarker":
+    def of(cls, blank: torch.Tensor, unit: LiveUnit, slot: int, stepper: Stepper) -> "GradientMarker":
         """A marker that looks like `blank`, for the gradient of a unit's parameter that arrives now."""
         marker = blank.as_subclass(cls)
-        marker.gradient = _Gradient(unit, slot, scaling)
+        marker.gradient = _Gradient(unit, slot, stepper)
         return marker
 
     @classmethod

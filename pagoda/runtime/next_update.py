@@ -1,10 +1,13 @@
 """What the next update of a unit is, by the hyperparameters as they are now; what may not change before it."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Self
 
 from pagoda.errors import UsageError
-from pagoda.optim.rule import Hyper, Rule
+from pagoda.optim.codecs import Key
+from pagoda.optim.rule import ElementwiseRule, Hyper, Rule
 from pagoda.runtime.unit import LiveUnit
 
 Group = Mapping[str, Any]
@@ -23,7 +26,14 @@ class NextHypers:
         self._rules: dict[int, Rule] = {}
         """Identity of a group -> the rule with its settings."""
         self._made: dict[tuple[int, int, float], Hyper] = {}
-        """(identity of a group, step, scale) -> the hyperparameters."""
+        """(identity of a rule, step, scale) -> the hyperparameters."""
+
+    def rule(self, unit: LiveUnit, slot: int) -> Rule:
+        """The rule with the settings of a parameter's group."""
+        group = self._group_of(unit, slot)
+        if id(group) not in self._rules:
+            self._rules[id(group)] = self._rule.with_group(group)
+        return self._rules[id(group)]
 
     def of(self, unit: LiveUnit, scale: Callable[[int], float]) -> dict[int, Hyper]:
         """slot -> hyperparameters of a unit's next update, for slots with a gradient; `scale` says what the gradient
@@ -32,15 +42,57 @@ class NextHypers:
         for slot in range(unit.trainable):
             if unit.params[slot].grad is None:
                 continue
-            group = self._group_of(unit, slot)
-            key = id(group), unit.steps[slot] + 1, scale(slot)
+            rule, step, factor = self.rule(unit, slot), unit.steps[slot] + 1, scale(slot)
+            key = id(rule), step, factor
             if key not in self._made:
-                rule = self._rules.get(key[0])
-                if rule is None:
-                    rule = self._rules[key[0]] = self._rule.with_group(group)
-                self._made[key] = Hyper(rule, *key[1:])
+                self._made[key] = Hyper(rule, step, factor)
             hypers[slot] = self._made[key]
         return hypers
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Adjoining elements [start, stop) of a unit that are updated alike. Where rounding is random, they are of one
+    parameter."""
+
+    start: int
+    stop: int
+    hyper: Hyper
+    noise: Key | None = None
+    """What states are rounded with, where that is random."""
+    origin: int = 0
+    """Where its parameter starts, for `noise`."""
+
+    def within(self, start: int, stop: int) -> Self:
+        """What of it lies in [start, stop)."""
+        return replace(self, start=max(start, self.start), stop=min(stop, self.stop))
+
+    @property
+    def arguments(self) -> tuple[float, ...]:
+        """What the kernel of an element-wise rule takes besides addresses and a number of elements."""
+        assert isinstance(self.hyper.rule, ElementwiseRule)
+        scalars = _scalars(self.hyper.rule, self.hyper.step, self.hyper.grad_scale)
+        return scalars if self.noise is None else (self.start - self.origin, *self.noise, *scalars)
+
+
+@lru_cache(maxsize=256)
+def _scalars(rule: ElementwiseRule, step: int, grad_scale: float) -> tuple[float, ...]:
+    """A rule's scalars, which most parameters of a step have in common."""
+    return rule.scalars(step, grad_scale)
+
+
+def segments_of(unit: LiveUnit, hypers: Mapping[int, Hyper]) -> tuple[Segment, ...]:
+    """What an update with these hyperparameters, by slot, changes; adjoining slots are one segment where possible."""
+    segments: list[Segment] = []
+    for slot, hyper in hypers.items():
+        placed, rule, last = unit.spec.slots[slot], hyper.rule, segments[-1] if segments else None
+        start, stop = placed.offset, placed.offset + placed.param.numel
+        noise = rule.noise(unit.name(slot), hyper.step) if isinstance(rule, ElementwiseRule) else None
+        if noise is None and last is not None and (last.stop, last.hyper) == (start, hyper):
+            segments[-1] = replace(last, stop=stop)
+        else:
+            segments.append(Segment(start, stop, hyper, noise, start))
+    return tuple(segments)
 
 
 def check_frozen(units: Iterable[LiveUnit]) -> None:
@@ -54,13 +106,6 @@ def check_frozen(units: Iterable[LiveUnit]) -> None:
                 )
 
 
-def check_gradients(units: Iterable[LiveUnit]) -> None:
-    """Every gradient that `step()` would use is one that autograd has delivered."""
-    for unit in units:
-        for slot in unit.grouped:
-            check_is_ours(unit, slot)
-
-
 def check_is_ours(unit: LiveUnit, slot: int) -> None:
     """Raises UsageError where somebody else has set a parameter's gradient: nothing reads that."""
     grad = unit.params[slot].grad
@@ -70,23 +115,3 @@ def check_is_ours(unit: LiveUnit, slot: int) -> None:
             "alone: set it to None. To change gradients, scale the loss, or change them as they arrive, by "
             "param.register_hook(...)."
         )
-
-
-def check_hypers_are_as_used(
-    units: Iterable[LiveUnit], used_groups: Mapping[int, Hyper], group_of: GroupOf, rule: Rule
-) -> None:
-    """Hyperparameters must be what the updates under backward used."""
-    as_now: dict[int, Rule] = {}
-    for unit in units:
-        if not unit.updated:
-            continue
-        for slot in range(unit.trainable):
-            used, group = used_groups.get(id(unit.params[slot])), group_of(unit, slot)
-            if id(group) not in as_now:
-                as_now[id(group)] = rule.with_group(group)
-            if used is not None and used.rule != as_now[id(group)]:
-                raise UsageError(
-                    "param_groups changed between backward and step(), but units were updated under backward "
-                    "with the old values. Change them before backward or after step(), or leave out "
-                    "wrap(accumulation_steps=...)."
-                )

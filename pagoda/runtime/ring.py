@@ -1,8 +1,8 @@
 """The ring: buffers of equal size through which bytes stream, each lent to one transfer at a time."""
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 Slot = TypeVar("Slot")
@@ -14,28 +14,14 @@ class Ring(Generic[Slot]):
     Whoever holds a slot must be able to go on without another one, else two such holders could wait for each other.
     """
 
-    def __init__(self, slots: Iterable[Slot], lock: threading.Condition | None = None) -> None:
-        """`lock` is told when a slot is given back; its owner may hold it when calling."""
-        self._free = list(slots)
-        self._lock = lock or threading.Condition()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a slot is free."""
-        return bool(self._free)
-
-    def take(self) -> Slot:
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._free: SimpleQueue[Slot] = SimpleQueue()
+        self.take = self._free.get
         """A free slot, once there is one."""
-        with self._lock:
-            while not self._free:
-                self._lock.wait()
-            return self._free.pop()
-
-    def give_back(self, slot: Slot) -> None:
+        self.give_back = self._free.put
         """Nothing reads or writes a slot any more."""
-        with self._lock:
-            self._free.append(slot)
-            self._lock.notify_all()
+        for slot in slots:
+            self.give_back(slot)
 
     @contextmanager
     def one(self) -> Iterator[Slot]:

@@ -10,24 +10,16 @@ from typing import NamedTuple
 import torch
 
 from pagoda.errors import BudgetError, NonFiniteGradientError, UsageError
-from pagoda.optim.rule import Hyper, Rule
+from pagoda.optim.rule import Rule
 from pagoda.plan.ops import HOST
 from pagoda.plan.options import Options
 from pagoda.runtime.accesses import Accesses
 from pagoda.runtime.executor import Executor
-from pagoda.runtime.factors import Factors
-from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_message
+from pagoda.runtime.gradients import Gradients, UnitGradient, non_finite_error
 from pagoda.runtime.hidden import outside_use
 from pagoda.runtime.loss_scale import LossScaler
-from pagoda.runtime.next_update import (
-    Group,
-    NextHypers,
-    check_frozen,
-    check_gradients,
-    check_hypers_are_as_used,
-)
+from pagoda.runtime.next_update import Group, NextHypers, check_frozen, check_is_ours, segments_of
 from pagoda.runtime.rank_group import Counts, RankGroup
-from pagoda.runtime.segments import segments_of
 from pagoda.runtime.unit import LiveUnit
 
 _TOO_LATE = (
@@ -87,8 +79,10 @@ class Stepper:
         self._guesses: NextHypers | None = None
         """Hyperparameters as they were when an update of this step was first guessed."""
         self._norm_terms: dict[int, UnitGradient] = {}
-        self._used_groups: dict[int, Hyper] = {}
-        self._factors = Factors()
+        """unit -> the gradient of this step whose update has been asked for."""
+        self._factors: dict[tuple[int, int], float] = {}
+        """(unit, slot) -> what a gradient of this step is multiplied by on its way into the update, where clipping or
+        the user has asked for that, be it by 1."""
         self._of_ranks: dict[int, list[float]] | None = None
         """Square sums of this step's gradients, by unit and slot, once they were asked for on several ranks."""
 
@@ -110,13 +104,13 @@ class Stepper:
                 f"{unit.name(slot)!r} received the gradient of a loss that was not scaled: with precision='fp16', call "
                 "optimizer.scale(loss).backward()."
             )
-        if accumulate and self._factors.are_set(unit, slot):
+        if accumulate and (unit.index, slot) in self._factors:
             raise UsageError(
                 f"{unit.name(slot)!r} received a gradient after optimizer.clip_grad_norm_, torch's clip_grad_norm_ "
                 "or a multiplication of param.grad, whose factor is for the gradients before it. Clip after the last "
                 "backward, right before optimizer.step()."
             )
-        self._factors.drop(unit, slot)
+        self._factors.pop((unit.index, slot), None)
         self._of_ranks = None
         self._executor.poll()
         before = self._gradients.get(unit)
@@ -156,7 +150,7 @@ class Stepper:
         """A gradient waits for its buffer: have it brought there. `last`: it is the last one before `step()`."""
         self._accesses.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
         lane = "update" if self._options.update_under_backward else "ssd_write"
-        self._accesses.wait(lambda: not self._scheduler.gradients_held_back, lane, lambda: self._refuse(record))
+        self._accesses.wait(lambda: not self._scheduler.gradients.held_back, lane, lambda: self._refuse(record))
 
     def _refuse(self, record: UnitGradient) -> None:
         """There is no buffer for a gradient."""
@@ -168,7 +162,7 @@ class Stepper:
         if self._guesses is None:
             self._guesses = NextHypers(self.group_of, self._rule)
         record.hypers = self._guesses.of(record.unit, lambda _: 1.0 / self.scaler.scale)
-        record.segments = tuple(segments_of(record.unit, record.hypers))
+        record.segments = segments_of(record.unit, record.hypers)
         if self._options.update_under_backward:
             self._early.append(record)
 
@@ -176,7 +170,7 @@ class Stepper:
         """Find out which updates under backward have begun, for good."""
         waiting = []
         for record in self._early:
-            if self._scheduler.began_early(record.unit.index):
+            if self._scheduler.updates.began_early(record.unit.index):
                 record.unit.updated = True
                 self._gradients.take(record)
                 self._ask_for(record)
@@ -231,13 +225,17 @@ class Stepper:
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
         self._settle(terms.values())
         if self._rank_group is not None:
-            found = self._rank_group.norm_terms(asked_by, self._norm_terms, self._square_sums, self._factors.digest)
+            found = self._rank_group.norm_terms(asked_by, self._norm_terms, self._square_sums, self._factors)
             first, square_sums = found.non_finite, found.square_sums
         else:
-            first = min((bad for record in terms.values() if (bad := record.non_finite())), default=(0, None))[1]
+            bad = [(*at, record.unit) for record in terms.values() if (at := record.non_finite())]
+            first = None
+            if bad:
+                _, slot, unit = min(bad, key=lambda each: each[0])
+                first = unit.name(slot)
             square_sums = self._square_sums(terms.values())
         if first is not None:
-            raise NonFiniteGradientError(non_finite_message(first))
+            raise non_finite_error(first)
         return Norms(self._norm([*chain(*square_sums)]), tuple(map(self._norm, square_sums)))
 
     def clip(self, limit: float) -> float:
@@ -268,7 +266,7 @@ class Stepper:
             square_sum = record.square_sums[slot]
         else:
             square_sum = self._on_all_ranks(self._rank_group)[unit.index][slot]
-        return abs(self._factors.of(unit, slot)) * math.sqrt(square_sum) / self.scaler.scale
+        return abs(self._factor(unit, slot)) * math.sqrt(square_sum) / self.scaler.scale
 
     def _on_all_ranks(self, rank_group: RankGroup) -> dict[int, list[float]]:
         """Square sums of this step's gradients, by unit and slot, over all ranks."""
@@ -281,14 +279,14 @@ class Stepper:
     def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
         """Multiply one parameter's gradient, on several ranks by the same number on each."""
         if not self._options.update_under_backward:
-            self._factors.multiply(unit, slot, factor)
+            self._factors[unit.index, slot] = self._factor(unit, slot) * factor
         elif factor != 1.0:
             raise UsageError(_TOO_LATE.format("Clipping, or multiplying param.grad,"))
 
     def _limit(self, total: float, limit: float) -> float:
         """Clip gradients, of norm `total` without factors, to `limit`; returns their norm before, with factors."""
         shown = self._shown()
-        factors = [self._factors.of(record.unit, slot) for record, slot in shown]
+        factors = [self._factor(record.unit, slot) for record, slot in shown]
         largest = max(map(abs, factors), default=1.0)
         if largest == 0:
             return 0.0
@@ -305,7 +303,7 @@ class Stepper:
             norm = self._norm(sums) or 0.0
         clipped = min(largest, limit / (norm + 1e-6))
         for each, (record, slot) in zip(relative, shown, strict=True):
-            self._factors.set(record.unit, slot, each * clipped)
+            self._factors[record.unit.index, slot] = each * clipped
         return norm * largest
 
     def _shown(self) -> list[tuple[UnitGradient, int]]:
@@ -318,9 +316,12 @@ class Stepper:
         Returns the norms of the gradients, or None when a scaled one was not finite, and the step is skipped.
         """
         self.updates_have_begun()
-        check_hypers_are_as_used(self._units, self._used_groups, self.group_of, self._rule)
+        hypers = NextHypers(self.group_of, self._rule)
+        self._check_settings_kept(hypers)
         check_frozen(self._units)
-        check_gradients(self._units)
+        for unit in self._units:
+            for slot in unit.grouped:
+                check_is_ours(unit, slot)
         try:
             norms = self.norms("optimizer.step()")
         except NonFiniteGradientError:
@@ -332,29 +333,38 @@ class Stepper:
             return None
         if self._clip_grad_norm is not None and norms.total is not None:
             self._limit(norms.total, self._clip_grad_norm)
-        factors = [self._factors.of(record.unit, slot) for record, slot in self._shown()]
+        factors = [self._factor(record.unit, slot) for record, slot in self._shown()]
         if not all(map(math.isfinite, factors)):
             raise UsageError(
                 "Gradients were multiplied by NaN or infinity, so no step can be taken with them. Clip with a max_norm "
                 "that is a number."
             )
-        self._queue_updates(clipped=any(factor != 1.0 for factor in factors))
+        self._queue_updates(hypers, clipped=any(factor != 1.0 for factor in factors))
         if self._norm_terms:
             self.scaler.end_of_step(skipped=False)
         self._clear_step()
         return norms
 
-    def _queue_updates(self, clipped: bool) -> None:
+    def _check_settings_kept(self, hypers: NextHypers) -> None:
+        """Hyperparameters must be what the updates under backward used."""
+        for record in self._norm_terms.values():
+            if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
+                raise UsageError(
+                    "param_groups changed between backward and step(), but units were updated under backward "
+                    "with the old values. Change them before backward or after step(), or leave out "
+                    "wrap(accumulation_steps=...)."
+                )
+
+    def _queue_updates(self, hypers: NextHypers, clipped: bool) -> None:
         """Ask for the update of every unit with a gradient, with the hyperparameters as they are now."""
         changed = []
-        hypers = NextHypers(self.group_of, self._rule)
         for record in self._gradients.records():
             unit = record.unit
             record.hypers = hypers.of(unit, partial(self._scale_of, unit))
-            segments = tuple(segments_of(unit, record.hypers))
+            segments = segments_of(unit, record.hypers)
             if clipped or segments != record.segments:
                 changed.append(unit.index)
-            if clipped or segments != record.segments or not self._scheduler.speculates(unit.index):
+            if clipped or segments != record.segments or not self._scheduler.updates.speculates(unit.index):
                 record.segments = segments
                 record.renew()
             self._gradients.take(record)
@@ -362,9 +372,12 @@ class Stepper:
         self._accesses.tell(self._scheduler.scale_known, clipped, False, changed)
         self._executor.step_decided()
 
+    def _factor(self, unit: LiveUnit, slot: int) -> float:
+        return self._factors.get((unit.index, slot), 1.0)
+
     def _scale_of(self, unit: LiveUnit, slot: int) -> float:
         """What the gradient of a parameter is multiplied by."""
-        return self._factors.of(unit, slot) / self.scaler.scale
+        return self._factor(unit, slot) / self.scaler.scale
 
     def _settle(self, records: Iterable[UnitGradient]) -> None:
         start = time.perf_counter()
@@ -399,7 +412,6 @@ class Stepper:
         self._early.clear()
         self._guesses = None
         self._norm_terms.clear()
-        self._used_groups.clear()
         self._factors.clear()
         self._of_ranks = None
         for unit in self._units:
@@ -431,7 +443,6 @@ class Stepper:
             if not unit.updated:
                 unit.params[slot].grad = None
             unit.steps[slot] = hyper.step
-            self._used_groups[id(unit.params[slot])] = hyper
         self.queued += bool(record.segments)
         if self._options.max_staleness is None and record.segments:
             unit.version += 1

@@ -117,6 +117,14 @@ class Store:
         """Elements of host RAM from an address on, shape [numel]."""
         return self.host.arena.tensor(address - self.host.arena.address, numel, dtype)
 
+    def update_lane(self, unit: int) -> str:
+        """The lane whose work ends last before a unit's new weights can be used, most likely."""
+        if unit in self.plan.placement.on_device:
+            return "device_update"
+        if self.run(unit, WEIGHT) is not None:
+            return "ssd_write"
+        return "ssd_read" if any(self.run(unit, s.name) is not None for s in self.plan.layout.states) else "update"
+
     def gradients(self, unit: int) -> list[torch.Tensor]:
         """Every gradient extent of a unit that lives in RAM: several where gradients wait for updates."""
         return self._gradients[unit]
@@ -142,13 +150,6 @@ class Store:
         """The slots of every SSD extent of a state: weights have two where updates are asynchronous."""
         names = (WEIGHT, WEIGHT_BACK) if state == WEIGHT else (state,)
         return [run for name in names if (run := self.run(unit, name)) is not None]
-
-    def ring_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
-        """Bytes of one slot of the ring."""
-        return self.ring[slot].view(offset, nbytes)
-
-    def ring_address(self, slot: int) -> int:
-        return self.host.arena.address + self.ring[slot].start * self.plan.page_bytes
 
     def read(self, unit: int, state: str, start: int, count: int) -> torch.Tensor:
         """A copy of elements [start, start + count) of a unit's state, shape [count].

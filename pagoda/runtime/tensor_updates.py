@@ -2,7 +2,7 @@
 
 import torch
 
-from pagoda.optim.formats import halves
+from pagoda.optim.kernels import halves
 from pagoda.optim.rule import StateSpec, TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan
@@ -10,7 +10,7 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.host_updates import HostPath, Part
 from pagoda.runtime.lanes import Lane
-from pagoda.runtime.segments import Segment, TensorSegment
+from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import LOW, Store
 from pagoda.runtime.unit import LiveUnit
 
@@ -43,10 +43,6 @@ class TensorPath(HostPath):
     def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         return [(start, start + cut.stop - cut.start) for start, cut in self._cuts_of[unit.index].items()]
 
-    def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
-        """The first: others may share its pages."""
-        return self.cuts(unit)[:1]
-
     def _spans(self, unit: UnitSpec, start: int) -> dict[StateSpec, ShapedSpan]:
         """What the cut from `start` on has of each state, of those that its parameter has."""
         spans = {state: self._layout.part(unit, self._cuts_of[unit.index][start], state) for state in self._states}
@@ -60,7 +56,6 @@ class TensorPath(HostPath):
 
     def _apply(self, unit: LiveUnit, start: int, addresses: list[int], record: UnitGradient, piece: Segment) -> None:
         """Update the cut from `start` on, which is within the piece's parameter."""
-        assert isinstance(piece, TensorSegment)
         rule = piece.hyper.rule
         assert isinstance(rule, TensorRule)
         buffer = record.buffer

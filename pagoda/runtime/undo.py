@@ -1,7 +1,6 @@
 """What a unit's states were before an update that may have to be undone."""
 
 import ctypes
-import threading
 from collections.abc import Mapping
 
 from pagoda.memory.ssd.tier import PageSnapshot
@@ -10,24 +9,19 @@ from pagoda.runtime.store import Store
 
 
 class Undo:
-    """Keeps the old states of one unit beside the new ones, until `keep` or `revert`, one of which is called once.
+    """Keeps the old states of one unit beside the new ones, until `close` or `revert`, once the update has ended.
 
     States on SSD keep their pages, while the update writes to others. What is in RAM is copied, block by block, just
-    before it changes. `begin`, `save` and `ended` are the update's, on its threads; `_lock` guards how
-    far it has come.
+    before it changes. `begin` and `save` are the update's, on its threads.
     """
 
     def __init__(self, store: Store, unit: int) -> None:
         self._store = store
         self._unit = unit
-        self._lock = threading.Lock()
         self._frozen: PageSnapshot | None = None
         """The pages of states on SSD as they were."""
         self._saved: list[tuple[str, range]] = []
         """State, and which elements of its extent have been copied."""
-        self._over = False
-        """True once the update has ended."""
-        self._kept = False
 
     def begin(self) -> None:
         """The update is about to begin: nothing of the unit is being stored."""
@@ -44,28 +38,17 @@ class Undo:
                 self._copy(state, before(state), elements)
                 self._saved.append((state, elements))
 
-    def ended(self, _: BaseException | None) -> None:
-        """The update has ended, however it did."""
-        with self._lock:
-            self._over = True
-            self._let_go()
-
-    def keep(self) -> None:
-        """The update stands: old pages are free as soon as it has ended, before its unit's next one begins."""
-        with self._lock:
-            self._kept = True
-            self._let_go()
+    def close(self, _: BaseException | None) -> None:
+        """The update stands: give the old pages up."""
+        if self._frozen is not None:
+            self._frozen.close()
 
     def revert(self) -> None:
-        """Have the old states back; the update has ended."""
+        """Have the old states back."""
         if self._frozen is not None:
             self._frozen.restore()
         for state, elements in self._saved:
             self._copy(before(state), state, elements)
-
-    def _let_go(self) -> None:
-        if self._over and self._kept and self._frozen is not None:
-            self._frozen.close()
 
     def _copy(self, source: str, target: str, elements: range) -> None:
         """One plain memcpy, without the GIL."""

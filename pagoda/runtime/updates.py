@@ -1,28 +1,19 @@
 """Updates: the optimizer's math, unit by unit, block by block."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from pagoda.errors import NonFiniteGradientError, UsageError
+from pagoda.errors import UsageError
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.units import UnitSpec
-from pagoda.runtime.gradients import UnitGradient, non_finite_message
-from pagoda.runtime.lanes import THREAD_NAMES, Handle, all_of, wait_all
-from pagoda.runtime.segments import Segment
+from pagoda.runtime.gradients import UnitGradient, non_finite_error
+from pagoda.runtime.lanes import Handle, Lane, all_of
+from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Undo
 from pagoda.runtime.unit import LiveUnit
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One step's gradient of a unit, and what of the unit it updates."""
-
-    record: UnitGradient
-    segments: Sequence[Segment]
 
 
 class WeightExtents(NamedTuple):
@@ -38,9 +29,8 @@ IN_PLACE = WeightExtents(WEIGHT, WEIGHT)
 class Update(NamedTuple):
     """One unit's update, as a feeder is given it."""
 
-    unit: LiveUnit
-    parts: Sequence[Part]
-    """One for each step."""
+    parts: Sequence[tuple[UnitGradient, Sequence[Segment]]]
+    """The gradients of one step or of several, which are applied one after another, and what each of them changes."""
     weights: WeightExtents
     undo: Undo | None
     """Keeps what an update that may have to be undone changes."""
@@ -52,6 +42,15 @@ class Update(NamedTuple):
     """Ends when every state is."""
     used: Callable[[], None]
     """Told when the gradients have been read for the last time."""
+
+    @property
+    def unit(self) -> LiveUnit:
+        return self.parts[-1][0].unit
+
+    def finish(self, error: BaseException | None) -> None:
+        """Mark the update as ended, before any of it was done."""
+        self.written.finish(error)
+        self.updated.finish(error)
 
 
 class Block(NamedTuple):
@@ -69,12 +68,11 @@ class UpdatePath:
     """How a block gets to its states, or they to it: what brings them, where they are computed, and what takes them
     home."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, lanes: dict[str, Lane]) -> None:
         self._store = store
+        self._lanes = lanes
         self._states = store.plan.layout.states
         self._block = store.plan.layout.block_elements
-        self.lock = threading.Condition()
-        """Told when a feeder has something to do, or room to read ahead."""
 
     def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """First and last element of every block of a unit's update."""
@@ -85,47 +83,24 @@ class UpdatePath:
         """Whether the update of a unit is done before another thread would have begun it."""
         return False
 
-    def begin(self, unit: int) -> None:
-        """Blocks of a unit are about to be submitted."""
-
     def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
         """Give a block to the lanes. Adds to the lists what ends when it has been computed, and when its states on SSD
         have been written. If it raises, the lists have all that was submitted."""
         raise NotImplementedError
 
-    def end(self, unit: int) -> None:
-        """Every block of a unit has been submitted."""
-
-    def read_ahead(self, unit: int) -> bool:
-        """Read one more block of a unit that is likely to be updated next; False when there is no room or no block."""
-        return False
-
-    def drop_ahead(self) -> list[Handle]:
-        """Forget what was read ahead; returns the reads that are under way."""
-        return []
-
 
 class Feeder:
     """The thread that feeds a path with updates, in the order in which the scheduler issues them. Small ones are fed by
-    whoever submits them, and may overtake others.
-
-    While it has none, it reads ahead the unit that the scheduler has named, as far as there is room. `_lock` guards the
-    queue; it is the path's.
-    """
+    whoever submits them, and may overtake others."""
 
     def __init__(self, store: Store, path: UpdatePath) -> None:
         self.path = path
         self.refused: BaseException | None = None
         """What every update that has not begun fails with, if anything."""
         self._store = store
-        self._lock = path.lock
-        self._queue: deque[Update | int] = deque()
-        """Updates, and units to read ahead once what comes before has been fed."""
-        self._ahead: int | None = None
-        """The unit to read ahead."""
+        self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"{THREAD_NAMES}updater", daemon=True)
-        self._thread.start()
+        self._thread = Lane("feeder")
 
     def submit(self, update: Update) -> None:
         """Feed an update to the path, after those before it. Its handles end when it has, however it did.
@@ -138,79 +113,37 @@ class Feeder:
         with self._lock:
             closed = self._closed
             if not closed:
-                self._queue.append(update)
-                self._lock.notify_all()
+                self._thread.submit(partial(self._feed, update))
         if closed:  # one that came of what was under way then
-            error = self.refused or UsageError("The optimizer is closed.")
-            update.written.finish(error)
-            update.updated.finish(error)
-
-    def read_ahead(self, unit: int) -> None:
-        """After what has been submitted, a unit is likely to be updated next."""
-        with self._lock:
-            self._queue.append(unit)
-            self._lock.notify_all()
-
-    def drop_ahead(self) -> None:
-        """Wait until nothing is read ahead any more."""
-        with self._lock:
-            self._queue = deque(each for each in self._queue if not isinstance(each, int))
-            self._ahead = None
-            reads = self.path.drop_ahead()
-        wait_all(reads)
+            update.finish(self.refused or UsageError("The optimizer is closed."))
 
     def close(self) -> None:
         """Finish what is queued and join the thread."""
         with self._lock:
             self._closed = True
-            self._lock.notify_all()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (update := self._next()) is not None:
-            self._feed(update)
-            del update  # it refers to the model
+        self._thread.close()
 
     def _feed(self, update: Update) -> None:
         try:
-            for part in update.parts:
-                if (bad := part.record.non_finite()) is not None:
-                    raise NonFiniteGradientError(non_finite_message(bad[1]))
+            for record, _ in update.parts:
+                if (bad := record.non_finite()) is not None:
+                    raise non_finite_error(record.unit.name(bad[1]))
             self.feed(update)
         except BaseException as error:
-            update.written.finish(error)
-            update.updated.finish(error)
-
-    def _next(self) -> Update | None:
-        """The next update; reads ahead until there is one. None once closed and nothing is left."""
-        with self._lock:
-            while True:
-                if self._queue:
-                    following = self._queue.popleft()
-                    if isinstance(following, Update):
-                        self._ahead = None
-                        return following
-                    self._ahead = following
-                elif self._closed:
-                    self.path.drop_ahead()
-                    return None
-                elif self._ahead is None or not self.path.read_ahead(self._ahead):
-                    self._lock.wait()
+            update.finish(error)
 
     def feed(self, update: Update) -> None:
         """Submit every block of one unit's update to the lanes.
 
-        The gradients of its parts are applied one after another. Raises only before the first block. A later error ends
-        its handles, once the blocks under way have ended.
+        Raises only before the first block. A later error ends its handles, once the blocks under way have ended.
         """
         if self.refused is not None:
             raise self.refused
-        unit, undo = update.unit, update.undo
+        unit = update.unit
         if update.kept is not None:
             update.kept.wait()
-        if undo is not None:
-            undo.begin()
-        self.path.begin(unit.index)
+        if update.undo is not None:
+            update.undo.begin()
         origin = self._store.shards.updated(unit.spec).start
         computed: list[Handle] = []
         written: list[Handle] = []
@@ -221,24 +154,23 @@ class Feeder:
             try:
                 self.path.submit(Block(update, start, stop, pieces), computed, written)
             except BaseException as error:
-                computed.append(Handle("update"))
+                computed.append(Handle())
                 computed[-1].finish(error)
                 break
-        self.path.end(unit.index)
-        all_computed, all_written = all_of("update", computed), all_of("ssd_write", [*computed, *written])
+        all_computed, all_written = all_of(computed), all_of([*computed, *written])
         all_computed.then(lambda _: update.used())
         weights_on_ssd = self._store.run(unit.index, WEIGHT) is not None
         (all_written if weights_on_ssd else all_computed).then(update.updated.finish)
-        if undo is not None:
-            all_written.then(undo.ended)
         all_written.then(update.written.finish)
 
 
-def _within(parts: Sequence[Part], first: int, last: int) -> list[tuple[UnitGradient, Segment]]:
+def _within(
+    parts: Sequence[tuple[UnitGradient, Sequence[Segment]]], first: int, last: int
+) -> list[tuple[UnitGradient, Segment]]:
     """What of the parts of an update lies in elements [first, last) of its unit."""
     return [
-        (part.record, segment.within(first, last))
-        for part in parts
-        for segment in part.segments
+        (record, segment.within(first, last))
+        for record, segments in parts
+        for segment in segments
         if segment.start < last and segment.stop > first
     ]

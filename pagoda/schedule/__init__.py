@@ -11,13 +11,15 @@ A step, as the scheduler sees it:
     scale_known()                        what becomes of the gradients
     ended(operation), failed(operation)  lanes (the executor's queues) report, at any time
 
-Five parts share the work, each in a file that states its invariants:
+Six parts share the work, each in a file that states its invariants. They are made in this order, and each knows only
+those before it:
 
     order.py        when each unit is used next, by the trace of earlier steps, and by routers of experts
-    leases.py       which weights are in reach of compute: FETCH, RECLAIM
     gradients.py    where gradients wait for their update: OFFLOAD, SPILL, RELOAD
-    updates.py      which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO, READ_AHEAD
+    versions.py     which version of its weights each unit has, and which one compute needs
+    leases.py       which weights are in reach of compute: FETCH, RECLAIM
     checkpoints.py  which states a checkpoint reads next, and which old ones are kept for it: SAVE
+    updates.py      which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO
 
 `scheduler.py` joins them: it passes each event to the parts that it concerns, in a fixed order, and then lets each
 start what can start now ("pump"). State changes in events alone. What only the executor can know, whether a tensor

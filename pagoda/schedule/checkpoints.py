@@ -17,6 +17,7 @@ from pagoda.memory.page import Run
 from pagoda.memory.pool import PagePool
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.versions import Versions
 
 MOST_SAVES = 2
 """Units that a checkpoint reads at once."""
@@ -42,16 +43,11 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        plan: SchedulePlan,
-        order: Order,
-        settled: Callable[[int], int | None],
-        issue: Callable[[Operation], None],
+        self, plan: SchedulePlan, order: Order, versions: Versions, issue: Callable[[Operation], None]
     ) -> None:
-        """`settled` gives the version of a unit's states, None while they change."""
         self._plan = plan
         self._order = order
-        self._settled = settled
+        self._versions = versions
         self._issue = issue
         self._units = [Saving() for _ in plan.units]
         self._in_place: Collection[int] = ()
@@ -67,13 +63,14 @@ class Checkpoint:
         """Whether it is yet to be written, or given up."""
         self.reserve = PagePool(plan.reserve_pages) if plan.reserve_pages else None
 
-    def begin(self, versions: list[int], in_place: Collection[int]) -> None:
-        """A checkpoint is to have these versions of the units' states. Those `in_place` are not kept elsewhere."""
-        self.left, self.under_way = len(versions), True
+    def begin(self, in_place: Collection[int]) -> None:
+        """A checkpoint is to have every state as the last `step()` leaves it. Those of units `in_place` are not kept
+        elsewhere."""
+        self.left, self.under_way = len(self._units), True
         self._in_place = in_place
-        self._behind = set(range(len(versions)))
-        for unit, version in enumerate(versions):
-            self._units[unit].version = version
+        self._behind = set(range(len(self._units)))
+        for unit, weights in enumerate(self._versions.of):
+            self._units[unit].version = weights.due
             self.retry(unit)
 
     def ended(self, unit: int) -> None:
@@ -83,26 +80,25 @@ class Checkpoint:
         self._reading -= 1
         self.left -= 1
 
-    def retry(self, unit: int) -> None:
-        """An update that a SAVE may have waited for has ended."""
-        if self._settled(unit) == self._units[unit].version:
+    def retry(self, unit: int) -> bool:
+        """An update that a SAVE may have waited for has ended. Returns whether it is the last that the checkpoint
+        lacked: later ones need not wait any more."""
+        lacked = bool(self._behind)
+        if self._versions.settled(unit) == self._units[unit].version:
             self._behind.discard(unit)
         if self._units[unit].version is not None:
             use = self._order.next_use(unit)  # backward uses, and so updates, in the opposite order
             heappush(self._next, (-use if self._plan.under_backward else use, unit))
+        return lacked and not self._behind
 
-    def refused(self, unit: int, version: int, newest: int, kept: bool) -> None:
-        """An update leaves a unit's states at `version`; they do not become `newest`. `kept`: it was to copy them to
-        the reserve, and has not."""
-        wanted = self._units[unit].version
-        if wanted is not None and wanted > version:
-            self._units[unit].version = wanted - (newest - version)
-        if kept and not self._units[unit].copied:
+    def refused(self, unit: int, steps: int, kept: bool) -> None:
+        """An update leaves a unit's states as they are; it does not apply the gradients of so many steps. `kept`: it
+        was to copy the states to the reserve, and has not."""
+        of_unit, version = self._units[unit], self._versions.of[unit].newest
+        if of_unit.version is not None and of_unit.version > version:
+            of_unit.version -= steps
+        if kept and not of_unit.copied:
             self._give_back(unit)
-
-    def holds_back(self, unit: int) -> bool:
-        """Whether an update of a unit is none of those that the checkpoint lacks."""
-        return bool(self._behind) and unit not in self._behind
 
     def copied(self, unit: int) -> None:
         """The reserve has the old states of a unit."""
@@ -110,10 +106,14 @@ class Checkpoint:
             self._units[unit].copied = True
             self.retry(unit)
 
-    def would_destroy(self, unit: int, version: int) -> bool:
-        """Whether an update of these states destroys what is yet to be read."""
+    def holds_back(self, unit: int) -> bool:
+        """Whether the next update of a unit is none of those that the checkpoint lacks, while it lacks some."""
+        return bool(self._behind) and unit not in self._behind
+
+    def would_lose(self, unit: int) -> bool:
+        """Whether the next update of a unit destroys what is yet to be read."""
         of_unit = self._units[unit]
-        return of_unit.version == version and of_unit.kept is None
+        return of_unit.version == self._versions.of[unit].newest and of_unit.kept is None
 
     def can_keep(self, unit: int) -> bool:
         """Whether an update can keep the old states now; else it has to wait for the SAVE."""
@@ -126,12 +126,8 @@ class Checkpoint:
     def keep(self, unit: int) -> Run | None:
         """Where an update is to keep the old states; None if it has to wait for the SAVE."""
         of_unit, pages = self._units[unit], self._plan.units[unit].old_state_pages
-        if not self.can_keep(unit):
-            return None
-        if not pages:
-            of_unit.kept = Run(0, 0)
-        elif self.reserve is not None:
-            of_unit.kept = self.reserve.alloc(pages)
+        if self.can_keep(unit):
+            of_unit.kept = self.reserve.alloc(pages) if self.reserve is not None and pages else Run(0, 0)
         return of_unit.kept
 
     def pump(self) -> None:
@@ -145,6 +141,12 @@ class Checkpoint:
             self._reading += 1
             self._issue(Operation(Kind.SAVE, unit, of_unit.kept, of_unit.version))
 
+    @property
+    def lost(self) -> bool:
+        """Whether it waits for an update after one has failed: it may wait for ever."""
+        waiting = (unit for unit, of in enumerate(self._units) if of.version is not None and not of.reading)
+        return self._versions.failed and not all(map(self._readable, waiting))
+
     def _give_back(self, unit: int) -> None:
         """Old states of a unit are not needed any more."""
         kept, self._units[unit].kept = self._units[unit].kept, None
@@ -152,13 +154,7 @@ class Checkpoint:
             assert self.reserve is not None
             self.reserve.free(kept)
 
-    @property
-    def lost(self) -> bool:
-        """Whether some unit cannot be read until an update has ended."""
-        unread = [unit for unit, of_unit in enumerate(self._units) if of_unit.version is not None]
-        return not all(self._units[unit].reading or self._readable(unit) for unit in unread)
-
     def _readable(self, unit: int) -> bool:
         """Whether the states that the checkpoint needs of a unit are in its home or in the reserve."""
         of_unit = self._units[unit]
-        return of_unit.copied if of_unit.kept is not None else self._settled(unit) == of_unit.version
+        return of_unit.copied if of_unit.kept is not None else self._versions.settled(unit) == of_unit.version

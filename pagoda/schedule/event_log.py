@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,12 @@ from pagoda.schedule.from_plan import schedule_plan
 from pagoda.schedule.operations import Operation, SchedulePlan, UnitPlan
 from pagoda.schedule.scheduler import Scheduler
 
-EVENTS = (
-    "access",
-    "expect",
-    "release",
-    "gradient",
-    "scale_known",
-    "drop_gradients",
-    "drain",
-    "overwritten",
-    "restored",
-    "prepare_checkpoint",
-    "begin_checkpoint",
-    "end_checkpoint",
-    "issued",
-    "ended",
-    "failed",
-    "refused",
-    "old_states_kept",
-    "gradient_used",
-    "weights_written",
-    "reclaimed",
-    "let_go",
-)
+EVENTS = [
+    name
+    for name, method in vars(Scheduler).items()
+    if isfunction(method) and not name.startswith("_") and method.__annotations__["return"] is None
+]
+"""The scheduler's events: its public methods that return nothing. The others are questions."""
 
 
 class LoggedScheduler(Scheduler):
@@ -55,7 +39,7 @@ class LoggedScheduler(Scheduler):
         self._file = path.open("w")
         self._numbers: dict[Operation, int] = {}
         """Operation -> its number."""
-        self._write(_encode_plan(plan))
+        self._write(asdict(plan))
         for name in EVENTS:
             setattr(self, name, partial(self._event, name, getattr(self, name)))
 
@@ -64,19 +48,16 @@ class LoggedScheduler(Scheduler):
         event(*arguments, **settings)
         said = self._out[before:]
         self._numbers |= {operation: len(self._numbers) + index for index, operation in enumerate(said)}
-        encoded = [self._encode(argument) for argument in arguments]
-        self._write([name, encoded, settings, [_describe(operation) for operation in said]])
-
-    def _encode(self, argument: Any) -> Any:
-        if isinstance(argument, Operation):
-            return {"operation": self._numbers[argument]}
-        if isinstance(argument, Access):
-            return {"access": [argument.unit, argument.phase]}
-        return argument
+        self._write([name, arguments, settings, [_describe(operation) for operation in said]])
 
     def _write(self, line: Any) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line, default=self._encode) + "\n")
         self._file.flush()
+
+    def _encode(self, argument: Operation | Access) -> dict[str, Any]:
+        if isinstance(argument, Operation):
+            return {"operation": self._numbers[argument]}
+        return {"access": [argument.unit, argument.phase]}
 
 
 def open_scheduler(plan: Plan, rank: int | None = None) -> Scheduler:
@@ -100,8 +81,8 @@ def replay(path: Path) -> int:
         operations: list[Operation] = []
         count = 0
         for count, line in enumerate(lines, start=1):
-            name, arguments, settings, expected = json.loads(line)
-            getattr(scheduler, name)(*(_decode(argument, operations) for argument in arguments), **settings)
+            name, arguments, settings, expected = json.loads(line, object_hook=partial(_decode, operations))
+            getattr(scheduler, name)(*arguments, **settings)
             said = scheduler.take()
             operations += said
             if [_describe(operation) for operation in said] != expected:
@@ -115,24 +96,19 @@ def _describe(operation: Operation) -> list[Any]:
     return [operation.kind, operation.unit, run, operation.version, steps, operation.home, operation.undoable]
 
 
-def _decode(argument: Any, operations: Sequence[Operation]) -> Any:
-    if not isinstance(argument, dict):
-        return argument
-    if "operation" in argument:
-        return operations[argument["operation"]]
-    unit, phase = argument["access"]
-    return Access(unit, Phase(phase))
-
-
-def _encode_plan(plan: SchedulePlan) -> dict[str, Any]:
-    accesses = [[access.unit, access.phase] for access in plan.trace.accesses]
-    return {**asdict(plan), "trace": {"accesses": accesses, "assumed": plan.trace.assumed}}
+def _decode(operations: Sequence[Operation], encoded: dict[str, Any]) -> Any:
+    if "operation" in encoded:
+        return operations[encoded["operation"]]
+    if "access" in encoded:
+        unit, phase = encoded["access"]
+        return Access(unit, Phase(phase))
+    return encoded
 
 
 def _decode_plan(encoded: dict[str, Any]) -> SchedulePlan:
-    accesses = tuple(Access(unit, Phase(phase)) for unit, phase in encoded["trace"]["accesses"])
-    units = tuple(UnitPlan(**unit) for unit in encoded["units"])
-    return SchedulePlan(**{**encoded, "units": units, "trace": Trace(accesses, encoded["trace"]["assumed"])})
+    trace, units = encoded["trace"], tuple(UnitPlan(**unit) for unit in encoded["units"])
+    accesses = tuple(Access(access["unit"], Phase(access["phase"])) for access in trace["accesses"])
+    return SchedulePlan(**{**encoded, "units": units, "trace": Trace(accesses, trace["assumed"])})
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ class Record:
         """Whether all that autograd has made so far has arrived."""
         return not (self.made or self.arriving)
 
+    @property
+    def lacks_buffer(self) -> bool:
+        return self.run is None and self.home is None
+
 
 class Gradients:
     """Every record.
@@ -62,7 +66,7 @@ class Gradients:
     dropped once, by its update or with its step; what SSD holds is used only while nothing newer has arrived.
     """
 
-    def __init__(self, plan: SchedulePlan, issue: Callable[[Operation, Record], None]) -> None:
+    def __init__(self, plan: SchedulePlan, issue: Callable[[Operation], None]) -> None:
         self._plan = plan
         self._issue = issue
         slab = plan.buffer_slab or max(unit.buffer_pages for unit in plan.units)
@@ -73,48 +77,49 @@ class Gradients:
         """unit -> the record of this step."""
         self._idle: dict[Record, None] = {}
         """Records whose shared buffer nothing moves or reads, in the order in which that came about."""
-        self._busy = 0
+        self._busy: dict[Record, None] = {}
         """Other records with a shared buffer."""
         self._waiting: dict[Record, None] = {}
         """Records that need a buffer: for an update, or for what autograd has made."""
         self._spilling_fails = False
         """A SPILL has failed since compute last made a gradient: it is not tried again at once."""
-        self._made = 0
-        """Gradients that autograd has made and that wait for a buffer."""
-        self.unsettled = 0
-        """Those, and the ones on their way to their buffer."""
         self.changes = False
         """Whether something has come about since the last pump that may give a buffer to a record: else it need not be
         pumped."""
 
     # --- events ---
 
-    def add(self, unit: int, step: int, complete: bool) -> None:
+    def add(self, unit: int, step: int, complete: bool) -> Record:
         """Autograd has made a gradient of a unit; `complete`: backward is through with the unit."""
         record = self._records.get(unit)
         if record is None:
             record = self._records[unit] = Record(unit, step)
         self._spilling_fails = False
         record.made += 1
-        self._made += 1
         record.complete = complete
-        self.unsettled += 1
         self._wait(record)
+        return record
 
-    def offloaded(self, record: Record) -> None:
-        """An OFFLOAD has ended."""
-        self.unsettled -= 1
+    def offloaded(self, record: Record, failed: bool) -> None:
+        """An OFFLOAD has ended. If it has failed, the gradient is lost."""
+        record.lost = record.lost or failed
         record.arriving -= 1
         self._changed(record)
         if record.complete and record.arrived and not (self._plan.under_backward or record.dropped or record.lost):
             self._spill(record)  # it waits for `step()`
 
-    def transferred(self, record: Record, failed: bool = False) -> None:
-        """A SPILL or RELOAD has ended. A SPILL that failed loses nothing: the buffer still has the gradient."""
+    def spilled(self, record: Record, failed: bool) -> None:
+        """A SPILL has ended. One that failed loses nothing: the buffer still has the gradient."""
         record.transferring = False
         record.clean = record.clean and not failed
-        self._changed(record)
         self._spilling_fails = self._spilling_fails or failed
+        self._changed(record)
+
+    def reloaded(self, record: Record, failed: bool) -> None:
+        """A RELOAD has ended. If it has failed, the gradient is lost."""
+        record.transferring = False
+        record.lost = record.lost or failed
+        self._changed(record)
 
     def use(self, record: Record) -> None:
         """An update begins to read a gradient."""
@@ -131,37 +136,31 @@ class Gradients:
 
     def drop(self, record: Record) -> None:
         """Nobody needs a gradient any more."""
-        self.unsettled -= record.made
-        self._made -= record.made
         self._waiting.pop(record, None)
         record.made, record.dropped = 0, True
         self._changed(record)
 
-    def take(self, unit: int) -> Record | None:
+    def take(self, unit: int) -> Record:
         """Hand the record of this step over: what arrives from now on is of the next step."""
-        return self._records.pop(unit, None)
+        return self._records.pop(unit)
+
+    def take_all(self) -> list[Record]:
+        """The same of every unit that has received a gradient in this step, in their order."""
+        return [self.take(unit) for unit in sorted(self._records)]
 
     # --- questions ---
 
-    def get(self, unit: int) -> Record | None:
-        return self._records.get(unit)
-
-    def units(self) -> list[int]:
-        """The units that have received a gradient in this step."""
-        return sorted(self._records)
-
     def usable(self, record: Record) -> bool:
         """Whether an update can read a gradient now; if not, it will be brought to RAM."""
-        lacking = self._lacks_buffer(record)
-        if lacking:
+        if record.lacks_buffer:
             record.wanted = True
             self._wait(record)
-        return not (lacking or record.transferring)
+        return not (record.lacks_buffer or record.transferring)
 
     @property
     def held_back(self) -> bool:
-        """Whether a gradient that autograd has made waits for a buffer."""
-        return self._made > 0
+        """Whether compute must wait before it makes more gradients: one has no buffer yet."""
+        return any(record.made for record in self._waiting)
 
     # --- decisions ---
 
@@ -181,19 +180,15 @@ class Gradients:
             record.arriving += record.made
             self._changed(record)
             for _ in range(record.made):
-                self._issue(self._operation(Kind.OFFLOAD, record), record)
-            self._made -= record.made
+                self._begin(Kind.OFFLOAD, record)
             record.made = 0
 
-    def _operation(self, kind: Kind, record: Record) -> Operation:
-        return Operation(kind, record.unit, record.run, steps=(record.step,), home=record.home or 0)
-
-    def _lacks_buffer(self, record: Record) -> bool:
-        return record.run is None and record.home is None
+    def _begin(self, kind: Kind, record: Record) -> None:
+        self._issue(Operation(kind, record.unit, record.run, steps=(record.step,), home=record.home or 0, about=record))
 
     def _has_buffer(self, record: Record) -> bool:
         """Whether a record has a buffer that is up to date; if not, it is given one where there is room."""
-        if not self._lacks_buffer(record):
+        if not record.lacks_buffer:
             return True
         count = self._plan.units[record.unit].buffer_pages
         if not count:
@@ -205,10 +200,7 @@ class Gradients:
             record.run = self.pages.alloc(count)
         if record.run is None:
             return False
-        if record.busy:
-            self._busy += 1
-        else:
-            self._idle[record] = None
+        self._changed(record)
         if record.clean:
             self._transfer(Kind.RELOAD, record)
         return not record.clean
@@ -231,7 +223,7 @@ class Gradients:
     def _transfer(self, kind: Kind, record: Record) -> None:
         record.transferring = True
         self._changed(record)
-        self._issue(self._operation(kind, record), record)
+        self._begin(kind, record)
 
     def _wait(self, record: Record) -> None:
         self._waiting[record] = None
@@ -241,20 +233,18 @@ class Gradients:
         """Other things may move or read a buffer now: keep `_idle` and `_busy` true, and free the buffer if that is
         due."""
         self.changes = True
-        was_idle = record in self._idle
-        if record.run is not None and record.busy and was_idle:
-            del self._idle[record]
-            self._busy += 1
-        elif record.run is not None and not record.busy and not was_idle:
-            self._idle[record] = None
-            self._busy -= 1
         if record.dropped and not record.busy:
             self._free(record)
+        elif record.run is not None:
+            here, there = (self._busy, self._idle) if record.busy else (self._idle, self._busy)
+            there.pop(record, None)
+            here[record] = None
 
     def _free(self, record: Record) -> None:
         if record.run is not None:
             self.pages.free(record.run)
-            del self._idle[record]
+            self._idle.pop(record, None)
+            self._busy.pop(record, None)
         if record.home is not None:
             insort(self._homes[record.unit], record.home)
         record.run = record.home = None

@@ -6,20 +6,18 @@ furthest away, and never evict one that is needed before the unit that it makes 
 
 The life of a lease:
 
-    FILLING --ended--> READY --evicted, or its weights changed--> ENDED --reclaimed--> its frames are free
-       \\--its weights changed--> ENDED (reclaimed once the fetch has ended)
+    FETCH [--issued, or ended--> ready] --evicted, or its weights changed--> ended --reclaimed--> its frames are free
 
 Frames of an ended lease may still be referred to: by a graph that will run backward, or by a tensor of the user's. Only
-the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does.
+the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does. A lease
+may make room while it is being filled: the executor sees to it that what fills the frames next waits for that.
 
 Where several ranks must fetch alike (`plan.agreed`), no decision here depends on when an operation ends: fetches start
-in compute's events alone, ahead of the updates that they wait for, and a lease may make room while it is being filled.
-The executor sees to it that such an operation waits for what is under way.
+in compute's events alone, ahead of the updates that they wait for.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from math import inf
 
 from pagoda.memory.page import Run
@@ -27,17 +25,12 @@ from pagoda.schedule.agenda import Agenda
 from pagoda.schedule.frames import Frames
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
+from pagoda.schedule.versions import Versions
 
 MOST_PREFETCHES = 2
 """A prefetch starts while fewer FETCHes are under way. More would delay what compute comes to wait for."""
 _CANDIDATES = 16
 """Leases that a prefetch tries to take frames from. What compute waits for tries all."""
-
-
-class State(Enum):
-    FILLING = auto()
-    READY = auto()
-    ENDED = auto()
 
 
 @dataclass(eq=False, slots=True)
@@ -47,13 +40,14 @@ class Lease:
     unit: int
     run: Run
     version: int
-    state: State = State.FILLING
-    filled: bool = False
+    ready: bool = False
     """Whether what comes later in the device's queue finds its weights there."""
+    ended: bool = False
+    """Whether it has made room for another one, or its weights have become old."""
 
 
 class Leases:
-    """Every lease. A unit has at most one that has not ended.
+    """Every use of weights by compute, and every lease. A unit has at most one lease that has not ended.
 
     Invariants: a frame belongs to at most one lease; a unit in use is not evicted; a fetch reads the version that
     accesses need, and a lease ends before that version changes, so no access ever finds old weights. The unit that
@@ -61,31 +55,23 @@ class Leases:
     """
 
     def __init__(
-        self,
-        plan: SchedulePlan,
-        order: Order,
-        readable: Callable[[int], int | None],
-        awaited: Callable[[int], tuple[int, ...]],
-        issue: Callable[[Operation, Lease], None],
+        self, plan: SchedulePlan, order: Order, versions: Versions, issue: Callable[[Operation], None]
     ) -> None:
-        """`readable` gives the version of a unit's weights that can be fetched now, None while an update must come
-        first. `awaited` gives the step whose update makes that version, if it is yet to. `issue` takes operations."""
         self._plan = plan
         self._order = order
-        self._readable = readable
-        self._awaited = awaited
+        self._versions = versions
         self._issue = issue
         self.frames = Frames(plan.frame_pool, plan.frame_slab or max(unit.lease_frames for unit in plan.units))
         self._leases: dict[int, Lease] = {}
         """unit -> its lease that has not ended."""
         self._owner: dict[int, Lease] = {}
         """first frame -> the lease that holds it, ended ones too."""
-        self.users = [0] * len(plan.units)
-        """Forwards and backwards that use each unit now."""
+        self._users = [0] * len(plan.units)
+        """Forwards and backwards that use each unit now, or wait for it."""
+        self._waiting: dict[int, int] = {}
+        """unit -> how many of them wait for it, the first unit first."""
         self._last_used = -1
         """The unit that compute used last."""
-        self._wanted: dict[int, None] = {}
-        """Units that compute waits for, the first one first."""
         self._missing = Agenda()
         """Units that may lack a lease, by the time of their next use. That may have passed since."""
         self._idle = Agenda()
@@ -101,70 +87,46 @@ class Leases:
         self._fetching: list[list[int]] = [[] for _ in plan.units]
         """The versions that they bring, by unit; more than one if the weights that the first brings have become old."""
         for unit in range(len(plan.units)):
-            self.note_missing(unit)
+            self._note_missing(unit)
 
     # --- events ---
 
     def access(self, unit: int) -> None:
         """Compute begins to use a unit, whose time has come in `order` already."""
         self.changes = True
-        self.users[unit] += 1
-        before, self._last_used = self._last_used, unit
-        if before in self._leases:
-            self._note_idle(before)
-        if self._plan.units[unit].lease_frames:
-            self._wanted[unit] = None
+        self._users[unit] += 1
+        self._waiting[unit] = self._waiting.get(unit, 0) + 1
+        self._turn_to(unit)
 
     def expect(self, units: Sequence[int]) -> None:
         """These units come next, in this order: compute has no more to do before them than routing takes, so all of
         them are fetched at once, as far as frames allow."""
         for unit in units:
-            self.note_missing(unit)
+            self._note_missing(unit)
         for unit in units:
-            if unit not in self._leases and self._plan.units[unit].lease_frames and not self._fetch(unit, wanted=False):
+            if not self._fetch(unit, wanted=False):
                 return
 
-    def retraced(self) -> None:
-        """The trace is another one: so is the order in which units are missing, or idle."""
-        for unit in range(len(self.users)):
-            self.note_missing(unit)
-            if unit in self._leases:
-                self._note_idle(unit)
-
-    def served(self, unit: int) -> None:
-        """Compute no longer waits for a unit."""
-        self._wanted.pop(unit, None)
-
     def release(self, unit: int) -> None:
-        """Compute has ended one use of a unit."""
-        self.users[unit] -= 1
-        if not self.users[unit]:
-            if unit in self._wanted:
-                del self._wanted[unit]
-                self.changes = True
-            if unit in self._leases and unit != self._last_used:
-                self._note_idle(unit)
-                self.changes = True
+        """Compute has ended one use of a unit, or no longer waits for it."""
+        self._users[unit] -= 1
+        if unit in self._waiting:
+            self._waiting[unit] = min(self._waiting[unit], self._users[unit])
+        if not self._users[unit]:
+            self.changes = self.changes or unit != self._last_used or unit in self._waiting
+            self._waiting.pop(unit, None)
+            self._note_idle(unit)
 
     def issued(self, lease: Lease) -> None:
         """What fills a lease is in the device's queue: compute can be told to go on behind it."""
-        if lease.filled:
-            return
-        lease.filled = True
-        if lease.state is State.FILLING:
-            lease.state = State.READY
-            if not self._plan.agreed:
-                self._note_idle(lease.unit)
-        elif not self._plan.agreed:
-            self._reclaim(lease)
+        lease.ready = True
 
-    def ended(self, lease: Lease, failed: bool = False) -> None:
+    def ended(self, lease: Lease, failed: bool) -> None:
         """The fetch of a lease has ended. One that has `failed` is tried again for as long as compute waits for it."""
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
-        if failed and lease.state is not State.ENDED:
-            lease.filled = True
+        if failed and not lease.ended:
             self._end(lease, again=False)
         else:
             self.issued(lease)
@@ -186,38 +148,36 @@ class Leases:
         if lease is not None:
             self._end(lease)
 
-    def note_missing(self, unit: int) -> None:
-        """List a unit that has no lease for prefetching, at the time of its next use."""
-        if not self._plan.units[unit].lease_frames or unit in self._leases:
-            return
-        use = self._order.next_use(unit)
-        self.changes = True
-        self._missing.put(unit, use)
-
-    def end_step(self) -> None:
-        """`step()` has said what it updates: the others can be prefetched across it."""
-        before, self._last_used = self._last_used, -1
-        if before in self._leases:
-            self._note_idle(before)
-        for unit in self._after_step:
-            self.note_missing(unit)
+    def end_step(self, retraced: bool) -> None:
+        """`step()` has said what it updates: the others can be prefetched across it. `retraced`: the trace is another
+        one, and so is the order in which units are missing, or idle."""
+        self._turn_to(-1)
+        for unit in range(len(self._users)) if retraced else self._after_step:
+            self._note_missing(unit)
+            self._note_idle(unit)
         self._after_step.clear()
 
     # --- questions ---
 
-    def ready(self, unit: int) -> bool:
-        """Whether compute can read a unit's weights, as far as leases go."""
-        lease = self._leases.get(unit)
-        return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is State.READY)
+    def waits(self, unit: int) -> bool:
+        """Whether compute has accessed a unit and cannot read its weights yet."""
+        return unit in self._waiting
+
+    def uses(self, unit: int) -> bool:
+        """Whether compute uses a unit whose weights it can read."""
+        return self._users[unit] > self._waiting.get(unit, 0)
+
+    def in_use(self, unit: int) -> bool:
+        """Whether compute, or a FETCH, reads a unit's weights in their home; or compute uses a lease."""
+        return self.uses(unit) or self._versions.of[unit].version in self._fetching[unit]
 
     def found(self, unit: int) -> bool | None:
-        """What a unit has: True for weights that compute can read, False for a fetch under way, None for neither."""
-        ready = self.ready(unit)
+        """What compute comes upon: True for weights that it can read, False where their update or fetch must come first
+        or is under way, None where nothing has been done for them."""
+        if self._versions.readable(unit) is None:
+            return False
+        ready = self._has_weights(unit)
         return ready if ready or unit in self._leases else None
-
-    def reads(self, unit: int, version: int) -> bool:
-        """Whether a FETCH of this version of a unit's weights is under way."""
-        return version in self._fetching[unit]
 
     def holders(self) -> list[int]:
         """Units whose frames cannot be taken now."""
@@ -230,9 +190,21 @@ class Leases:
         self._start()
         self.changes = False
 
+    def serve(self) -> None:
+        """Let compute go on where it can read what it waits for."""
+        for unit in [*self._waiting] if self._waiting else ():
+            if self._versions.readable(unit) is not None and self._has_weights(unit):
+                del self._waiting[unit]
+                self._versions.of[unit].read = True
+
+    def _has_weights(self, unit: int) -> bool:
+        """Whether compute can read a unit's weights, as far as leases go."""
+        lease = self._leases.get(unit)
+        return not self._plan.units[unit].lease_frames or (lease is not None and lease.ready)
+
     def _start(self) -> None:
-        for wanted in [*self._wanted]:
-            if wanted not in self._leases and not self._fetch(wanted, wanted=True):
+        for wanted in [*self._waiting]:
+            if not self._fetch(wanted, wanted=True):
                 return
         while self._plan.agreed or self._filling < MOST_PREFETCHES:
             unit = self._next_missing()
@@ -247,7 +219,7 @@ class Leases:
             if unit in self._leases:
                 self._missing.remove(unit)  # it comes back when its lease ends
             elif use != self._order.next_use(unit):
-                self.note_missing(unit)  # that use has passed
+                self._note_missing(unit)  # that use has passed
             elif use == inf or not self._order.counted_on(unit):
                 self._missing.remove(unit)  # the trace never uses it
             elif self._updated_before(unit, use):
@@ -255,7 +227,7 @@ class Leases:
                 self._after_step.append(unit)
             else:
                 # What is used after it must not take its frames.
-                return None if self._readable(unit) is None else unit
+                return None if self._versions.fetchable(unit) is None else unit
         return None
 
     def _useful(self, unit: int) -> float:
@@ -267,11 +239,11 @@ class Leases:
         return use > self._order.step and self._plan.units[unit].trained
 
     def _fetch(self, unit: int, wanted: bool) -> bool:
-        """Start the FETCH of a unit, if its weights can be read; False only if there are no frames for it."""
-        version = self._readable(unit)
-        if version is None:
+        """Start the FETCH of a unit that lacks one, if its weights can be read; False only if there are no frames for
+        it."""
+        version, count = self._versions.fetchable(unit), self._plan.units[unit].lease_frames
+        if version is None or not count or unit in self._leases:
             return True  # nothing to wait for here: what comes later may go on
-        count = self._plan.units[unit].lease_frames
         run = self.frames.alloc(count)
         if run is None:
             if not self._reclaiming:
@@ -282,9 +254,8 @@ class Leases:
         self._owner[run.start] = lease
         self._filling += 1
         self._fetching[unit].append(version)
-        self._issue(Operation(Kind.FETCH, unit, run, version, self._awaited(unit)), lease)
-        if self._plan.agreed:
-            self._note_idle(unit)
+        self._issue(Operation(Kind.FETCH, unit, run, version, self._versions.awaited(unit), about=lease))
+        self._note_idle(unit)
         return True
 
     def _make_room(self, count: int, needed_at: float) -> None:
@@ -319,25 +290,33 @@ class Leases:
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease can make room for another."""
-        settled = lease.state is State.READY or (self._plan.agreed and lease.state is State.FILLING)
-        return settled and not self.users[lease.unit] and lease.unit != self._last_used
+        return not lease.ended and not self._users[lease.unit] and lease.unit != self._last_used
+
+    def _turn_to(self, unit: int) -> None:
+        """Compute has left the unit that it used last."""
+        before, self._last_used = self._last_used, unit
+        if before >= 0:
+            self._note_idle(before)
+
+    def _note_missing(self, unit: int) -> None:
+        """List a unit that has no lease for prefetching, at the time of its next use."""
+        if self._plan.units[unit].lease_frames and unit not in self._leases:
+            self.changes = True
+            self._missing.put(unit, self._order.next_use(unit))
 
     def _note_idle(self, unit: int) -> None:
-        if not self.users[unit] and unit != self._last_used:
+        """List a unit whose lease may make room."""
+        if unit in self._leases and not self._users[unit] and unit != self._last_used:
             self._idle.put(unit, -self._useful(unit))
 
     def _end(self, lease: Lease, again: bool = True) -> None:
         """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
-        lease.state = State.ENDED
+        lease.ended = True
         if again:
-            self.note_missing(lease.unit)
-        if lease.filled or self._plan.agreed:
-            self._reclaim(lease)
-
-    def _reclaim(self, lease: Lease) -> None:
+            self._note_missing(lease.unit)
         self._reclaiming += 1
-        self._issue(Operation(Kind.RECLAIM, lease.unit, lease.run, lease.version), lease)
+        self._issue(Operation(Kind.RECLAIM, lease.unit, lease.run, lease.version, about=lease))
 
     def _free(self, lease: Lease) -> None:
         self.changes = True

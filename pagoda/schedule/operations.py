@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from pagoda.memory.page import Run
 from pagoda.plan.trace import Trace
@@ -25,12 +26,10 @@ class Kind(StrEnum):
     """Apply the optimizer to a unit. It reports `gradient_used`, `weights_written` and `ended`, in this order; and
     `old_states_kept` before these, if it keeps them."""
     PUBLISH = "publish"
-    """Make the newest weights of a unit those that are read. Only asynchronous updates need it."""
+    """Make the newest weights of a unit those that are read, at once. Only asynchronous updates need it. It is not
+    reported."""
     UNDO = "undo"
     """Bring back what a speculative update has changed."""
-    READ_AHEAD = "read_ahead"
-    """A unit is likely to be updated next: read its states into buffers that nothing else needs. The executor may drop
-    them at any time, and must before anything but an update writes the states. It is not reported."""
     SAVE = "save"
     """Read a unit's states for a checkpoint."""
 
@@ -39,8 +38,8 @@ class Kind(StrEnum):
 class Operation:
     """One piece of work on one unit.
 
-    Each is reported once: as ended or failed. An UPDATE may be refused instead, a RECLAIM is answered, and a READ_AHEAD
-    is not reported.
+    Each is reported once: as ended or failed. An UPDATE may be refused instead, a RECLAIM is answered, and a PUBLISH is
+    not reported.
     """
 
     kind: Kind
@@ -57,6 +56,8 @@ class Operation:
     """Which of the unit's homes for gradients, where it has some."""
     undoable: bool = False
     """An UPDATE keeps what it changes, as an UNDO may have to bring that back."""
+    about: Any = None
+    """For the scheduler alone: the lease, gradient or update that it is about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,6 @@ class UnitPlan:
     """The size of a buffer for its gradient; 0 where the gradient has a home in RAM."""
     old_state_pages: int = 0
     """What an update needs in the reserve to keep the old states for a checkpoint."""
-    streamed: bool = False
-    """Whether its updates read states from SSD, so that reading ahead saves time."""
     trained: bool = True
     speculated: bool = False
     """Whether it may be updated under backward before it is known whether gradients are clipped."""

@@ -27,7 +27,6 @@ class Order:
         self._chosen = Chosen()
         self._follow(self._steadiness.counted_on(trace))
         self._start = -len(self.trace.accesses)
-        self._tell_time()
 
     def _follow(self, trace: Trace) -> None:
         self.trace = trace
@@ -47,11 +46,16 @@ class Order:
             elif before is not None:
                 self._stand_in[unit] = before
 
-    def _tell_time(self) -> None:
-        last, position = self._uses.period - 1, self._cursor.position
-        self.now = self._start + position
-        self.step = self._start + last + (self._uses.period if position == last else 0)
+    @property
+    def now(self) -> int:
+        """The time of the latest access, or `step()`."""
+        return self._start + self._cursor.position
+
+    @property
+    def step(self) -> int:
         """Time of the next `step()`."""
+        last = self._uses.period - 1
+        return self._start + last + (self._uses.period if self._cursor.position == last else 0)
 
     def access(self, access: Access, recorded: bool) -> Sequence[int]:
         """Compute uses a unit: time goes on to this access, or stays where the trace does not have it. What is
@@ -63,7 +67,6 @@ class Order:
         before = self._cursor.position
         if self._cursor.advance(access) is not None and self._cursor.position < before:
             self._start += self._uses.period
-        self._tell_time()
         return self._chosen.units() if announces else ()
 
     def expect(self, units: Sequence[int]) -> None:
@@ -85,7 +88,6 @@ class Order:
         elif self._cursor.position == self._uses.period - 1:
             self._start += self._uses.period
         self._cursor.position = self._uses.period - 1
-        self._tell_time()
         return replaced
 
     def _replaces(self, recorded: Trace) -> bool:

@@ -59,7 +59,7 @@ class Execution:
         while operations := self._scheduler.take():
             for operation in operations:
                 self._begin(operation)
-        in_use = self._scheduler.frames.in_use, self._scheduler.buffers.in_use
+        in_use = self._scheduler.leases.frames.in_use, self._scheduler.gradients.pages.in_use
         if in_use != self.in_use[-1][1]:
             self.in_use.append((self._lanes.now, in_use))
 
@@ -85,13 +85,11 @@ class Execution:
         elif kind is Kind.UPDATE:
             self._reading[unit] = None
             self._updates[unit].update(operation)
-        elif kind is Kind.READ_AHEAD:
-            self._updates[unit].read_ahead(operation)
         elif kind is Kind.FETCH and operation.version > self._versions[unit]:
             self._early.setdefault(unit, []).append(operation)
         elif chains := self._chains(kind, unit):
             self._give(operation, chains)
-        else:
+        elif kind is not Kind.PUBLISH:
             self._scheduler.ended(operation)
 
     def _give(self, operation: Operation, chains: Sequence[Chain]) -> None:

@@ -108,11 +108,11 @@ class Parts:
 
         def feed(update: Update) -> None:
             before(update.unit)
-            for part in update.parts:
-                assert part.record.buffer is not None
+            for record, _ in update.parts:
+                assert record.buffer is not None
                 for slot in range(update.unit.trainable):
                     placed = update.unit.spec.slots[slot]
-                    of_slot = part.record.buffer[placed.offset : placed.offset + placed.param.numel]
+                    of_slot = record.buffer[placed.offset : placed.offset + placed.param.numel]
                     seen[update.unit.index, slot] = of_slot.clone()
             update.used()
             update.updated.finish()

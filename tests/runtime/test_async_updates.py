@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from zoo import (
 import pagoda
 from pagoda.construction.construct import describe
 from pagoda.memory.arena import Arena
-from pagoda.memory.ssd.tier import SSDTier
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK
 from pagoda.plan.options import Options
@@ -41,7 +40,6 @@ from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Kind, Operation
 
 from .conftest import Wrap
-from .loops import WIDTH, Layers
 
 SOON_S = 30
 STEPS = 6
@@ -371,73 +369,6 @@ def test_a_gradient_that_is_not_finite_drops_its_own_step_only(wrap: Wrap) -> No
     outcomes[0].assert_same_bits(outcomes[1])
 
 
-@pytest.mark.parametrize("where", ["forward", "drain"])
-def test_a_failing_drive_is_reported_and_close_returns(
-    where: str, tmp_path: Path, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = Recipe("llama")
-    model, optimizer = wrap(recipe.build(), memory_of(recipe, HOST_WEIGHTS, tmp_path, 1), update="async")
-    generator = torch.Generator().manual_seed(1)
-
-    def fail(*_: Any) -> None:
-        raise pagoda.StorageError("the drive is gone")
-
-    monkeypatch.setattr(SSDTier, "load", fail)
-    one_pass(model, generator)
-
-    def go_on() -> None:
-        optimizer.step()  # may meet the error already
-        if where == "drain":
-            optimizer.drain()
-        for _ in range(3):
-            one_pass(model, generator)
-            optimizer.step()
-
-    with pytest.raises(pagoda.StorageError, match="gone"):
-        go_on()
-    monkeypatch.undo()
-    thread = threading.Thread(target=_close_quietly, args=(optimizer,), daemon=True)
-    thread.start()
-    thread.join(SOON_S)
-    assert not thread.is_alive(), "close() never returned"
-
-
-def test_a_gradient_is_free_only_when_the_blocks_of_an_update_that_failed_have_read_it(
-    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = wrap(Layers(1), update="async")
-    path, scheduler = optimizer._engine._executor.feeders[0].path, optimizer._engine.scheduler
-    freed, freed_while_it_ran = threading.Event(), list[bool]()
-    submit, apply, used = path.submit, path._apply, scheduler.gradient_used
-
-    def fail_after_a_block(*args: Any) -> None:
-        submit(*args)
-        raise MemoryError("no room for another block")
-
-    def slowly(*args: Any) -> None:
-        freed_while_it_ran.append(freed.wait(0.5))
-        apply(*args)
-
-    def free(operation: Operation) -> None:
-        freed.set()
-        used(operation)
-
-    monkeypatch.setattr(path, "submit", fail_after_a_block)
-    monkeypatch.setattr(path, "_apply", slowly)
-    monkeypatch.setattr(scheduler, "gradient_used", free)
-    model(torch.ones(2, WIDTH), [0]).backward()
-    optimizer.step()
-    with pytest.raises(MemoryError, match="no room"):
-        optimizer.drain()
-    assert freed_while_it_ran == [False]
-    _close_quietly(optimizer)
-
-
-def _close_quietly(optimizer: PagedOptimizer) -> None:
-    with suppress(pagoda.PagodaError):
-        optimizer.close()
-
-
 def test_a_step_that_is_interrupted_in_forward_can_be_repeated(wrap: Wrap) -> None:
     recipe = Recipe("llama")
     model, optimizer = wrap(recipe.build(), RESIDENT, update="async")
@@ -486,14 +417,3 @@ def test_the_plan_holds_what_asynchronous_updates_take_and_says_so(tmp_path: Pat
 def test_settings_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pagoda.ConfigError, match=message):
         pagoda.Updates(**options)
-
-
-def test_updates_are_not_under_backward_though_passes_are_announced(wrap: Wrap) -> None:
-    model, optimizer = wrap(
-        Recipe("llama").build(), RESIDENT, update="async", accumulation_steps=1, clip_grad_norm=None
-    )
-    generator = torch.Generator().manual_seed(1)
-    with no_updates(model):
-        one_pass(model, generator)
-        optimizer.zero_grad()  # refused where updates have begun under backward
-    assert not pagoda.plan_of(model).options.update_under_backward

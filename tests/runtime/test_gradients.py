@@ -1,9 +1,7 @@
 """Gradients come to their updates as autograd would have accumulated them, wherever they have been meanwhile."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +10,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from pagoda.config.training import Precision
 from pagoda.errors import BudgetError, NonFiniteGradientError, StorageError
 from pagoda.runtime import gradients
-from pagoda.runtime.lanes import Handle
 
-from .parts import ALL_ON_SSD, LARGE, MOMENTS_ON_SSD, RESIDENT, SHARED, Parts, parts
+from .parts import ALL_ON_SSD, LARGE, RESIDENT, SHARED, Parts, parts
 
 SOON_S = 30
 SIZES = [[3000, 17], [2000], [1, 129, 2500], [2048], [700, -900]]
@@ -38,7 +35,7 @@ def assert_sees(part: Parts, seed: int) -> None:
     assert seen.keys() == wanted.keys()
     for key, (unit, slot) in wanted.items():
         assert torch.equal(bits(seen[key]), bits(part.random_gradient(unit, slot, seed)))
-    assert part.scheduler.buffers.in_use == 0
+    assert part.scheduler.gradients.pages.in_use == 0
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -73,7 +70,7 @@ def test_updates_see_the_bits_torch_would_accumulate(
         seen = part.see_all()
         assert seen.keys() == expected.keys()
         assert all(torch.equal(bits(seen[key]), bits(wanted)) for key, wanted in expected.items())
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
 
 
 def test_gradients_at_home_in_ram_take_no_buffers_and_no_traffic_to_ssd(tmp_path: Path) -> None:
@@ -81,39 +78,8 @@ def test_gradients_at_home_in_ram_take_no_buffers_and_no_traffic_to_ssd(tmp_path
         for unit in part.units:
             part.arrive(unit)
         part.settle()
-        assert part.scheduler.buffers.peak == 0
+        assert part.scheduler.gradients.pages.peak == 0
         assert part.bytes_moved("ssd_write") == 0
-
-
-@pytest.mark.parametrize("units", [2, 4])
-def test_gradients_are_written_to_ssd_once_and_read_back_only_where_buffers_were_needed(
-    tmp_path: Path, units: int
-) -> None:
-    with parts(tmp_path, EQUAL[:units], placement=MOMENTS_ON_SSD, staged_units=2) as part:
-        for unit in part.units:
-            part.arrive(unit)
-        part.settle()
-        extent = part.plan.layout.pages(part.plan.units[0], "grad") * part.plan.page_bytes
-        assert part.bytes_moved("ssd_write") == units * extent
-        assert part.bytes_moved("ssd_read") == 0
-        part.only_look()
-        part.step()
-        part.settle()
-        assert (part.bytes_moved("ssd_read") > 0) == (units > 2)
-
-
-@pytest.mark.usefixtures("_each_travels_alone")
-def test_an_incomplete_gradient_moves_to_ssd_only_when_its_buffer_is_needed(tmp_path: Path) -> None:
-    with parts(tmp_path, [[1500, 548]] * 3, staged_units=2) as part:
-        for unit in part.units[:2]:
-            part.arrive(unit, slots=[0])
-        part.settle()
-        assert part.bytes_moved("ssd_write") == 0
-        part.arrive(part.units[2], slots=[0])
-        part.settle()
-        assert part.bytes_moved("ssd_write") > 0
-        seen = part.see_all()
-        assert all(torch.equal(seen[unit.index, 0], part.random_gradient(unit, 0, 0)) for unit in part.units)
 
 
 @pytest.mark.usefixtures("_each_travels_alone")
@@ -136,50 +102,11 @@ def test_dropped_gradients_leave_nothing_behind(tmp_path: Path, placement: str) 
         part.zero_grad()
         part.settle()
         assert part.engine.gradients.records() == []
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
         for unit in part.units:
             part.arrive(unit, seed=2)
         assert part.record(part.units[0]).arrivals == [1]
         assert_sees(part, seed=2)
-
-
-def test_what_an_update_was_asked_for_with_is_not_dropped(tmp_path: Path) -> None:
-    with parts(tmp_path, EQUAL, staged_units=3) as part:
-        first, second, gate = *part.units[:2], threading.Event()
-        seen = part.only_look(lambda _: assert_soon(gate))
-        part.arrive(first)
-        part.step()
-        try:
-            part.arrive(second)
-            part.zero_grad()
-        finally:
-            gate.set()
-        part.engine.drain()
-        assert seen.keys() == {(0, 0)}
-        assert torch.equal(seen[0, 0], part.random_gradient(first, 0, 0))
-
-
-def test_a_gradient_waits_until_an_update_gives_a_buffer_back(tmp_path: Path) -> None:
-    with parts(tmp_path, EQUAL, placement=SHARED, staged_units=2) as part:
-        gate = threading.Event()
-        part.only_look(lambda _: assert_soon(gate))
-        for unit in part.units[:2]:
-            part.arrive(unit)
-        part.step()
-        third = part.units[2]
-        thread = threading.Thread(target=lambda: part.arrive(third), daemon=True)
-        thread.start()
-        thread.join(0.05)
-        assert thread.is_alive()
-        gate.set()
-        thread.join(SOON_S)
-        assert not thread.is_alive()
-        assert part.engine._meter.stall_s["ssd_write"] > 0
-        assert torch.equal(part.see_all()[2, 0], part.random_gradient(third, 0, 0))
-
-
-def assert_soon(event: threading.Event) -> None:
-    assert event.wait(SOON_S)
 
 
 def test_a_gradient_that_is_not_finite_names_its_first_parameter(tmp_path: Path) -> None:
@@ -192,7 +119,7 @@ def test_a_gradient_that_is_not_finite_names_its_first_parameter(tmp_path: Path)
         with pytest.raises(NonFiniteGradientError, match=r"'layers\.0\.p1' is not finite"):
             part.step()
         part.settle()
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
 
 
 def test_gradients_of_another_dtype_or_layout_are_taken_as_the_extent_keeps_them(tmp_path: Path) -> None:
@@ -233,7 +160,7 @@ def test_a_gradient_that_cannot_be_read_back_reaches_whoever_waits_until_all_is_
         assert len(seen) <= 2, "no update sees a gradient that was not read back"
         with part.engine.replacing():
             pass
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
         for unit in part.units:
             part.arrive(unit, seed=1)
         assert_sees(part, seed=1)
@@ -248,7 +175,7 @@ def test_after_a_failed_write_to_ssd_the_step_can_be_dropped_and_the_next_one_is
             with pytest.raises(StorageError, match="the disk is gone"):
                 [part.arrive(unit) for unit in part.units]
         part.zero_grad()
-        assert part.scheduler.buffers.in_use == 0
+        assert part.scheduler.gradients.pages.in_use == 0
         for unit in part.units:
             part.arrive(unit, seed=1)
         assert_sees(part, seed=1)
@@ -262,24 +189,3 @@ def test_a_write_to_ssd_that_failed_once_is_done_again_when_the_buffer_is_needed
         for unit in part.units:
             part.arrive(unit)
         assert_sees(part, seed=0)
-
-
-@pytest.mark.usefixtures("_each_travels_alone")
-def test_a_write_to_ssd_that_ends_at_once_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drive may be done before anybody is told that there is something to wait for."""
-    with parts(tmp_path, [[1500, 548]] * 4, staged_units=2) as part:
-        lane = part.engine._lanes["ssd_write"]
-        submit = lane.submit
-
-        def submit_and_end(*args: Any) -> Handle:
-            handle = submit(*args)
-            handle.wait()
-            return handle
-
-        monkeypatch.setattr(lane, "submit", submit_and_end)
-        thread = threading.Thread(target=lambda: [part.arrive(unit, slots=[0]) for unit in part.units], daemon=True)
-        thread.start()
-        thread.join(SOON_S)
-        assert not thread.is_alive()

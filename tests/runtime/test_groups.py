@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
-from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, HOST_WEIGHTS, RESIDENT, Outcome, llama, run, squeeze, take_step
+from zoo import RESIDENT, Outcome, llama
 
 import pagoda
 from pagoda.optimizer import PagedOptimizer
@@ -89,33 +89,6 @@ def test_settings_of_one_group_may_change_between_steps(wrap: Wrap) -> None:
             stepped.step()
             stepped.zero_grad()
     assert_close_to_torch(model, plain)
-
-
-@pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD, ARENA_ALL_ON_SSD])
-def test_groups_and_freezing_do_not_depend_on_placement(placement: str, tmp_path: Path) -> None:
-    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        layers = list(model.get_submodule("layers"))  # type: ignore[call-overload]
-        for step in range(6):
-            if step == 2:
-                layers[1].requires_grad_(False)
-            if step == 4:
-                layers[1].requires_grad_(True)
-                layers[0].requires_grad_(True)
-            outcome.losses.append(backward(model, step))
-            take_step(optimizer, outcome)
-
-    def of(memory: pagoda.Memory | None) -> Outcome:
-        model = build()
-        model.get_submodule("layers")[0].requires_grad_(False)  # type: ignore[index]
-        groups = by_layer(model)
-        if memory is None:
-            all_trained = build()
-            memory = squeeze(all_trained, placement, tmp_path)
-        return run(model, memory, loop, param_groups=groups, clip_grad_norm=0.5)
-
-    outcome = of(None)
-    outcome.assert_same_bits(of(RESIDENT))
-    assert {int(s["step"]) for s in outcome.optimizer["state"].values()} == {2, 4, 6}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
@@ -303,11 +276,3 @@ def test_a_state_dict_by_name_is_written_and_read_as_a_file(wrap: Wrap, tmp_path
     mine, other = optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"]
     for index, state in mine.items():
         assert all(torch.equal(other[index][key], value) for key, value in state.items()), index
-
-
-def test_a_state_dict_of_other_groups_is_refused(wrap: Wrap, tmp_path: Path) -> None:
-    _, optimizer = trained(wrap)
-    optimizer.save_state_dict(tmp_path / "optimizer.pt")
-    _, other = wrap(build())
-    with pytest.raises(pagoda.CheckpointError, match=r"\[2, 2, 2\] parameters; this run has \[6\]"):
-        other.load_state_dict(torch.load(tmp_path / "optimizer.pt"))

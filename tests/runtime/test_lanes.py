@@ -1,6 +1,5 @@
 """Lanes run work in order, wait for nobody in vain, and carry errors to whoever depends on them."""
 
-import random
 import threading
 import time
 import weakref
@@ -17,7 +16,7 @@ import pagoda
 from pagoda.plan import layout
 from pagoda.runtime.device import PAST
 from pagoda.runtime.fetch import Fetcher
-from pagoda.runtime.lanes import Handle, Lane, Latch, wait_all
+from pagoda.runtime.lanes import Handle, Lane, wait_all
 
 SOON_S = 30
 """What must happen does so long before; a lane that hangs fails the test instead of stopping it."""
@@ -54,38 +53,6 @@ def fail(error: BaseException) -> None:
 
 
 # --- order -------------------------------------------------------------------------------------------------
-
-
-def test_work_that_is_ready_starts_in_the_order_it_was_submitted(lane: Lane) -> None:
-    seen: list[int] = []
-    handles = [lane.submit(lambda n=n: seen.append(n)) for n in range(200)]
-    ended(*handles)
-    assert seen == list(range(200))
-    assert all(handle.succeeded for handle in handles)
-    assert all(handle.lane == "update" for handle in handles)
-
-
-def test_work_that_waits_does_not_hold_up_the_work_behind_it(lane: Lane) -> None:
-    gate = Handle("ssd_read")
-    seen: list[str] = []
-    late = lane.submit(lambda: seen.append("late"), after=[gate])
-    ended(lane.submit(lambda: seen.append("ready")))
-    assert seen == ["ready"]
-    assert not late.done
-    gate.finish()
-    ended(late)
-    assert seen == ["ready", "late"]
-
-
-def test_work_may_depend_on_what_its_own_lane_gets_later(lane: Lane, other: Lane) -> None:
-    promise = Handle("update")
-    seen: list[str] = []
-    first = lane.submit(lambda: seen.append("first"), after=[promise])
-    across = other.submit(lambda: seen.append("across"))
-    later = lane.submit(lambda: seen.append("later"), after=[across])
-    later.then(promise.finish)
-    ended(first)
-    assert seen == ["across", "later", "first"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -151,33 +118,6 @@ def test_the_threads_of_a_lane_work_at_once() -> None:
 # --- errors ------------------------------------------------------------------------------------------------
 
 
-def test_an_error_reaches_wait_and_everything_that_depends_on_the_work(lane: Lane, other: Lane) -> None:
-    error = WorkError("disk")
-    ran: list[str] = []
-    broken = other.submit(lambda: fail(error))
-    child = lane.submit(lambda: ran.append("child"), after=[broken])
-    grandchild = other.submit(lambda: ran.append("grandchild"), after=[child])
-    unrelated = lane.submit(lambda: ran.append("unrelated"))
-    ended(broken, child, grandchild, unrelated)
-    late = lane.submit(lambda: ran.append("late"), after=[grandchild])
-    ended(late)
-    for handle in (broken, child, grandchild, late):
-        assert handle.done
-        assert not handle.succeeded
-        with pytest.raises(WorkError) as caught:
-            handle.wait()
-        assert caught.value is error
-    unrelated.wait()
-    assert ran == ["unrelated"]
-
-
-def test_a_lane_goes_on_after_an_error(lane: Lane) -> None:
-    for error in (WorkError("one"), KeyboardInterrupt("two")):
-        with pytest.raises(type(error)):
-            lane.submit(lambda error=error: fail(error)).wait()
-    lane.submit(lambda: None).wait()
-
-
 def test_a_callback_that_raises_neither_ends_a_lanes_thread_nor_keeps_others_from_being_told(lane: Lane) -> None:
     error, start, told = WorkError("bookkeeping"), threading.Event(), list[BaseException | None]()
 
@@ -197,15 +137,6 @@ def test_a_callback_that_raises_neither_ends_a_lanes_thread_nor_keeps_others_fro
         assert caught.value is error
 
 
-def test_the_error_of_work_comes_before_that_of_a_callback() -> None:
-    handle, first = Handle("update"), WorkError("work")
-    handle.then(lambda _: fail(WorkError("bookkeeping")))
-    handle.finish(first)
-    with pytest.raises(WorkError) as caught:
-        handle.wait()
-    assert caught.value is first
-
-
 def test_wait_all_waits_for_everything_before_it_raises_the_first_error(lane: Lane, other: Lane) -> None:
     started = threading.Event()
     finish = threading.Event()
@@ -222,93 +153,6 @@ def test_wait_all_waits_for_everything_before_it_raises_the_first_error(lane: La
         wait_all(handles)
     assert caught.value is first
     assert all(handle.done for handle in handles)
-
-
-# --- handles -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [None, WorkError("disk")])
-def test_callbacks_get_the_error_once_whether_they_come_before_or_after_the_end(error: BaseException | None) -> None:
-    handle = Handle("update")
-    seen: list[tuple[str, BaseException | None]] = []
-    handle.then(lambda e: seen.append(("before", e)))
-    assert seen == []
-    assert not handle.done
-    handle.finish(error)
-    handle.then(lambda e: seen.append(("after", e)))
-    assert seen == [("before", error), ("after", error)]
-
-
-def test_no_callback_is_lost_or_doubled_when_the_work_ends_meanwhile() -> None:
-    for _ in range(200):
-        handle = Handle("update")
-        seen: list[int] = []
-        start = threading.Barrier(2, timeout=SOON_S)
-
-        def add(handle: Handle = handle, seen: list[int] = seen, start: threading.Barrier = start) -> None:
-            start.wait()
-            for n in range(20):
-                handle.then(lambda _, n=n: seen.append(n))
-
-        thread = threading.Thread(target=add)
-        thread.start()
-        start.wait()
-        handle.finish()
-        thread.join(SOON_S)
-        assert sorted(seen) == list(range(20))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.booleans(), max_size=6), st.randoms(use_true_random=False))
-def test_a_latch_ends_with_the_last_of_its_handles_and_the_first_error(fine: list[bool], rng: random.Random) -> None:
-    handles = [Handle("update") for _ in fine]
-    errors = [None if good else WorkError(n) for n, good in enumerate(fine)]
-    order = list(range(len(fine)))
-    rng.shuffle(order)
-    early = order[: len(order) // 2]
-    for n in early:
-        handles[n].finish(errors[n])
-    latch = Latch("update", handles)
-    for n in order[len(early) :]:
-        assert not latch.done
-        handles[n].finish(errors[n])
-    assert latch.done
-    assert latch.succeeded == all(fine)
-    if not all(fine):
-        with pytest.raises(WorkError) as caught:
-            latch.wait()
-        assert caught.value in errors
-
-
-def test_a_latch_ends_once_when_many_threads_end_its_handles() -> None:
-    for _ in range(50):
-        handles = [Handle("update") for _ in range(8)]
-        latch = Latch("update", handles)
-        ends: list[BaseException | None] = []
-        latch.then(ends.append)
-        threads = [threading.Thread(target=handle.finish) for handle in handles]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON_S)
-        assert ends == [None]
-
-
-# --- counters and the end ----------------------------------------------------------------------------------
-
-
-def test_counters_are_the_work_since_they_were_last_taken(lane: Lane) -> None:
-    wait_all([lane.submit(lambda: time.sleep(0.01), nbytes=n) for n in (3, 4)])
-    busy_s, nbytes = lane.take_counters()
-    assert nbytes == 7
-    assert busy_s >= 0.02
-    assert lane.take_counters() == (0.0, 0)
-
-
-def test_counters_hold_work_as_soon_as_it_has_been_waited_for(lane: Lane) -> None:
-    for n in range(300):
-        lane.submit(lambda: None, nbytes=n + 1).wait()
-        assert lane.take_counters()[1] == n + 1
 
 
 def test_close_finishes_what_is_queued_and_joins_the_threads() -> None:

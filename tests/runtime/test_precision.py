@@ -64,47 +64,6 @@ def test_a_step_that_overflows_has_no_norm_and_gradients_take_what_was_asked_for
         assert 0 <= outcome.plan.bytes["host"]["grad"] - size * elements <= PAGE * len(outcome.plan.units)
 
 
-def test_asynchronous_updates_skip_the_same_steps() -> None:
-    """With no staleness allowed, the bits are those of synchronous ones."""
-    outcome = train(RESIDENT, "fp16", None, 0.5, update=pagoda.Updates("async", max_staleness=0))
-    outcome.assert_same_bits(resident("fp16", None, 0.5))
-
-
-@pytest.mark.parametrize("in_ram", [False, True])
-def test_speculating_on_finite_gradients_changes_no_bit(in_ram: bool, tmp_path: Path) -> None:
-    """Without clipping, what may undo an update under backward is an overflow."""
-    on_ssd = pagoda.Memory(host="900KiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE, unit_limit="128KiB")
-    memory = RESIDENT if in_ram else on_ssd
-    kept, undone = [], []
-
-    def watched(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        for seed, factor in enumerate((1, 1, 1, 1, 1, 1, 1e5, 1)):
-            loss = loss_of(model(input_ids=ids(seed), labels=ids(seed)))
-            outcome.losses.append(loss.item())
-            optimizer.scale(loss * factor).backward()
-            optimizer.step()
-            kept.append(optimizer.stats.updates_kept)
-            undone.append(optimizer.stats.updates_undone)
-            outcome.norms.append(optimizer.stats.grad_norm)
-
-    def outcome(memory: pagoda.Memory, **wrap: Any) -> Outcome:
-        scale = pagoda.LossScale(initial=1024.0)
-        return run(
-            build(),
-            memory,
-            watched,
-            precision=pagoda.MixedPrecision("fp16", loss_scale=scale),
-            accumulation_steps=1,
-            **wrap,
-        )
-
-    speculated = outcome(memory, update=pagoda.Updates(speculate=True))
-    assert sum(kept) > 0
-    assert sum(undone) > 0
-    speculated.assert_same_bits(outcome(RESIDENT))
-    assert speculated.norms[6] is None
-
-
 def test_a_step_that_overflows_changes_nothing_but_the_scale(wrap: Wrap) -> None:
     model, optimizer = wrap(
         layers(),

@@ -28,7 +28,6 @@ from zoo import (
 )
 
 import pagoda
-from pagoda.checkpoint.rank_files import Files
 from pagoda.errors import NonFiniteGradientError, StorageError, UsageError
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.tier import SSDTier
@@ -307,37 +306,6 @@ def test_a_checkpoint_has_no_update_that_no_step_has_asked_for(placement: str, w
     loaded.assert_same_bits(first)
 
 
-def test_nothing_is_begun_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, go_on, counts = Files.finish, threading.Event(), []
-
-    def wait(files: Files) -> Any:
-        assert go_on.wait(30)
-        return finish(files)
-
-    monkeypatch.setattr(Files, "finish", wait)
-
-    def loop(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-        for written in (False, True, False):
-            if written:
-                optimizer.save_checkpoint(tmp_path / "checkpoint", wait=False)
-            training = Training(".")
-            training(model, optimizer, outcome)
-            counts.append(bool(training.counts[0][0]))
-            if written:
-                go_on.set()
-                optimizer.wait_for_checkpoint()
-
-    run(
-        built(),
-        memory_of(ALL_ON_SSD, tmp_path),
-        loop,
-        clip_grad_norm=LIMIT,
-        accumulation_steps=1,
-        update=pagoda.Updates(speculate=True),
-    )
-    assert counts == [True, False, True]
-
-
 @pytest.mark.parametrize("placement", [HOST_WEIGHTS, ALL_ON_SSD])
 def test_an_update_that_failed_before_the_step_is_done_anew(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,41 +334,6 @@ def test_an_update_that_failed_before_the_step_is_done_anew(
     train(training, memory_of(placement, tmp_path)).assert_same_bits(reference(training.pattern, 1))
     assert all(undone and not kept for kept, undone in training.counts)
     assert len(training.counts) == 3
-
-
-def test_an_error_of_the_update_before_is_not_taken_for_one_of_the_speculated_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A state that `step()` asked for and that could not be written is lost, whatever is undone afterwards."""
-    store = SSDTier.store
-    broken = threading.Event()
-
-    def fail(tier: SSDTier, run: Run, offset_bytes: int, data: memoryview) -> None:
-        if broken.is_set():
-            raise StorageError("the disk failed")
-        store(tier, run, offset_bytes, data)
-
-    monkeypatch.setattr(SSDTier, "store", fail)
-
-    model, optimizer = pagoda.wrap(
-        built(),
-        pagoda.AdamW(lr=1e-2),
-        memory=memory_of(HOST_WEIGHTS, tmp_path),
-        clip_grad_norm=LIMIT,
-        accumulation_steps=1,
-        update=pagoda.Updates(speculate=True),
-    )
-    Training("x")(model, optimizer, Outcome())
-    optimizer.drain()
-    broken.set()
-    Training("x")(model, optimizer, Outcome())
-    for record in [*optimizer._engine._executor.latest.values()]:
-        record.written.wait_until_done()
-    broken.clear()
-    with pytest.raises(StorageError, match="the disk failed"):
-        Training("..")(model, optimizer, Outcome())
-    with suppress(StorageError):
-        optimizer.close()
 
 
 def test_an_update_that_fails_after_the_step_has_let_it_stand_is_an_error(

@@ -64,7 +64,7 @@ class Compute(Machine):
         while self.haste.random() < 0.5 and (self.advance() or self.let_go_of_something()):
             pass
         self.collect()
-        self.wait(lambda: ready() or self.scheduler.has_failed, what)
+        self.wait(lambda: ready() or self.scheduler.versions.failed, what)
         if not ready():
             raise HasFailedError
 
@@ -250,7 +250,7 @@ class Compute(Machine):
             self.queued.setdefault(key, deque()).append(2 * self.made + part)
             self.scheduler.gradient(unit, complete=part == parts - 1, last=last)
             self.collect()
-        self.until(lambda: not self.scheduler.gradients_held_back, f"a buffer for the gradient of {unit}")
+        self.until(lambda: not self.scheduler.gradients.held_back, f"a buffer for the gradient of {unit}")
 
     def begin_checkpoint(self) -> None:
         raise NotImplementedError

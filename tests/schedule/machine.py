@@ -6,7 +6,7 @@ from pagoda.schedule.operations import Kind, Operation
 
 from .memory import TORN, Memory, require
 
-MAY_FAIL = frozenset(Kind) - {Kind.RECLAIM, Kind.READ_AHEAD}
+MAY_FAIL = frozenset(Kind) - {Kind.RECLAIM}
 
 
 class Machine(Memory):
@@ -143,9 +143,6 @@ class Machine(Memory):
             del truth.applied[home.undo :]
             home.weights = home.newest = home.states = home.undo
             home.undo = None
-        elif op.kind is Kind.PUBLISH:
-            require(not home.readers, f"PUBLISH of unit {op.unit}, which somebody reads")
-            home.weights = home.newest
         elif op.kind is Kind.SAVE:
             version, edition = self.readings.pop(op)
             same = self.kept_or_now(op, home) == version and home.edition == edition
@@ -204,7 +201,9 @@ class Machine(Memory):
         if not stands:
             truth.consumed -= {*op.steps}
         self.scheduler.failed(op)
-        require(self.scheduler.has_failed or not stands, f"an UPDATE of unit {op.unit} has failed, and nobody cares")
+        require(
+            self.scheduler.versions.failed or not stands, f"an UPDATE of unit {op.unit} has failed, and nobody cares"
+        )
         require(stands or home.undo is not None, f"a failed UPDATE of unit {op.unit} cannot be undone")
 
     def let_go_of_something(self) -> bool:

@@ -24,7 +24,6 @@ LANES = {
     Kind.OFFLOAD: "d2h",
     Kind.SPILL: "ssd_write",
     Kind.RELOAD: "ssd_read",
-    Kind.PUBLISH: "executor",
     Kind.SAVE: "saver",
 }
 """UPDATE and UNDO are in the lane of the unit's updater."""
@@ -125,9 +124,6 @@ class Memory:
         """FETCH or SAVE -> (version, edition) that it reads."""
         self.held: dict[Operation, None] = {}
         """Reclaims that were answered: still held."""
-        self.ahead: tuple[int, int, int] | None = None
-        """(unit, version, edition) of the states that are read ahead."""
-        self.draining = False
         self.checkpoint: dict[int, int] | None = None
         """unit -> version that the checkpoint must have."""
         self.saved: dict[int, int] = {}
@@ -163,8 +159,8 @@ class Memory:
                 self.note("  operation", op.kind, op.unit, op.run or "", op.version, op.steps, "undoable" * op.undoable)
                 if op.kind is Kind.RECLAIM and op.run is not None:
                     require(not self.used_now[self.leases[op.run.start]], f"unit {op.unit} is evicted while it is used")
-                if op.kind is Kind.READ_AHEAD:
-                    self.read_ahead(op)
+                if op.kind is Kind.PUBLISH:
+                    self.publish(op)
                 elif op.kind is Kind.RECLAIM and self.plan.agreed:
                     self.answer(op)
                 else:
@@ -190,7 +186,7 @@ class Memory:
             require(home.undo is not None and not home.readers, "UNDO of weights that somebody reads")
             home.weights = home.newest = home.states = TORN
         elif op.kind is Kind.SPILL:
-            needed = self.lost or self.scheduler.has_failed or self.needed(op.unit, op.steps[0])
+            needed = self.lost or self.scheduler.versions.failed or self.needed(op.unit, op.steps[0])
             require(self.plan.spills, "SPILL where SSD has no room")
             require(needed, f"SPILL of {op.steps} of unit {op.unit}, which nobody needs")
         elif op.kind in (Kind.OFFLOAD, Kind.RELOAD):
@@ -260,10 +256,6 @@ class Memory:
         require(not home.state_readers, "UPDATE of states that a checkpoint reads")
         if self.plan.max_staleness is None:
             require(not home.readers, f"UPDATE of unit {op.unit}, which somebody reads")
-        if self.plan.units[op.unit].updater == 0 and self.ahead is not None:
-            stale = self.ahead[0] == op.unit and self.ahead[1:] != (home.states, home.edition)
-            require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
-            self.ahead = None
         if op.run is not None:
             self.keep(op, home)
         if op.undoable:
@@ -302,17 +294,11 @@ class Memory:
         if step in self.truths[unit].passes and not doomed:  # else the step was dropped, and the update will be undone
             require(self.gradients.get(key) == self.truths[unit].passes[step], f"{key} is {self.gradients.get(key)}")
 
-    def read_ahead(self, op: Operation) -> None:
-        """It must be worth it, and what is read must still be so when the update begins."""
-        unit, home, truth = op.unit, self.homes[op.unit], self.truths[op.unit]
-        require(self.plan.max_staleness is None and not self.draining, "READ_AHEAD while nothing should be")
-        require(self.plan.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
-        require(not self.plan.units[unit].updater, f"READ_AHEAD of unit {unit} for the wrong updater")
-        require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")
-        begun = self.scheduler.began_early(unit) and self.steps not in truth.applied
-        require(truth.asked <= home.newest and not begun, f"READ_AHEAD of unit {unit}, whose update is queued")
-        require(not self.scheduler.speculates(unit), f"READ_AHEAD of unit {unit}, whose update may be undone")
-        self.ahead = unit, home.states, home.edition
+    def publish(self, op: Operation) -> None:
+        home = self.homes[op.unit]
+        require(not home.readers, f"PUBLISH of unit {op.unit}, which somebody reads")
+        require(op.version == home.newest, f"PUBLISH of version {op.version} of unit {op.unit}: {home}")
+        home.weights = home.newest
 
     def answer(self, op: Operation) -> None:
         """RECLAIM: does anything refer to the frames of a lease, or to weights in their home?"""
@@ -332,8 +318,6 @@ class Memory:
     def free_frames(self, op: Operation) -> None:
         assert op.run is not None
         fetch = self.leases.pop(op.run.start)
-        filled = fetch not in self.stages or self.stages[fetch] > 0
-        require(filled or self.plan.agreed, f"the frames of unit {op.unit} are freed before they are filled")
         del self.references[fetch]
         for frame in self.span(op):
             require(self.frames[frame] is not None, f"frame {frame} is freed twice")
@@ -341,23 +325,30 @@ class Memory:
 
     # --- checks ---
 
+    def settled(self) -> bool:
+        """Whether every gradient that autograd has made lies where it stays."""
+        self.collect()
+        moving = any(op.kind is Kind.OFFLOAD for lane in self.lanes.values() for op in lane)
+        return not (moving or self.scheduler.gradients.held_back)
+
     def check_nothing_is_taken(self) -> None:
         """What the scheduler's books say once all is over: that nobody has forgotten to give anything back."""
         leased = sum(len(self.span(fetch)) for fetch in self.leases.values())
         require(
-            self.scheduler.frames.in_use == leased, f"{self.scheduler.frames.in_use} frames are in use, not {leased}"
+            self.scheduler.leases.frames.in_use == leased,
+            f"{self.scheduler.leases.frames.in_use} frames are in use, not {leased}",
         )
         for fetch in self.leases.values():
             held = any(fetch.run == op.run for op in self.held)
             require(held or self.is_current(fetch), f"a lease of unit {fetch.unit} that has ended keeps its frames")
-        gradients, updates = self.scheduler._gradients, self.scheduler._updates
+        gradients, updates = self.scheduler.gradients, self.scheduler.updates
         require(gradients.pages.in_use == 0, "a gradient that nobody needs has a buffer")
         require({*map(len, gradients._homes)} == {self.plan.gradient_homes}, "a gradient that nobody needs has a home")
         reserve = updates.checkpoint.reserve
         require(reserve is None or not reserve.in_use, "the reserve holds states that nobody needs")
 
     def is_current(self, fetch: Operation) -> bool:
-        lease = self.scheduler._leases._leases.get(fetch.unit)
+        lease = self.scheduler.leases._leases.get(fetch.unit)
         return lease is not None and lease.run == fetch.run
 
     def kept_or_now(self, op: Operation, home: Home) -> int:

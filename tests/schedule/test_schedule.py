@@ -29,12 +29,12 @@ def test_more_random_worlds_hold(first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks)
 def test_random_worlds_notice_a_broken_rule(mutant: Mutant) -> None:
-    assert noticed(mutant, 5000) is not None
+    assert noticed(mutant) is not None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS[:3], ids=lambda mutant: mutant.breaks)
 def test_random_worlds_soon_notice_a_rule_of_leases_that_is_broken(mutant: Mutant) -> None:
-    assert noticed(mutant, 500) is not None
+    assert noticed(replace(mutant, worlds=500)) is not None
 
 
 def test_the_same_events_give_the_same_operations() -> None:
@@ -58,33 +58,6 @@ def fetched(operations: list[Operation]) -> list[int]:
     return [op.unit for op in operations if op.kind is Kind.FETCH]
 
 
-def test_units_are_fetched_in_the_order_of_their_use_before_they_are_asked_for() -> None:
-    scheduler = Scheduler(plan(frames=4))
-    scheduler.access(Access(0, Phase.FORWARD))
-    begun = scheduler.take()
-    assert fetched(begun) == [0, 1]
-    scheduler.ended(begun[0])
-    assert scheduler.ready(0)
-    assert fetched(scheduler.take()) == [2]
-
-
-def test_the_unit_that_is_used_last_makes_room() -> None:
-    """Forward is at unit 3, and backward begins there: unit 0 is what backward needs last."""
-    scheduler = Scheduler(plan(frames=3))
-    evicted = []
-    for unit in (0, 1, 2, 3):
-        scheduler.access(Access(unit, Phase.FORWARD))
-        while not scheduler.ready(unit):
-            for op in scheduler.take():
-                if op.kind is Kind.RECLAIM:
-                    evicted.append(op.unit)
-                    scheduler.reclaimed(op, freed=True)
-                else:
-                    scheduler.ended(op)
-        scheduler.release(unit)
-    assert evicted == [0]
-
-
 def run_all(scheduler: Scheduler) -> list[Operation]:
     """Let every operation end, and those that follow; returns them."""
     done: list[Operation] = []
@@ -93,8 +66,6 @@ def run_all(scheduler: Scheduler) -> list[Operation]:
             if op.kind is Kind.RECLAIM:
                 scheduler.reclaimed(op, freed=True)
                 continue
-            if op.kind is Kind.READ_AHEAD:
-                continue  # it is not reported
             if op.kind is Kind.UPDATE:
                 scheduler.gradient_used(op)
                 scheduler.weights_written(op)
@@ -138,68 +109,6 @@ def run_first(scheduler: Scheduler) -> list[Operation]:
     return scheduler.take()
 
 
-def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
-    scheduler = Scheduler(plan(frames=4, speculated=True))
-    (first, _) = run_first(scheduler)
-    scheduler.ended(first)
-    scheduler.gradient(0, complete=True, last=True)
-    scheduler.release(0)
-    scheduler.drain(True)
-    assert Kind.UPDATE not in {op.kind for op in run_all(scheduler)}
-    assert scheduler.drained
-
-
-def test_an_update_whose_gradient_cannot_be_read_back_never_begins() -> None:
-    units = [UnitPlan(buffer_pages=1) for _ in range(3)]
-    uses = [Access(u, Phase.FORWARD) for u in range(3)] + [Access(u, Phase.BACKWARD) for u in (2, 1, 0)]
-    scheduler = Scheduler(SchedulePlan(units, Trace((*uses, STEP)), buffer_pool=2))
-    for unit in (2, 1, 0):
-        scheduler.access(Access(unit, Phase.BACKWARD))
-        scheduler.gradient(unit, complete=True, last=True)
-        scheduler.release(unit)
-        run_all(scheduler)
-    scheduler.scale_known()
-    reloads = 0
-    while new := scheduler.take():
-        for op in new:
-            if op.kind is Kind.RELOAD:
-                reloads += 1
-                scheduler.failed(op)
-                continue
-            if op.kind is Kind.UPDATE:
-                assert op.unit != 2, "the gradient of unit 2 was spilled, and could not be read"
-                scheduler.gradient_used(op)
-                scheduler.weights_written(op)
-            scheduler.ended(op)
-    assert reloads == 1
-    assert not scheduler.drained
-
-
-def test_compute_goes_on_once_a_fetch_is_issued_but_an_update_waits_until_it_has_ended() -> None:
-    scheduler = Scheduler(plan(frames=4))
-    (fetch, _) = run_first(scheduler)
-    scheduler.issued(fetch)
-    assert scheduler.ready(0)
-    scheduler.gradient(0, complete=True, last=True)
-    scheduler.release(0)
-    scheduler.ended(next(op for op in scheduler.take() if op.kind is Kind.OFFLOAD))
-    scheduler.scale_known()
-    assert Kind.UPDATE not in {op.kind for op in scheduler.take()}
-    scheduler.ended(fetch)
-    assert Kind.UPDATE in {op.kind for op in scheduler.take()}
-
-
-def test_updaters_do_not_wait_for_each_other() -> None:
-    units = [UnitPlan(updater=int(unit == 3)) for unit in range(4)]
-    scheduler = Scheduler(SchedulePlan(units, plan(frames=0).trace))
-    for unit in range(4):
-        scheduler.gradient(unit, complete=True, last=True)
-    for op in scheduler.take():
-        scheduler.ended(op)
-    scheduler.scale_known()
-    assert [op.unit for op in scheduler.take() if op.kind is Kind.UPDATE] == [0, 1, 3]
-
-
 def with_experts() -> Scheduler:
     """Unit 0 is followed by two of the experts 1 to 3. Frames are for four units."""
     units = [UnitPlan(lease_frames=1, routed=unit > 0) for unit in range(4)]
@@ -234,12 +143,23 @@ def test_experts_that_every_step_uses_alike_are_fetched_ahead_of_their_router() 
     assert ahead == [0, 1, 2]
 
 
+def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
+    scheduler = Scheduler(plan(frames=4, speculated=True))
+    (first, _) = run_first(scheduler)
+    scheduler.ended(first)
+    scheduler.gradient(0, complete=True, last=True)
+    scheduler.release(0)
+    scheduler.drain(True)
+    assert Kind.UPDATE not in {op.kind for op in run_all(scheduler)}
+    assert scheduler.updates.drained
+
+
 def begun_checkpoint() -> Scheduler:
     """Of four units that are updated under backward; the reserve has room for one. Two SAVEs are under way."""
     units = [UnitPlan(old_state_pages=1) for _ in range(4)]
     scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=1, under_backward=True))
     scheduler.prepare_checkpoint()
-    assert scheduler.prepared
+    assert scheduler.updates.prepared
     scheduler.begin_checkpoint()
     return scheduler
 
@@ -256,18 +176,6 @@ def updated(scheduler: Scheduler, unit: int) -> Operation | None:
             elif op.kind is Kind.OFFLOAD:
                 scheduler.ended(op)
     return None
-
-
-def test_an_update_keeps_what_a_checkpoint_has_yet_to_read() -> None:
-    scheduler = begun_checkpoint()
-    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
-    kept, waits = sorted({*range(4)} - {op.unit for op in saves})
-    first = updated(scheduler, kept)
-    assert first is not None
-    assert first.run is not None
-    assert updated(scheduler, waits) is None, "the reserve is full"
-    scheduler.ended(saves[0])
-    assert [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE] == [(waits, None)]
 
 
 def test_states_that_were_not_overwritten_after_all_are_saved_from_their_home() -> None:
@@ -305,26 +213,12 @@ def test_a_refused_update_leaves_what_another_has_kept() -> None:
     assert (unit, update.run) in [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
 
 
-def test_a_checkpoint_reads_what_an_update_has_kept_before_that_has_ended() -> None:
-    """The update may wait for room on SSD that only the complete checkpoint gives back."""
-    scheduler = begun_checkpoint()
-    saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
-    unit = min({*range(4)} - {op.unit for op in saves})
-    update = updated(scheduler, unit)
-    assert update is not None
-    for op in saves:
-        scheduler.ended(op)
-    assert unit not in {op.unit for op in scheduler.take() if op.kind is Kind.SAVE}
-    scheduler.old_states_kept(update)
-    assert (unit, update.run) in [(op.unit, op.run) for op in scheduler.take() if op.kind is Kind.SAVE]
-
-
 def test_a_checkpoint_is_lost_with_an_update_that_fails() -> None:
     """Even if it has kept the old states: it may have failed while it copied them."""
     scheduler = begun_checkpoint()
     saves = [op for op in scheduler.take() if op.kind is Kind.SAVE]
     update = updated(scheduler, min({*range(4)} - {op.unit for op in saves}))
     assert update is not None
-    assert not scheduler.checkpoint_lost
+    assert not scheduler.updates.checkpoint.lost
     scheduler.failed(update)
-    assert scheduler.checkpoint_lost
+    assert scheduler.updates.checkpoint.lost

@@ -54,8 +54,8 @@ class World(Compute):
         if self.lost or (not whole and (decided_late or rng.random() < 0.5)):
             self.drop_gradients()
             return
-        self.until(lambda: self.scheduler.gradients_settled, "the norm")
-        if self.scheduler.has_failed:
+        self.until(self.settled, "the norm")
+        if self.scheduler.versions.failed:
             raise HasFailedError
         infinite = any(step == self.steps and step in self.truths[unit].passes for unit, step in self.infinite)
         if self.lost or (infinite and rng.random() < 0.5):
@@ -73,7 +73,7 @@ class World(Compute):
 
     def begun(self) -> list[int]:
         """Units whose updates stand, whatever becomes of the step."""
-        begun = [unit for unit in range(len(self.truths)) if self.scheduler.began_early(unit)]
+        begun = [unit for unit in range(len(self.truths)) if self.scheduler.updates.began_early(unit)]
         for unit in begun:
             early = self.plan.under_backward and self.steps in self.truths[unit].passes
             require(early, f"an update of unit {unit} stands, though nobody has asked for it")
@@ -98,14 +98,14 @@ class World(Compute):
         begun = self.begun()
         self.dropped = frozenset(range(len(self.truths))) - {*begun}
         self.scheduler.drop_gradients()
-        self.wait(lambda: self.scheduler.gradients_settled, "gradients to arrive")
+        self.wait(self.settled, "gradients to arrive")
         self.decide(stand=begun)
 
     def check_trace(self) -> None:
         """A step that was like the one before is what the next ones are expected to be; another is not."""
         if self.used_any:
             trace: list[Access] = []
-            for access in self.scheduler.trace.accesses[:-1]:
+            for access in self.scheduler.order.trace.accesses[:-1]:
                 if not self.plan.units[access.unit].routed and trace[-1:] != [access]:
                     trace.append(access)
             if self.recorded == self.recorded_before:
@@ -120,17 +120,15 @@ class World(Compute):
     def drain(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.note("drain")
         self.collect()
-        self.draining, self.ahead = True, None
         self.scheduler.drain(True)
         try:
-            self.until(lambda: self.scheduler.drained, "updates to end")
+            self.until(lambda: self.scheduler.updates.drained, "updates to end")
             begun = self.begun()
             for unit, truth in enumerate(self.truths):
                 asked, newest = truth.asked + (unit in begun), self.homes[unit].newest
                 require(newest == asked, f"unit {unit} is drained to version {newest}, not {asked}")
             meanwhile()
         finally:
-            self.draining = False
             self.scheduler.drain(False)
             self.collect()
 
@@ -138,7 +136,7 @@ class World(Compute):
         if self.plan.max_staleness is not None:
             self.drain()
         self.scheduler.prepare_checkpoint()
-        self.until(lambda: self.scheduler.prepared, "undone updates")
+        self.until(lambda: self.scheduler.updates.prepared, "undone updates")
         if self.rng.random() < 0.1:
             return
         self.checkpoint = {unit: truth.asked for unit, truth in enumerate(self.truths)}
@@ -150,7 +148,7 @@ class World(Compute):
         self.collect()
 
     def end_checkpoint(self) -> None:
-        self.until(lambda: self.scheduler.saved, "the checkpoint")
+        self.until(lambda: not self.scheduler.updates.checkpoint.left, "the checkpoint")
         if self.checkpoint is not None:
             require(self.saved == self.checkpoint, f"the checkpoint has {self.saved}, not {self.checkpoint}")
             self.scheduler.end_checkpoint()
@@ -178,9 +176,11 @@ class World(Compute):
             self.truths[unit] = Truth()
         self.gradients.clear()
         self.on_ssd.clear()
-        self.ahead = None
         self.scheduler.restored()
-        require(self.scheduler.saved and not self.scheduler.has_failed, "what has failed stays so")
+        require(
+            not self.scheduler.updates.checkpoint.left and not self.scheduler.versions.failed,
+            "what has failed stays so",
+        )
         self.collect()
 
     def recover(self) -> None:
@@ -188,6 +188,7 @@ class World(Compute):
         self.note("recover")
         self.dropped = frozenset(range(len(self.truths)))
         self.scheduler.drop_gradients()
+        self.collect()
         self.wait(lambda: self.scheduler.idle, "operations to end")
         self.queued.clear()
         self.steps, self.lost, self.dropped = self.scheduler.steps, False, frozenset()
@@ -245,7 +246,7 @@ class World(Compute):
         self.end_checkpoint()
         while self.advance():
             pass
-        if self.scheduler.has_failed:
+        if self.scheduler.versions.failed:
             raise HasFailedError
 
 
