@@ -27,7 +27,7 @@ from pagoda.config.training import (
     training_of,
 )
 from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
-from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype
+from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype, check_quantized
 from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
 from pagoda.distributed.start import (
@@ -64,6 +64,7 @@ from pagoda.tiers import budgets_of, compute_device, memory_of_rank
 from pagoda.transforms.batch_tiles import TiledBlocks, blocks_to_tile
 from pagoda.transforms.compiled import compiled_in_place
 from pagoda.transforms.operator_tiles import Tiling
+from pagoda.transforms.quantized import keep_packing
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -141,6 +142,7 @@ def wrap(
         raise ConfigError(f"memory is {memory!r}; give a pagoda.Memory, such as pagoda.Memory(host='8GiB').")
     check_model(model)
     model = cast(Model, compiled_in_place(model))
+    keep_packing(model)
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
     return model, _Wrapping(model, optimizer, training, memory or Memory(), mesh).wrapped(param_groups, reserve)
 
@@ -173,6 +175,7 @@ class _Wrapping:
         tiled_blocks = [] if training.batch_tiles is None else blocks_to_tile(model, training.batch_tiles)
         device = open_device(compute_device(self._memory))
         check_one_dtype(model, dtype)
+        check_quantized(model, dtype, trained)
         tiled_bytes = training.tile_bytes
         check_tensor_parallel(model, self._mesh, rule, self._states, device.torch_device, tiled_bytes is not None)
         if device.torch_device.type == "cpu":
@@ -219,7 +222,8 @@ class _Wrapping:
 
     def _plan(self, trained: set[str], device: torch.device) -> Plan:
         """Where everything goes, which all ranks agree on. Raises BudgetError."""
-        root, states, budgets = describe(self._model, trained), self._states, budgets_of(self._memory)
+        states, budgets = self._states, budgets_of(self._memory)
+        root = describe(self._model, trained, states[0].dtype)
         mesh, transport, options = self._mesh, self._transport, Options.of(self._training, self._memory)
         if transport is None:
             plan = make_plan(root, states, budgets, options)

@@ -16,6 +16,7 @@ from pagoda.checkpoint.state import ParameterState, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
 from pagoda.checkpoint.torch_file import torch_file
 from pagoda.construction.model_checks import check_step
+from pagoda.distributed.tensors import Form
 from pagoda.errors import UsageError
 from pagoda.optim.param_groups import NamedGroup, check_groups
 from pagoda.optim.rule import Rule
@@ -139,9 +140,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the global 2-norm of this step's gradients; returns the norm before, as torch's function does.
 
-        On one rank `torch.nn.utils.clip_grad_norm_` does the same. With `wrap(clip_grad_norm=...)` the smaller of the
-        two limits holds. Raises UsageError where units are updated under backward (`accumulation_steps` announced, no
-        clipping): pass `wrap(clip_grad_norm=...)` then.
+        `torch.nn.utils.clip_grad_norm_` does the same where all ranks have gradients of the same parameters. With
+        `wrap(clip_grad_norm=...)` the smaller of the two limits holds. Raises UsageError where units are updated under
+        backward (`accumulation_steps` announced, no clipping): pass `wrap(clip_grad_norm=...)` then.
         """
         self._engine.check_open()
         return self._engine.stepper.clip(max_norm)
@@ -230,7 +231,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         One parameter's states are in RAM at a time. The file appears, or is replaced, whole. Raises StorageError;
         UsageError where tensor-parallel ranks divide parameters.
         """
-        if any(form is not None for unit in self._engine.units for form in unit.forms):
+        if any(isinstance(form, Form) for unit in self._engine.units for form in unit.forms):
             raise UsageError(
                 "Tensor-parallel ranks have a part of each state: use save_checkpoint, or torch.distributed.checkpoint "
                 "with pagoda.OptimizerState."

@@ -27,7 +27,8 @@ class AdaptedModel:
         self._read = read
         self._record = record
         try:
-            self._model = adapted_as(base, record[ADAPTER])
+            with torch.random.fork_rng(devices=[]):  # peft fills the new adapter, on the CPU, before it goes to meta
+                self._model = adapted_as(base, record[ADAPTER])
         except PagodaError:
             raise
         except Exception as error:  # peft validates with many exception types

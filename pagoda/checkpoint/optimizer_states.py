@@ -9,6 +9,7 @@ import torch
 from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.state import ParameterState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
+from pagoda.distributed.tensors import Form
 from pagoda.errors import CheckpointError
 from pagoda.optim.param_groups import check_groups
 
@@ -51,7 +52,7 @@ def write_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:
     parameter's. Of tensors that tensor-parallel ranks divide as the parameter, each takes its part."""
     engine, unit, slot = state
     form = unit.forms[slot]
-    if form is not None:
+    if isinstance(form, Form):
         wholes = {k: v for k, v in entry.items() if isinstance(v, torch.Tensor) and v.shape == form.shape}
         entry = {**entry, **{key: state.part_of(value) for key, value in wholes.items()}}
     kept, steps = engine.rule.kept_states(entry, state.name, state.spec.shape), engine.rule.steps_in(entry)

@@ -21,6 +21,7 @@ from pagoda.plan.packed import ShapedSpan
 from pagoda.plan.units import ParamSpec
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hidden import HOME
+from pagoda.runtime.quantized import QuantizedForm
 from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit
 
@@ -57,6 +58,11 @@ class ParameterState(NamedTuple):
         """Name of the parameter of which this is a tile; its own where it is none."""
         return self.spec.name if self.spec.part is None else self.spec.part.whole
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its weights are bytes, which must not be cast."""
+        return isinstance(self.unit.forms[self.slot], QuantizedForm)
+
     def span(self, state: StateSpec) -> ShapedSpan | None:
         """Where a state lies among its unit's; None where the parameter has none."""
         return self.engine.store.plan.layout.span(self.unit.spec, self.slot, state)
@@ -76,8 +82,10 @@ class ParameterState(NamedTuple):
         return self.engine.store.read(self.unit.index, state, span.first, span.count).view(span.shape)
 
     def master(self) -> torch.Tensor:
-        """A copy of the fp32 master; of a parameter without one, its weights in fp32."""
+        """A copy of the fp32 master; of a parameter without one, its weights in fp32, or its bytes."""
         weight = self.read(WEIGHT)
+        if self.is_quantized:
+            return weight
         if LOW not in self.spans():
             return weight.float()
         master = torch.empty(weight.shape)
@@ -94,6 +102,9 @@ class ParameterState(NamedTuple):
         Of a frozen parameter the compute dtype's rounding is kept. Raises ConfigError for a value that fp16 lacks.
         """
         store, index, spans = self.engine.store, self.unit.index, self.spans()
+        if self.is_quantized:
+            store.write(index, WEIGHT, spans[WEIGHT].first + first, values.reshape(-1))
+            return
         halves = any(state.name == LOW for state in store.plan.layout.states)
         for start in range(0, values.numel(), BLOCK_ELEMENTS):
             master = values[start : start + BLOCK_ELEMENTS].float().contiguous()
@@ -206,7 +217,7 @@ class WholeState:
         """Make values of any float dtype the master."""
         rows = [state.spec.shape[0] if state.spec.shape else 1 for state in self.states]
         for state, part in zip(self.states, self._cut(values, rows), strict=True):
-            state.overwrite(part.float())
+            state.overwrite(part if state.is_quantized else part.float())
 
     def read(self, moment: str) -> torch.Tensor:
         """A copy of a moment."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.state import all_states, said_by_ranks, settle, state_of, states_of, unpaged, whole_states
+from pagoda.distributed.tensors import Form
 from pagoda.errors import CheckpointError, UsageError
 from pagoda.optim.rule import Shape
 from pagoda.plan.layout import WEIGHT
@@ -99,8 +100,10 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
     for number, state in enumerate(all_states(engine)):
         _, unit, slot = state
         value, form = state.read(WEIGHT), unit.forms[slot]
-        if form is not None:
+        if isinstance(form, Form):
             value = form.around(value).full_tensor().cpu()
+        elif form is not None:
+            value = form.around(value)
         values: Sequence[torch.Tensor] = (value,)
         if rank_group is not None and len(by_rank) > 1 and unit.index in engine.plan.layout.expert_units:
             values = rank_group.of_every_part(f"the full state of {unit.index}, {slot}", value, receivers)

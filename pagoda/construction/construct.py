@@ -20,6 +20,7 @@ from pagoda.experts.modules import RoutedExperts
 from pagoda.models.tiles import Tiled
 from pagoda.plan.units import ModuleSpec, ParamSpec, Part, UnitSpec
 from pagoda.runtime.engine import Engine
+from pagoda.runtime.quantized import QuantizedForm
 from pagoda.runtime.reads import has_forward, params_read_in
 from pagoda.runtime.unit import LiveUnit, Owner
 from pagoda.transforms.adapters import adapter_initialiser
@@ -65,8 +66,11 @@ def init() -> Iterator[None]:
         remember_versions(waiting)
 
 
-def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleSpec:
-    """The model as the planner sees it: every floating-point parameter once, under the first module that reads it.
+def describe(
+    model: nn.Module, trained: Container[str] | None = None, weight: torch.dtype = torch.float32
+) -> ModuleSpec:
+    """The model as the planner sees it: every floating-point or quantized parameter once, under the first module that
+    reads it. A quantized one has as many elements of the dtype `weight` as its bytes take.
 
     `trained` names the parameters with optimizer state, by default those that require a gradient. Of a parameter that
     tensor-parallel ranks divide, it is this rank's part. Raises ConfigError for one that they divide unequally.
@@ -76,7 +80,8 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
     def visit(module: nn.Module, name: str, read_above: bool = False) -> ModuleSpec:
         params, tied = [], []
         for full, param in () if read_above else params_read_in(module, name):
-            if not param.is_floating_point():
+            quantized = QuantizedForm.of(param, weight)
+            if quantized is None and not param.is_floating_point():
                 continue
             if first_names[id(param)] != full:
                 tied.append(first_names[id(param)])
@@ -85,7 +90,7 @@ def describe(model: nn.Module, trained: Container[str] | None = None) -> ModuleS
                 continue
             placed.add(full)
             has_state = param.requires_grad if trained is None else full in trained
-            shape, shard = shard_of(full, param)
+            shape, shard = shard_of(full, param) if quantized is None else ((quantized.elements,), None)
             params.append(ParamSpec(full, shape, has_state, parts.get(id(param)), shard))
         visited.add(module)
         if isinstance(module, Tiled):
@@ -143,7 +148,7 @@ def owners_of(model: nn.Module) -> dict[int, list[Owner]]:
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Put every buffer, and every parameter that is not in pages, where compute runs, each once: shared ones stay so.
 
-    In pages are floating-point parameters only.
+    In pages are floating-point and quantized parameters.
     """
     moved: dict[int, torch.Tensor] = {}
     for param in model.parameters():
@@ -212,14 +217,17 @@ class Builder:
         if values is not None:
             state.copy_master_in(values)
             return nn.Parameter(unit.as_param(slot, unit.placeholders[slot]), param.requires_grad)
-        source = unit.part_of(slot, self._initialised(whole, spec)) if whole.is_meta else local(whole)
+        if whole.is_meta or state.is_quantized:
+            source = unit.part_of(slot, self._initialised(whole, spec) if whole.is_meta else whole)
+        else:
+            source = local(whole)
         mine = source.detach().reshape(-1)[first : first + spec.numel]
         if not whole.is_meta:
             mine = self._from_first(mine.cpu(), self._engine.store.shards.having(unit.spec, slot))
         state.write_master(mine)
         if param.is_meta or as_dtensor(param) is not None:
             return unit.new_param(slot, unit.placeholders[slot])
-        param.data = unit.placeholders[slot]
+        unit.set_part(slot, unit.placeholders[slot])
         return param
 
     def _initialised(self, meta: nn.Parameter, spec: ParamSpec) -> nn.Parameter:

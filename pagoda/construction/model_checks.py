@@ -1,6 +1,7 @@
 """What a model must be for `wrap` to train it."""
 
 import warnings
+from collections.abc import Container
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from pagoda.checkpoint.state import is_paged
 from pagoda.construction.loaded_values import is_overwritten
 from pagoda.errors import ConfigError, UsageError
+from pagoda.runtime.quantized import is_quantized
 
 
 def check_model(model: object) -> None:
@@ -70,6 +72,27 @@ def check_one_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         "a part that is in another dtype may need that. To accept it, give all parameters one dtype first, by "
         "model.float(), which loses nothing: what is trained has an fp32 master."
     )
+
+
+def check_quantized(model: nn.Module, dtype: torch.dtype, trained: Container[str]) -> None:
+    """Raises ConfigError for a quantized parameter that cannot be in pages, or not compute with weights of `dtype`."""
+    for name, param in model.named_parameters():
+        if not is_quantized(param):
+            continue
+        if param.is_meta:
+            raise ConfigError(f"{name!r} is quantized and has no values: quantize outside pagoda.init().")
+        if name in trained:
+            raise ConfigError(f"{name!r} is quantized, so it cannot be trained: leave it out of param_groups.")
+        if type(param).__name__ == "Int8Params":
+            raise ConfigError(
+                f"{name!r} is of bitsandbytes' Linear8bitLt, which holds its weights a second time, in its `state`. "
+                "Use its Linear4bit, or torchao's quantize_(model, Int8WeightOnlyConfig())."
+            )
+        if param.is_floating_point() and param.dtype is not dtype:
+            raise ConfigError(
+                f"{name!r} is a {type(param).__name__} that computes in {param.dtype}, and all other weights do in "
+                f"{dtype}: give precision that dtype, or quantize a model that you have cast to {dtype}."
+            )
 
 
 def _check_memory_is_apart(model: nn.Module) -> None:

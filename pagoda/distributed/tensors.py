@@ -64,6 +64,15 @@ class Form:
         """Whether every rank has all of it."""
         return all(placement.is_replicate() for placement in self.placements)
 
+    def held(self, param: Any) -> torch.Tensor:
+        """What a parameter shows now of this rank's part."""
+        mine: torch.Tensor = param._local_tensor
+        return mine
+
+    def show(self, param: Any, mine: torch.Tensor) -> None:
+        """Let a parameter show this as this rank's part."""
+        param._local_tensor = mine
+
     def around(self, mine: torch.Tensor) -> DTensor:
         """A DTensor that shares the storage of this rank's part."""
         from torch.distributed.tensor import DTensor

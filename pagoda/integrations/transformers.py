@@ -34,6 +34,8 @@ _REFUSED = {
     "bf16_full_eval": "evaluation uses the weights as training does: set bf16",
     "fsdp": "Pagoda divides state over ranks by itself",
     "deepspeed": "Pagoda divides state over ranks by itself",
+    "use_vllm": "TRL would copy all weights into vLLM: the model generates from its pages",
+    "sync_ref_model": "a reference model in pages does not change",
 }
 """Arguments that a paged trainer has no use for, and what to do instead."""
 
@@ -64,14 +66,20 @@ class PagedTrainerMixin:
         self._paged: PagedOptimizer | None = None
         self._was_given = False
         self._in_checkpoint = False
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, transformers.TrainingArguments):
+                self.check_arguments(given)
         super().__init__(*args, **kwargs)
-        settings: Any = self.args  # type: ignore[attr-defined]
+        self.paging.check_device(self.args.device)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def check_arguments(settings: Any) -> None:
+        """Raises ConfigError for `TrainingArguments` that cannot be combined with paging."""
         for name, advice in _REFUSED.items():
             if getattr(settings, name, None):
                 raise ConfigError(f"{name} cannot be used with paging: {advice}.")
         if settings.n_gpu > 1:
             raise ConfigError(f"One process has {settings.n_gpu} GPUs, which is DataParallel: start with torchrun.")
-        self.paging.check_device(settings.device)
 
     # --- the model and its optimizer -----------------------------------------------------------------------------
 

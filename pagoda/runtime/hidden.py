@@ -84,19 +84,25 @@ def _leased(arguments: Any) -> Any:
     """The arguments of a function, with every parameter shown that was hidden; None where no forward runs.
 
     It then is shown until the innermost running forward ends. Graphs keep a frozen tensor itself, which will be hidden
-    again: they get a view of its values.
+    again: they get a view of its values. Where backward runs, what graphs keep past all hooks is leased for the
+    function alone.
     """
     hidden: list[Any] = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Hidden)]
+    views: dict[int, Any] = {}
     for leaf in hidden:
         if not isinstance(leaf, Hidden):
             continue  # an earlier one was of the same unit
         home = vars(leaf).get(HOME)
         if home is None:
             return None
-        engine, unit, _ = home.open()
-        if not engine.active_forwards.use(unit):
+        engine, unit, slot = home.open()
+        if engine.active_forwards.use(unit):
+            continue
+        if torch._C._current_graph_task_id() == -1 or not unit.is_kept(slot):
             return None
-    views = {id(param): param.data for param in hidden if not param.requires_grad}
+        with as_plain():
+            views[id(leaf)] = unit.as_param(slot, unit.view(slot, engine.accesses.read(unit)))
+    views |= {id(param): param.data for param in hidden if id(param) not in views and not param.requires_grad}
     return tree_map(lambda leaf: views.get(id(leaf), leaf), arguments)
 
 
@@ -109,7 +115,8 @@ def hidden_class(kind: type) -> type:
 def hide(tensor: Tensor, name: str) -> Tensor:
     """Let a tensor be hidden from now on, in place; `name` is that of the parameter in errors."""
     tensor.hidden_name = name  # type: ignore[attr-defined]
-    tensor.__class__ = hidden_class(type(tensor))
+    if not isinstance(tensor, Hidden):  # as what a tensor class makes of one is
+        tensor.__class__ = hidden_class(type(tensor))
     return tensor
 
 

@@ -11,6 +11,7 @@ import torch
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.transport import Transport
+from pagoda.errors import UsageError
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.slices import Span
@@ -25,6 +26,7 @@ from pagoda.runtime.reducing import Reducer
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
+_INSTEAD = "clip with wrap(clip_grad_norm=...), or with optimizer.clip_grad_norm_(max_norm) on every rank"
 T = TypeVar("T")
 
 Counts = Callable[[UnitSpec, int], bool]
@@ -137,27 +139,70 @@ class RankGroup:
         if record.shown is not record.updated:
             self._gathering.share(record.unit, record.updated).then(record.shown.finish)
 
-    def norm_terms(self, what: str, terms: Mapping[int, UnitGradient], square_sums: SquareSums) -> NormTerms:
+    def parameter_square_sums(self, what: str, terms: Mapping[int, UnitGradient]) -> dict[int, list[float]]:
+        """Unit -> the square sum of each of its parameters' gradients, over all ranks.
+
+        All ranks ask for it at the same point, as for `norm_terms`. Raises UsageError, on all of them, where some have
+        gradients that others do not show yet, or experts are divided.
+        """
+        if self.parts > 1:
+            raise UsageError(f"Ranks that divide experts have gradients of other parameters each: {_INSTEAD}.")
+        self.flush()
+        trained = [(unit, slot) for unit in self._units for slot in range(unit.trainable)]
+        said: list[tuple[bool, list[float]]] = []
+
+        def work() -> None:
+            shown = [unit.params[slot].grad is not None for unit, slot in trained]
+            records = self._marked(terms)
+            here = [unit.params[slot].grad is not None for unit, slot in trained]
+            sums = [
+                records[unit.index].square_sums[slot]
+                if unit.index in records and self._shards.counts(unit.spec, slot)
+                else 0.0
+                for unit, slot in trained
+            ]
+            said.extend(self.collectives.transport.announce((shown != here, sums)))
+
+        self.collectives.on_all_ranks(what, work, step=True)
+        if any(differs for differs, _ in said):
+            raise UsageError(f"Ranks have gradients of different parameters, so their norms differ: {_INSTEAD}.")
+        found: dict[int, list[float]] = {}
+        for number, (unit, _) in enumerate(trained):
+            found.setdefault(unit.index, []).append(math.fsum(sums[number] for _, sums in said))
+        return found
+
+    def norm_terms(
+        self,
+        what: str,
+        terms: Mapping[int, UnitGradient],
+        square_sums: SquareSums,
+        factors: Mapping[tuple[int, int], float],
+    ) -> NormTerms:
         """What the gradient's norm is the root of the sum of, of all ranks, and the first parameter that is not finite.
 
         All ranks ask for it at the same point (`what` says which), and whatever was asked for before is done then.
         `terms` are gradients whose update has been queued; the others of this step are found when all ranks are there.
+        `factors` has what gradients have been multiplied by, by unit and slot. Raises UsageError, on all ranks, where
+        they differ.
         """
         self.flush()
         found: list[NormTerms] = []
+        alike: list[bool] = []
+        changed = {key: factor for key, factor in factors.items() if factor != 1.0}
 
         def work() -> None:
-            records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
-            for record in records.values():
-                self._mark(record)
+            records = self._marked(terms)
             mine = [[*filter(math.isfinite, sums)] for sums in square_sums(records.values(), self._shards.counts)]
             bad = ((at[0], r.unit.index, at[1]) for r in records.values() if (at := r.non_finite()))
-            by_rank = self.collectives.transport.announce((mine, min(bad, default=None)))
-            of_groups = [[*chain(*of_ranks)] for of_ranks in zip(*(sums for sums, _ in by_rank), strict=True)]
-            first = min((bad for _, bad in by_rank if bad is not None), default=None)
+            by_rank = self.collectives.transport.announce((mine, min(bad, default=None), changed))
+            alike.append(all(its == changed for *_, its in by_rank))
+            of_groups = [[*chain(*of_ranks)] for of_ranks in zip(*(sums for sums, *_ in by_rank), strict=True)]
+            first = min((bad for _, bad, _ in by_rank if bad is not None), default=None)
             found.append(NormTerms(of_groups, None if first is None else self._units[first[1]].name(first[2])))
 
         self.collectives.on_all_ranks(what, work, step=True)
+        if not alike[0]:
+            raise UsageError(f"Ranks have multiplied their gradients by different numbers: {_INSTEAD}.")
         return found[0]
 
     def drop_gradients(self) -> None:
@@ -171,6 +216,13 @@ class RankGroup:
         """Leave the others."""
         self.collectives.close()
         self._gathering.close()
+
+    def _marked(self, terms: Mapping[int, UnitGradient]) -> dict[int, UnitGradient]:
+        """The gradients of this step, `terms` and those still waiting, by unit, all of which parameters show now."""
+        records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
+        for record in records.values():
+            self._mark(record)
+        return records
 
     def _mark(self, record: UnitGradient) -> None:
         """Let parameters show a gradient that has arrived on other ranks only: this step updates them."""

@@ -83,6 +83,8 @@ class Stepper:
         self._factors: dict[tuple[int, int], float] = {}
         """(unit, slot) -> what a gradient of this step is multiplied by on its way into the update, where clipping or
         the user has asked for that, be it by 1."""
+        self._of_ranks: dict[int, list[float]] | None = None
+        """Square sums of this step's gradients, by unit and slot, once they were asked for on several ranks."""
 
     def on_gradient(self, unit: LiveUnit, slot: int, grad: torch.Tensor, accumulate: bool) -> None:
         """Autograd has finished one parameter's gradient."""
@@ -109,6 +111,7 @@ class Stepper:
                 "backward, right before optimizer.step()."
             )
         self._factors.pop((unit.index, slot), None)
+        self._of_ranks = None
         self._executor.poll()
         before = self._gradients.get(unit)
         if before is not None and any(made.slot == slot for made in before.made):
@@ -195,6 +198,7 @@ class Stepper:
         self._factors.clear()
 
     def _drop_gradients(self) -> None:
+        self._of_ranks = None
         if self._gradients.records() or self._norm_terms:
             self._accesses.tell(self._scheduler.drop_gradients)
         self._gradients.clear()
@@ -221,7 +225,7 @@ class Stepper:
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
         self._settle(terms.values())
         if self._rank_group is not None:
-            found = self._rank_group.norm_terms(asked_by, self._norm_terms, self._square_sums)
+            found = self._rank_group.norm_terms(asked_by, self._norm_terms, self._square_sums, self._factors)
             first, square_sums = found.non_finite, found.square_sums
         else:
             bad = [(*at, record.unit) for record in terms.values() if (at := record.non_finite())]
@@ -249,29 +253,35 @@ class Stepper:
         return 0.0 if total is None else self._limit(total, limit)
 
     def gradient_norm(self, unit: LiveUnit, slot: int) -> float:
-        """2-norm of the gradient that `param.grad` shows; waits until it is in its extent."""
-        self._check_one_rank()
+        """2-norm of the gradient that `param.grad` shows, on all ranks; waits until it is in its extent.
+
+        On several ranks each of them asks for one at the same point of its program; the other norms are known then.
+        """
         record = self._gradients.get(unit) or self._norm_terms.get(unit.index)
         if record is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
-        self._send_all()
-        self._settle([record])
-        return abs(self._factor(unit, slot)) * math.sqrt(record.square_sums[slot]) / self.scaler.scale
+        if self._rank_group is None:
+            self._send_all()
+            self._settle([record])
+            square_sum = record.square_sums[slot]
+        else:
+            square_sum = self._on_all_ranks(self._rank_group)[unit.index][slot]
+        return abs(self._factor(unit, slot)) * math.sqrt(square_sum) / self.scaler.scale
+
+    def _on_all_ranks(self, rank_group: RankGroup) -> dict[int, list[float]]:
+        """Square sums of this step's gradients, by unit and slot, over all ranks."""
+        if self._of_ranks is None:
+            self._send_all()
+            self._settle([*self._norm_terms.values(), *self._gradients.records()])
+            self._of_ranks = rank_group.parameter_square_sums("asking param.grad for its norm", self._norm_terms)
+        return self._of_ranks
 
     def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
-        """Multiply one parameter's gradient."""
-        self._check_one_rank()
+        """Multiply one parameter's gradient, on several ranks by the same number on each."""
         if not self._options.update_under_backward:
             self._factors[unit.index, slot] = self._factor(unit, slot) * factor
         elif factor != 1.0:
             raise UsageError(_TOO_LATE.format("Clipping, or multiplying param.grad,"))
-
-    def _check_one_rank(self) -> None:
-        if self._rank_group is not None:
-            raise UsageError(
-                "On several ranks, param.grad cannot be asked for its norm or multiplied, and torch's clip_grad_norm_ "
-                "does both: pass wrap(clip_grad_norm=...), or call optimizer.clip_grad_norm_(max_norm) on every rank."
-            )
 
     def _limit(self, total: float, limit: float) -> float:
         """Clip gradients, of norm `total` without factors, to `limit`; returns their norm before, with factors."""
@@ -284,7 +294,11 @@ class Stepper:
         relative = [factor / largest for factor in factors]
         norm = total
         if any(abs(each) != 1.0 for each in relative):
-            self._check_one_rank()
+            if self._rank_group is not None:
+                raise UsageError(
+                    "On several ranks, the norm of gradients that were multiplied by different numbers is not known: "
+                    "leave out wrap(clip_grad_norm=...) and optimizer.clip_grad_norm_, or the multiplication."
+                )
             sums = [each**2 * record.square_sums[slot] for each, (record, slot) in zip(relative, shown, strict=True)]
             norm = self._norm(sums) or 0.0
         clipped = min(largest, limit / (norm + 1e-6))
@@ -399,6 +413,7 @@ class Stepper:
         self._guesses = None
         self._norm_terms.clear()
         self._factors.clear()
+        self._of_ranks = None
         for unit in self._units:
             unit.used = False
             if unit.updated:  # until now, whoever clips had to see the gradient

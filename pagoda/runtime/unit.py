@@ -10,6 +10,7 @@ from pagoda.distributed.tensors import Form
 from pagoda.errors import UsageError
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.hidden import as_plain, hidden_class, hide, name_of
+from pagoda.runtime.quantized import QuantizedForm, kept_class
 
 Owner = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -89,9 +90,9 @@ class LiveUnit:
         """The classes of the parameters while they are not hidden."""
         self.markers: list[torch.Tensor] = []
         """What each trainable parameter shows as its gradient while that lies in its extent."""
-        self.forms = [Form.of(param) for param in params]
-        """How each parameter that is a DTensor shows this rank's part; None for others."""
-        nans = [torch.full((), torch.nan, dtype=dtype, device=device) for _ in params]
+        self.forms = [Form.of(param) or QuantizedForm.of(param, dtype) for param in params]
+        """How a parameter that is a DTensor shows this rank's part, or a quantized one its bytes; None for others."""
+        nans = [torch.full((8,), torch.nan, dtype=dtype, device=device)[0] for _ in params]
         self.placeholders = [nan.expand(slot.param.shape) for nan, slot in zip(nans, spec.slots, strict=True)]
         self._strides = [torch.empty(slot.param.shape, device="meta").stride() for slot in spec.slots]
         self.blanks = [nan.expand(param.shape) for nan, param in zip(nans, params, strict=True)]
@@ -113,7 +114,9 @@ class LiveUnit:
     def part_index(self, slot: int) -> int:
         """Which of its equal parts this rank has of a parameter; 0 where it has all of it."""
         form = self.forms[slot]
-        return 0 if form is None or self.spec.slots[slot].param.shard is None else form.mesh.get_local_rank()
+        if not isinstance(form, Form) or self.spec.slots[slot].param.shard is None:
+            return 0
+        return form.mesh.get_local_rank()
 
     def stored_name(self, slot: int) -> str:
         """What this rank's part of a parameter is called in a checkpoint; the parameter's name where it has all."""
@@ -123,17 +126,19 @@ class LiveUnit:
     def part(self, slot: int) -> torch.Tensor:
         """What a parameter shows of itself now, on this rank."""
         param: Any = self.params[slot]
-        part: torch.Tensor = param.data if self.forms[slot] is None else param._local_tensor
+        form = self.forms[slot]
+        part: torch.Tensor = param.data if form is None else form.part_of(param)
         return part
 
     def set_part(self, slot: int, part: torch.Tensor) -> None:
         """Let a parameter show this, for everyone to use. It stays the leaf that autograd knows."""
         param: Any = self.params[slot]
         param.__class__ = self._kinds[slot]
-        if self.forms[slot] is None:
+        form = self.forms[slot]
+        if form is None:
             param.data = part
         else:
-            param._local_tensor = part
+            form.show(param, part)
 
     def replace_param(self, slot: int, param: nn.Parameter) -> None:
         """Let another one, which shows the placeholder, be the parameter of a slot."""
@@ -169,13 +174,25 @@ class LiveUnit:
         They must stay the leaves that autograd knows, so their data is swapped. Raises UsageError where one was moved
         or cast.
         """
-        for slot, (placed, strides, param) in enumerate(zip(self.spec.slots, self._strides, self.params, strict=True)):
-            param.__class__ = self._kinds[slot]
+        for slot, param in enumerate(self.params):
+            kind = param.__class__ = self._kinds[slot]
             self._check_unmoved(slot)
-            self.set_part(slot, base.as_strided(placed.param.shape, strides, base.storage_offset() + placed.offset))
+            self.set_part(slot, self.view(slot, base))
             self._versions.append(param._version)
-            if type(param) is nn.Parameter:  # others keep their class
+            if self.is_kept(slot):
+                param.__class__ = kept_class(kind)
+            elif kind is nn.Parameter:  # others keep their class
                 param.__class__ = ShownParameter
+
+    def view(self, slot: int, base: torch.Tensor) -> torch.Tensor:
+        """What a parameter shows of a lease, on this rank."""
+        placed = self.spec.slots[slot]
+        return base.as_strided(placed.param.shape, self._strides[slot], base.storage_offset() + placed.offset)
+
+    def is_kept(self, slot: int) -> bool:
+        """Whether graphs keep the parameter itself past all hooks, so that backward finds it hidden."""
+        form = self.forms[slot]
+        return isinstance(form, QuantizedForm) and form.is_kept
 
     def hide(self) -> str | None:
         """Hide the parameters again; returns the name of one that was written to since they were shown."""
@@ -200,12 +217,13 @@ class LiveUnit:
         """Hide the parameters from now on, outside forwards."""
         for slot, param in enumerate(self.params):
             self._kinds[slot] = type(param)
-            if self.forms[slot] is not None:
+            if isinstance(self.forms[slot], Form):
                 hide(self.placeholders[slot], self.name(slot))
             hide(param, self.name(slot))
 
     def _check_unmoved(self, slot: int) -> None:
-        shown: Any = self.params[slot] if self.forms[slot] is None else self.part(slot)
+        form = self.forms[slot]
+        shown: Any = self.params[slot] if form is None else form.held(self.params[slot])
         if shown.data_ptr() == self.placeholders[slot].data_ptr():
             return
         self.hide_slot(slot)

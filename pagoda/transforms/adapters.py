@@ -60,6 +60,11 @@ def guard_merging(model: nn.Module) -> None:
 
 def _where_gathered(merge: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     for state in map(state_of, module.parameters()):
+        if state is not None and state.is_quantized:
+            raise UsageError(
+                f"{name}() cannot change weights that are quantized and in pages. Save the adapter, load it on the "
+                "base model in 16 bits with peft.PeftModel.from_pretrained, and merge there."
+            )
         if state is not None and state.slot not in state.unit.gathered:
             raise UsageError(
                 f"{name}() needs weights that are not in memory. Call what merges (merge_and_unload, merge_adapter, "

@@ -7,6 +7,7 @@ import pkgutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -493,17 +494,56 @@ def ask_services(out: Path) -> dict[str, Any]:
     return {"error": error, "found": [values.unique().tolist() for values in found]}
 
 
-def clip_by_torch(out: Path) -> dict[str, Any]:
-    """Torch's function asks for each gradient's norm here, where every rank would have to be asked together."""
-    model, optimizer = wrapped(Recipe("llama", steps=1, clip=None), "ram", out, 3)
-    loss_of(model(**batch("llama", torch.Generator().manual_seed(1)))).backward()
+def clip_by_torch(out: Path, stage: int) -> dict[str, Any]:
+    """Train twice, clipped by `wrap` and by torch's function; then clip more tightly by the optimizer's."""
+    found: dict[str, Any] = {}
+    for by, limit in ("wrap", 0.1), ("torch", None):
+        model, optimizer = wrapped(Recipe("llama", steps=3, clip=limit), "ram", out, stage)
+        generator = torch.Generator().manual_seed(1 + place()[0])
+        norms = []
+        for _ in range(3):
+            loss_of(model(**batch("llama", generator))).backward()
+            if by == "torch":
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+            optimizer.step()
+            norms += [optimizer.stats.grad_norm] if by == "wrap" else []
+        found[by] = {"norms": norms, "weights": model.state_dict()}
+        loss_of(model(**batch("llama", generator))).backward()
+        found[by]["norm"] = optimizer.clip_grad_norm_(0.1)
+        found[by]["clipped"] = optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.close()
+    return found
+
+
+class Halves(nn.Module):
+    """Two layers, of which a forward may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.first(x)
+        return (self.second(x) if both else x).sum()
+
+
+def clip_unalike(out: Path, how: str) -> str:
+    """The error where ranks clip gradients of different parameters, or multiply them by different numbers."""
+    rank = place()[0]
+    memory = pagoda.Memory(host="4MiB", page_size=PAGE, unit_limit=1)
+    model, optimizer = pagoda.wrap(Halves(), pagoda.AdamW(), memory=memory, precision="fp32")
+    model(torch.ones(2, 8), both=how == "numbers" or rank == 0).backward()
     try:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        error = ""
+        if how == "parameters":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        else:
+            model.first.weight.grad.mul_(0.5 + rank)  # type: ignore[union-attr]
+            optimizer.step()
     except pagoda.UsageError as found:
-        error = str(found)
-    norm = optimizer.clip_grad_norm_(0.1)
-    clipped = optimizer.clip_grad_norm_(0.05)
-    optimizer.step()
-    optimizer.close()
-    return {"error": error, "norm": norm, "clipped": clipped}
+        return str(found)
+    finally:
+        with suppress(Exception):
+            optimizer.close()
+    return ""

@@ -58,12 +58,26 @@ def test_a_refusal_of_one_rank_leaves_nothing_of_the_others_for_the_next_questio
     assert first["found"] == [[148.0], [248.0]]
 
 
-def test_torchs_clipping_is_refused_on_ranks_and_the_optimizers_works(ranks: RankServer, tmp_path: Path) -> None:
-    first, second = ranks.run("clip_by_torch", 2, tmp_path)
-    assert first["norm"] == second["norm"] > 0.1
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchs_clipping_on_ranks_is_clipping_by_wrap(stage: int, ranks: RankServer, tmp_path: Path) -> None:
+    first, second = ranks.run("clip_by_torch", 2, tmp_path, stage=stage)
     for result in (first, second):
-        assert "optimizer.clip_grad_norm_(max_norm) on every rank" in result["error"]
-        assert result["clipped"] == pytest.approx(0.1, rel=1e-4)
+        by_wrap, by_torch = result["wrap"], result["torch"]
+        assert by_torch["norms"] == pytest.approx(by_wrap["norms"], rel=1e-12)
+        assert by_torch["norms"] == first["torch"]["norms"]
+        assert min(by_torch["norms"]) > 0.1
+        assert all(torch.equal(by_torch["weights"][name], value) for name, value in by_wrap["weights"].items())
+        assert by_torch["norm"] > 0.1
+        assert by_torch["clipped"] == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("parameters", "gradients of different parameters"), ("numbers", "by different numbers")]
+)
+def test_ranks_that_clip_unalike_are_told(how: str, reason: str, ranks: RankServer, tmp_path: Path) -> None:
+    for error in ranks.run("clip_unalike", 2, tmp_path, how=how):
+        assert reason in error
+        assert "optimizer.clip_grad_norm_(max_norm) on every rank" in error
 
 
 def test_gathered_parameters_are_whole_on_every_rank_and_changes_stay(ranks: RankServer, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.inline
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -44,3 +46,29 @@ def test_backward_runs_through_backward(run) -> None:  # type: ignore[no-untyped
     losses, penalties = numbers("loss", printed), numbers("penalty", printed)
     assert losses[-1] < losses[0]
     assert penalties[-1] < penalties[0] / 4
+
+
+def test_a_fabric_script_in_the_manner_of_litgpt_resumes(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("lightning")
+    losses = numbers("loss", run("fabric", "4"))
+    assert len(losses) == 4
+    shutil.rmtree(tmp_path / "fabric-run" / "step-000004")
+    printed = run("fabric", "4")
+    assert "resumed at step 2" in printed
+    assert numbers("loss", printed) == losses[2:]
+
+
+def test_a_script_in_the_manner_of_torchtitan_is_torchs_own_loop_and_resumes(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    torch.compiler.reset()
+    expected = numbers("loss", run("titan", "4", "plain"))
+    losses = numbers("loss", run("titan", "4"))
+    assert losses == expected
+    shutil.rmtree(tmp_path / "titan-run" / "step-000004")
+    assert numbers("loss", run("titan", "4")) == losses[2:]
+
+
+def test_a_diffusion_model_learns_and_samples(run) -> None:  # type: ignore[no-untyped-def]
+    printed = run("diffusion", "41")
+    losses = numbers("loss", printed)
+    assert losses[-1] < 0.7 * losses[0]
+    assert abs(numbers("mean", printed)[0]) < 2

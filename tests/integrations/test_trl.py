@@ -1,4 +1,5 @@
-"""TRL's trainers in pages: SFT with its own loss, DPO with a reference model that is in pages too, adapters of peft."""
+"""TRL's trainers in pages: SFT with its own loss, DPO with a reference model in pages too, GRPO with generation, and
+adapters of peft in each."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedTokenizerFast
 
 trl = pytest.importorskip("trl")
@@ -13,6 +15,7 @@ datasets = pytest.importorskip("datasets")
 
 import pagoda  # noqa: E402
 from integrations.tiny_text import arguments, logged, model  # noqa: E402
+from pagoda.checkpoint.state import is_paged  # noqa: E402
 from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.transformers import STATE, PagedTrainerMixin  # noqa: E402
 
@@ -27,8 +30,18 @@ class PagedDPOTrainer(PagedTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, 
     pass
 
 
-PAGED = {trl.SFTTrainer: PagedSFTTrainer, trl.DPOTrainer: PagedDPOTrainer}
-CONFIGS = {trl.SFTTrainer: trl.SFTConfig, trl.DPOTrainer: trl.DPOConfig}
+class PagedGRPOTrainer(PagedTrainerMixin, trl.GRPOTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+PAGED = {trl.SFTTrainer: PagedSFTTrainer, trl.DPOTrainer: PagedDPOTrainer, trl.GRPOTrainer: PagedGRPOTrainer}
+CONFIGS = {trl.SFTTrainer: trl.SFTConfig, trl.DPOTrainer: trl.DPOConfig, trl.GRPOTrainer: trl.GRPOConfig}
+GENERATING = {"num_generations": 2, "max_completion_length": 8, "num_iterations": 2, "per_device_train_batch_size": 4}
+SETTINGS: dict[type, dict[str, Any]] = {
+    trl.SFTTrainer: {},
+    trl.DPOTrainer: {},
+    trl.GRPOTrainer: GENERATING,
+}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -53,6 +66,7 @@ DATA = {
             "rejected": [f" {text(first, 3)}" for first in range(20)],
         }
     ),
+    trl.GRPOTrainer: datasets.Dataset.from_dict({"prompt": [text(first, 7) for first in range(20)]}),
 }
 
 
@@ -70,8 +84,14 @@ def paging(tmp_path: Path) -> Paging:
     return Paging(memory=memory(tmp_path / "ssd"), reference=memory(tmp_path / "reference", "84KiB", "8KiB"))
 
 
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Depends on each word that was generated."""
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
 def trained(kind: type, out: Path, resume: bool = False, paging: Paging | None = None, **given: Any) -> Any:
-    settings = {"bf16": False, "optim": "sgd", "learning_rate": 0.1, "max_steps": 4}
+    settings = {"bf16": False, "optim": "sgd", "learning_rate": 0.1, "max_steps": 4, **SETTINGS[kind]}
+    settings |= given.pop("settings", {})
     saving = {"save_strategy": "steps", "save_steps": 2} if paging is not None else {}
     pages = {"paging": paging} if paging is not None else {}
     args = arguments(out, CONFIGS[kind], **settings, **saving)
@@ -82,38 +102,83 @@ def trained(kind: type, out: Path, resume: bool = False, paging: Paging | None =
     return made
 
 
-def adapter() -> Any:
+def adapter(**given: Any) -> Any:
     peft = pytest.importorskip("peft")
     return peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian"
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian", **given
     )
 
 
+def saved_llama(directory: Path) -> str:
+    """For GRPO, which loads its reference model from where the model was."""
+    llama().save_pretrained(directory)
+    return str(directory)
+
+
+def four_bit_llama(directory: Path) -> Any:
+    """As QLoRA has it: its linear layers in 4 bits of bitsandbytes, which transformers loads."""
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    saved = saved_llama(directory)
+    return transformers.LlamaForCausalLM.from_pretrained(saved, quantization_config=config, dtype=torch.bfloat16)
+
+
 CASES: dict[str, Any] = {
-    "SFT": (trl.SFTTrainer, lambda: {"model": llama()}),
-    "SFT, LoRA": (trl.SFTTrainer, lambda: {"model": llama(), "peft_config": adapter()}),
-    "DPO": (trl.DPOTrainer, lambda: {"model": llama(), "ref_model": llama()}),
-    "DPO, LoRA": (trl.DPOTrainer, lambda: {"model": llama(), "peft_config": adapter()}),
+    "SFT": (trl.SFTTrainer, lambda _: {"model": llama()}),
+    "SFT, LoRA": (trl.SFTTrainer, lambda _: {"model": llama(), "peft_config": adapter()}),
+    "SFT, DoRA": (trl.SFTTrainer, lambda _: {"model": llama(), "peft_config": adapter(use_dora=True)}),
+    "DPO": (trl.DPOTrainer, lambda _: {"model": llama(), "ref_model": llama()}),
+    "DPO, LoRA": (trl.DPOTrainer, lambda _: {"model": llama(), "peft_config": adapter()}),
+    "GRPO": (trl.GRPOTrainer, lambda _: {"model": llama(), "reward_funcs": reward}),
+    "GRPO, reference": (
+        trl.GRPOTrainer,
+        lambda at: {"model": saved_llama(at), "reward_funcs": reward, "settings": {"beta": 0.1}},
+    ),
+    "GRPO, LoRA": (trl.GRPOTrainer, lambda _: {"model": llama(), "reward_funcs": reward, "peft_config": adapter()}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_have_the_bits_of_trls_own_trainer(case: str, paging: Paging, tmp_path: Path) -> None:
     kind, given = CASES[case]
-    expected = trained(kind, tmp_path / "stock", **given())
-    paged = trained(kind, tmp_path / "paged", paging=paging, **given())
-    assert logged(paged, "loss", "mean_token_accuracy") == logged(expected, "loss", "mean_token_accuracy")
-    if case == "DPO":
+    where = tmp_path / "model"
+    figures = "loss", "mean_token_accuracy", "reward", "kl"
+    expected = trained(kind, tmp_path / "stock", **given(where))
+    paged = trained(kind, tmp_path / "paged", paging=paging, **given(where))
+    assert logged(paged, *figures) == logged(expected, *figures)
+    assert paged.optimizer.stats.peak_bytes["host"] <= 300 << 10
+    if case in ("DPO", "GRPO, reference"):
         assert pagoda.plan_of(paged.ref_model).bytes["ssd"]["weight"], "the reference model is on an SSD"
     paged.optimizer.close()
     again = replace(paging, reference=memory(tmp_path / "another reference", "84KiB", "8KiB"))
-    resumed = trained(kind, tmp_path / "paged", resume=True, paging=again, **given())
-    assert logged(resumed, "loss") == logged(expected, "loss")
+    resumed = trained(kind, tmp_path / "paged", resume=True, paging=again, **given(where))
+    assert logged(resumed, *figures) == logged(expected, *figures)
     resumed.optimizer.close()
-    if "LoRA" in case:
+    if "RA" in case:
         names = {path.name for path in (tmp_path / "paged" / "checkpoint-4").iterdir()}
         assert {"adapter_model.safetensors", "adapter_config.json", STATE} <= names
         assert "model.safetensors" not in names
+
+
+@pytest.mark.parametrize("setting", ["use_vllm", "sync_ref_model"])
+def test_what_would_copy_all_weights_is_refused(setting: str, paging: Paging, tmp_path: Path) -> None:
+    settings = arguments(tmp_path, trl.GRPOConfig, **GENERATING)
+    setattr(settings, setting, True)
+    with pytest.raises(pagoda.ConfigError, match=setting):
+        PagedGRPOTrainer.check_arguments(settings)
+
+
+def test_adapters_train_over_a_base_in_4_bits(paging: Paging, tmp_path: Path) -> None:
+    """TRL makes them bf16, so without Pagoda they have no master in fp32: the losses are not the same to the bit."""
+    given = {"model": four_bit_llama(tmp_path / "model"), "peft_config": adapter()}
+    expected = trained(trl.SFTTrainer, tmp_path / "stock", **given)
+    given = {"model": four_bit_llama(tmp_path / "model"), "peft_config": adapter()}
+    paged = trained(trl.SFTTrainer, tmp_path / "paged", paging=paging, **given)
+    assert logged(paged, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-3)
+    packed = [param for param in paged.model.parameters() if param.dtype is torch.uint8]
+    assert packed
+    assert all(map(is_paged, packed))
+    paged.optimizer.close()
 
 
 def test_an_adapter_is_what_peft_loads(paging: Paging, tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""Quantized parameters: frozen ones that are not plain floating-point tensors lie in pages as their bytes.
+
+bitsandbytes packs two weights of 4 bits into each uint8. torchao has tensor classes around integers and their scales.
+Between uses their bytes are elements of the weights' dtype, which nothing computes with, so every bit is kept.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+
+from pagoda.distributed.tensors import as_dtensor
+
+_ALIGN_BYTES = 256
+"""Each tensor inside a parameter begins on a multiple of this, as parameters do in their unit."""
+_KEPT = "Params4bit"
+"""bitsandbytes' class of packed weights, which its own autograd function keeps in its context, past all hooks."""
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    """Whether a parameter lies in pages as its bytes."""
+    if param.requires_grad or param.numel() == 0 or as_dtensor(param) is not None:
+        return False
+    return not param.is_floating_point() or hasattr(type(param), "__tensor_flatten__")
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """A plain tensor that has some of the values."""
+
+    name: str
+    """The attribute that holds it; "" for the parameter itself."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes before it."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class QuantizedForm:
+    """How a quantized parameter is shown from its bytes, and the other way round."""
+
+    inner: tuple[_Inner, ...]
+    weight: torch.dtype
+    """What the bytes are elements of."""
+    kind: type
+    """Class of the parameter."""
+    rebuild: Any
+    """(context, shape, stride) of a tensor class around others; None for a plain tensor."""
+
+    @classmethod
+    def of(cls, param: torch.Tensor, weight: torch.dtype) -> "QuantizedForm | None":
+        """That of a parameter, among weights of dtype `weight`; None for one that is not quantized."""
+        if not is_quantized(param):
+            return None
+        rebuild = None
+        tensors = {"": param}
+        if hasattr(param, "__tensor_flatten__"):
+            names, context = param.__tensor_flatten__()
+            tensors = {name: getattr(param, name) for name in names}
+            tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+            rebuild = context, param.shape, param.stride()
+        inner, end = [], 0
+        for name, tensor in tensors.items():
+            offset = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+            inner.append(_Inner(name, tensor.dtype, tuple(tensor.shape), offset))
+            end = offset + inner[-1].nbytes
+        return cls(tuple(inner), weight, type(param), rebuild)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weights' dtype that the bytes take."""
+        return -(-(self.inner[-1].offset + self.inner[-1].nbytes) // self.weight.itemsize)
+
+    def around(self, part: torch.Tensor) -> Any:
+        """A tensor as the parameter is, over the bytes of `part`, shape [elements]."""
+        shown = self._views(part)
+        if self.rebuild is None:
+            return shown[""]
+        unflatten: Any = self.kind
+        return unflatten.__tensor_unflatten__(shown, *self.rebuild)
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of a tensor as the parameter is, shape [elements]."""
+        part = torch.zeros(self.elements, dtype=self.weight)
+        for name, view in self._views(part).items():
+            view.copy_(getattr(tensor, name) if name else tensor)
+        return part
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether graphs keep the parameter itself, which is hidden by the time when backward reads it."""
+        return self.rebuild is None and self.kind.__name__ == _KEPT
+
+    def held(self, param: Any) -> torch.Tensor:
+        """A tensor in whose memory some of what a parameter shows lies."""
+        found: torch.Tensor = getattr(param, self.inner[0].name) if self.inner[0].name else param
+        return found
+
+    def show(self, param: Any, part: torch.Tensor) -> None:
+        """Let a parameter show the bytes of `part`."""
+        for name, view in self._views(part).items():
+            if name:
+                setattr(param, name, view)
+            else:
+                param.data = view
+
+    def _views(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in the storage of `part`; where that is a placeholder, expanded, all show its one element."""
+        expanded = part.stride() == (0,)
+        found = {}
+        for each in self.inner:
+            offset = part.storage_offset() * part.dtype.itemsize + (0 if expanded else each.offset)
+            stride = [0] * len(each.shape) if expanded else torch.empty(each.shape, device="meta").stride()
+            empty = torch.empty(0, dtype=each.dtype, device=part.device)
+            at = offset // each.dtype.itemsize
+            found[each.name] = empty.set_(part.untyped_storage(), at, each.shape, tuple(stride))
+        return found
+
+
+@cache
+def kept_class(kind: type) -> type:
+    """The class of a parameter that graphs keep, while it is shown.
+
+    bitsandbytes keeps `weight.view(-1, 1)`. That is the shape which it has, so it gets the parameter, and keeps no
+    lease.
+    """
+
+    def view(self: torch.Tensor, *shape: Any) -> torch.Tensor:
+        viewed: torch.Tensor = kind.view(self, *shape)  # type: ignore[attr-defined]
+        return self if viewed.shape == self.shape else viewed
+
+    return type(kind)(f"Shown{kind.__name__}", (kind,), {"__module__": __name__, "view": view})

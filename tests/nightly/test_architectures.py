@@ -1,0 +1,85 @@
+"""Every class of transformers' auto mappings trains in pages with the bits of plain PyTorch: `make test-all`.
+
+A class whose default configuration cannot be made small, or whose plain model does not train on `inputs`, is skipped.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import pagoda
+from nightly.tiny_models import classes, inputs, loss_of, tiny_model
+from pagoda.config.training import ActivationMode
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+STEPS = 2
+MOST_PARAMETERS = 12_000_000
+KNOWN: dict[tuple[str, str], str] = {}
+"""(class, activations) -> why it does not train in pages, or not with the same bits."""
+
+
+def trained(model: Any, optimizer: Any, given: dict[str, Any]) -> list[float]:
+    losses = []
+    transformers.set_seed(2)  # also numpy's generator, by which models mask sounds
+    for _ in range(STEPS):
+        loss = loss_of(model, deepcopy(given))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain(name: str) -> tuple[nn.Module, dict[str, Any], list[float]]:
+    """A model that torch has trained, what it was given, and its losses; skips where there is none."""
+    transformers.logging.set_verbosity_error()
+    try:
+        model = tiny_model(name)
+        if sum(param.numel() for param in model.parameters()) > MOST_PARAMETERS:
+            pytest.skip("its tiny configuration is not small")
+        given = inputs(model)
+        losses = trained(model, torch.optim.SGD(model.parameters(), lr=0.01), given)
+    except Exception as error:  # whatever a class raises for a configuration or inputs of ours
+        pytest.skip(f"not trained by plain PyTorch: {type(error).__name__}: {str(error)[:120]}")
+    if not all(map(torch.isfinite, map(torch.tensor, losses))):
+        pytest.skip("its loss is not finite in plain PyTorch")
+    return model, given, losses
+
+
+def leases(name: str, activations: ActivationMode) -> Any:
+    """The same model, computing in an arena that holds a part of its weights."""
+    model = tiny_model(name)
+    share = sum(param.nbytes for param in model.parameters()) // 2
+    for _ in range(6):
+        memory = pagoda.Memory(device=f"cpu:{share >> 10}KiB", host="256MiB", page_size=4096, unit_limit="16KiB")
+        try:
+            return pagoda.wrap(
+                model,
+                pagoda.Optim(torch.optim.SGD, lr=0.01),
+                memory=memory,
+                precision="fp32",
+                activations=activations,
+            )
+        except pagoda.BudgetError as refused:
+            share = max(refused.needed_bytes or 0, share) + (64 << 10)
+    raise AssertionError("no arena was large enough")
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("name", classes())
+def test_it_trains_in_pages_with_the_bits_of_plain_pytorch(name: str, activations: ActivationMode) -> None:
+    expected, given, losses = plain(name)
+    if (name, activations) in KNOWN:
+        pytest.xfail(KNOWN[name, activations])
+    model, optimizer = leases(name, activations)
+    try:
+        assert trained(model, optimizer, given) == losses
+        found = model.state_dict()
+        for key, value in expected.state_dict().items():
+            assert torch.equal(found[key], value) or bool(value.isnan().any()), key
+    finally:
+        optimizer.close()

@@ -1,0 +1,251 @@
+"""Quantized base weights under adapters: integers in pages, on any tier, with the bits of the run without Pagoda.
+
+bitsandbytes has 4 bits, torchao 8; each is tested where it is installed. A layer of the test's own needs neither.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.tiny_text import model as llama
+from torch import nn
+from torch.nn import functional
+
+import pagoda
+from pagoda.checkpoint.export import export
+from pagoda.config.training import Precision
+
+SHAPE = 64, 96
+
+
+class Packed(nn.Module):
+    """A linear layer of 4-bit integers, two to a byte, with an adapter of rank 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows, columns = SHAPE
+        self.packed = nn.Parameter(torch.randint(256, (rows, columns // 2), dtype=torch.uint8), requires_grad=False)
+        self.scales = nn.Parameter(torch.randn(rows, 1).abs(), requires_grad=False)
+        self.down, self.up = nn.Linear(columns, 2), nn.Linear(2, rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        integers = torch.stack([self.packed & 15, self.packed >> 4], -1).flatten(1)
+        weight = (integers.to(x.dtype) - 8) * self.scales / 16
+        return functional.linear(x, weight) + self.up(self.down(x))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.back = Packed(), nn.Linear(SHAPE[0], SHAPE[1])
+        self.back.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x + self.back(self.packed(x).tanh()), (SHAPE[1],))
+
+
+def own() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(6)))
+
+
+def four_bits(model: nn.Module) -> nn.Module:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for name, module in [*model.named_modules()]:
+        if type(module) is nn.Linear and name != "lm_head":
+            dtype = module.weight.dtype
+            made = bitsandbytes.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type="nf4"
+            )
+            made.weight = bitsandbytes.nn.Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4", module=made
+            )
+            holder, _, short = name.rpartition(".")
+            setattr(model.get_submodule(holder), short, made.to("cpu"))
+    return model
+
+
+def eight_bits(model: nn.Module) -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(
+        model,
+        quantization.Int8WeightOnlyConfig(),
+        filter_fn=lambda module, name: type(module) is nn.Linear and name != "lm_head",
+    )
+    return model
+
+
+def adapted(quantize: Callable[[nn.Module], nn.Module], dtype: torch.dtype, dora: bool = False) -> Any:
+    peft = pytest.importorskip("peft")
+    base = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=4).to(dtype).requires_grad_(False)
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian", use_dora=dora)
+    return peft.get_peft_model(quantize(base), settings, autocast_adapter_dtype=False)
+
+
+MODELS: dict[str, Callable[[torch.dtype], Any]] = {
+    "bytes": lambda dtype: own().to(dtype),
+    "4 bits": lambda dtype: adapted(four_bits, dtype),
+    "8 bits": lambda dtype: adapted(eight_bits, dtype),
+}
+IDS = torch.arange(24).view(2, 12)
+HOST: dict[str, str] = {"bytes": "148KiB", "4 bits": "160KiB", "8 bits": "160KiB"}
+"""Less than the frozen weights take."""
+
+
+def outcome(model: Any) -> torch.Tensor:
+    if isinstance(model, nn.Sequential):
+        torch.manual_seed(2)
+        out: torch.Tensor = model(torch.randn(2, SHAPE[1]).to(model[0].back.weight.dtype))
+        return out.square().mean()
+    loss: torch.Tensor = model(input_ids=IDS, labels=IDS).loss
+    return loss
+
+
+def train(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = outcome(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def wrapped(
+    case: str,
+    directory: Path,
+    host: str | None = None,
+    activations: str = "recompute",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    directory.mkdir(exist_ok=True)
+    memory = pagoda.Memory(host=host or HOST[case], ssd=str(directory), page_size=4096, unit_limit="32KiB")
+    precision: Precision = "fp32" if dtype is torch.float32 else "bf16"
+    rule = pagoda.Optim(torch.optim.SGD, lr=0.5)
+    return pagoda.wrap(MODELS[case](dtype), rule, memory=memory, precision=precision, activations=activations)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("case", MODELS)
+def test_quantized_weights_on_ssd_train_adapters_with_the_bits_of_torch(
+    case: str, activations: str, tmp_path: Path
+) -> None:
+    plain = MODELS[case](torch.float32)
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    expected = train(plain, torch.optim.SGD(trained, lr=0.5))
+    model, optimizer = wrapped(case, tmp_path, activations=activations)
+    assert train(model, optimizer) == expected
+    assert pagoda.plan_of(model).bytes["ssd"]["weight"] > pagoda.plan_of(model).bytes["host"].get("weight", 0)
+    with torch.no_grad():
+        assert outcome(model.eval()).item() == outcome(plain).item()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_where_quantized_weights_live_changes_no_bit_in_bf16(case: str, tmp_path: Path) -> None:
+    found = []
+    for name, host in ("in RAM", "4MiB"), ("on SSD", None):
+        model, optimizer = wrapped(case, tmp_path / name, host, dtype=torch.bfloat16)
+        found.append(train(model, optimizer))
+        optimizer.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_run_over_quantized_weights_resumes(case: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(case, tmp_path / "ssd")
+    train(model, optimizer, 2)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    expected = train(model, optimizer, 2)
+    optimizer.close()
+    model, optimizer = wrapped(case, tmp_path / "another")
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert train(model, optimizer, 2) == expected
+    optimizer.close()
+    if case != "bytes":
+        out = export(tmp_path / "saved", tmp_path / "adapter")
+        assert "adapter_model.safetensors" in out.files
+        with pytest.raises(pagoda.CheckpointError, match="cannot be exported"):
+            export(tmp_path / "saved", tmp_path / "merged", merge=True)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_quantized_weights_are_read_outside_forward_as_they_are(case: str, tmp_path: Path) -> None:
+    plain = MODELS[case](torch.float32)
+    model, optimizer = wrapped(case, tmp_path)
+    found, expected = model.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert type(found[name]) is type(value)
+        for mine, its in zip(inner(found[name]), inner(value), strict=True):
+            assert torch.equal(mine, its), name
+    with pagoda.gathered(model):
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert all(map(torch.equal, inner(mine), inner(its)))
+    if case == "bytes":
+        with pagoda.gathered(model, modify=True):
+            model[0].packed.packed.data.fill_(136)
+            plain[0].packed.packed.data.fill_(136)
+    else:
+        with (
+            pagoda.gathered(model, modify=True),
+            pytest.raises(pagoda.UsageError, match=r"quantized.*PeftModel.from_pretrained"),
+        ):
+            model.merge_and_unload()
+    if case != "4 bits":  # bitsandbytes' layers do not load what they give
+        model.load_state_dict(model.state_dict())
+    assert outcome(model).item() == outcome(plain).item()
+    optimizer.close()
+
+
+def inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors of one, which may be of a class around them."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.detach()]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name) is not None]
+
+
+def test_quantized_weights_in_a_param_group_are_refused() -> None:
+    model = adapted(eight_bits, torch.float32)
+    with pytest.raises(pagoda.ConfigError, match=r"is quantized.*leave it out of param_groups"):
+        pagoda.wrap(model, pagoda.AdamW(), param_groups=model.parameters(), precision="fp32")
+
+
+def test_eight_bits_of_bitsandbytes_are_refused() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+    layer.weight = bitsandbytes.nn.Int8Params(torch.randn(64, 64), requires_grad=False, has_fp16_weights=False)
+    with pytest.raises(pagoda.ConfigError, match="Linear4bit"):
+        pagoda.wrap(nn.Sequential(layer.to("cpu"), nn.Linear(64, 1)), pagoda.AdamW(), precision="fp32")
+
+
+def test_tensors_that_compute_in_another_dtype_are_refused() -> None:
+    model = adapted(eight_bits, torch.float32)
+    with pytest.raises(pagoda.ConfigError, match=r"Int8Tensor.*precision"):
+        pagoda.wrap(model, pagoda.AdamW(), precision="bf16")
+
+
+def test_an_evaluated_model_of_bitsandbytes_says_how_to_unpack() -> None:
+    plain = adapted(four_bits, torch.float32)
+    layer = next(module for module in plain.modules() if hasattr(module, "quant_state"))
+    layer.quant_state.packing_format_for_cpu = True
+    with pytest.raises(pagoda.ConfigError, match="state_dict"):
+        pagoda.wrap(plain, pagoda.AdamW(), precision="fp32")
+
+
+def test_dora_over_quantized_weights_has_the_bits_of_torch(tmp_path: Path) -> None:
+    plain = adapted(eight_bits, torch.float32, dora=True)
+    expected = train(plain, torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5))
+    memory = pagoda.Memory(host="1MiB", ssd=str(tmp_path), page_size=4096, unit_limit="32KiB")
+    model, optimizer = pagoda.wrap(
+        adapted(eight_bits, torch.float32, dora=True),
+        pagoda.Optim(torch.optim.SGD, lr=0.5),
+        memory=memory,
+        precision="fp32",
+    )
+    assert train(model, optimizer) == expected
+    optimizer.close()
