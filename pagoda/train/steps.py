@@ -10,7 +10,7 @@ from pagoda.api import plan_of
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
-from pagoda.memory.files import write_durably
+from pagoda.memory.files import storage_errors, write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, History
@@ -133,7 +133,8 @@ class Steps:
         if self._files is None:
             if self._mesh.rank == 0:
                 self._run_dir.create(self._config, self._tokenizer.files)
-                write_durably(self._run_dir.plan, plan_record(plan_of(self._session.model)).encode())
+                with storage_errors(f"{self._run_dir.plan} cannot be written"):
+                    write_durably(self._run_dir.plan, plan_record(plan_of(self._session.model)).encode())
             self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
             if self._first is not None:
                 self._files.write_evaluation(self._first)
