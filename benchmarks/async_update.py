@@ -33,7 +33,8 @@ from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
-from pagoda.train.data import Batches, ByteText
+from pagoda.train.data import Batches, Rows
+from pagoda.train.tokens import open_tokens
 from slow_ssd import slow_ssd
 
 FINAL_STEPS = 10
@@ -99,12 +100,11 @@ def train(settings: Settings, memory: pagoda.Memory, steps: int, **wrap: Any) ->
     optim = OptimConfig(lr=settings.lr, warmup_steps=20)
     model, optimizer = pagoda.wrap(model, optim.build(0), memory=memory, clip_grad_norm=1.0, **wrap)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: optim.lr_factor(step, settings.steps))
-    batches = Batches(text=ByteText.open("stdlib"), batch_size=1, seq_len=settings.seq_len)
+    batches = Batches(rows=Rows.of(open_tokens("stdlib"), settings.seq_len), batch_size=1)
     run = Run()
     for step in range(steps):
         start = time.perf_counter()
-        ids, labels = batches.batch(step, 0)
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = model(**batches.batch(step)).loss
         loss.backward()
         optimizer.step()
         schedule.step()

@@ -39,7 +39,8 @@ def train(model_name: str, host: str, ssd: str, steps: int, seq_len: int) -> Non
 
     import pagoda
     from pagoda.models import build_model
-    from pagoda.train.data import Batches, ByteText
+    from pagoda.train.data import Batches, Rows
+    from pagoda.train.tokens import open_tokens
 
     torch.manual_seed(0)
     start = time.perf_counter()
@@ -51,11 +52,10 @@ def train(model_name: str, host: str, ssd: str, steps: int, seq_len: int) -> Non
     plan = pagoda.plan_of(model)
     line: dict[str, object] = {"built_s": time.perf_counter() - start, "parameters": plan.parameters}
     print(json.dumps({**line, "plan_bytes": {t: dict(b) for t, b in plan.bytes.items()}}), flush=True)
-    batches = Batches(text=ByteText.open("stdlib"), batch_size=1, seq_len=seq_len)
+    batches = Batches(rows=Rows.of(open_tokens("stdlib"), seq_len), batch_size=1)
     for step in range(steps):
         start = time.perf_counter()
-        ids, labels = batches.batch(step, 0)
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = model(**batches.batch(step)).loss
         loss.backward()
         optimizer.step()
         optimizer.drain()

@@ -21,7 +21,9 @@ from pagoda.calibrate.meter import cpu_name
 from pagoda.models.build import build_model
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
-from pagoda.train.data import STDLIB, Batches, ByteText
+from pagoda.train.data import Batches, Rows
+from pagoda.train.sources import STDLIB
+from pagoda.train.tokens import open_tokens
 from training import WINDOW, smoothed, train_on_text
 
 CODECS = ("fp32", "bf16", "8bit")
@@ -91,8 +93,8 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     console = Console(width=120)
-    text = ByteText.open(STDLIB)
-    batches = Batches(text=text, batch_size=arguments.batch_size, seq_len=arguments.seq_len, seed=arguments.seed)
+    rows = Rows.of(open_tokens(STDLIB), arguments.seq_len)
+    batches = Batches(rows=rows, batch_size=arguments.batch_size, seed=arguments.seed)
     curves: dict[str, list[float]] = {}
     seconds: dict[str, float] = {}
     for codec in CODECS:
@@ -104,7 +106,7 @@ def main() -> None:
         "machine": f"{cpu_name()}, {arguments.threads} threads",
         "torch": torch.__version__,
         "settings": {k: v for k, v in vars(arguments).items() if k not in ("out", "plot", "threads")},
-        "text_bytes": len(text),
+        "text_bytes": len(rows.tokens),
         "figures": found,
         "curves": {codec: [round(loss, 5) for loss in losses] for codec, losses in curves.items()},
     }

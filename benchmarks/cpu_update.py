@@ -32,7 +32,7 @@ from pagoda.calibrate.cpu import SCALARS
 from pagoda.calibrate.meter import cpu_name
 from pagoda.calibrate.streams import Sweeper, by_address, filled, roof_bf16, states_of
 from pagoda.config.training import Precision
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, formats, kernels
+from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Lion, Moments, kernels
 from pagoda.optim.flat import encode_moment
 from pagoda.optim.rule import gradient_dtype
 
@@ -148,7 +148,7 @@ def fused_sweep(params: int, gradient: torch.Tensor, states: list[torch.Tensor])
 def rows(params: int, sweeper: Sweeper) -> list[Row]:
     made: list[Row] = []
     for precision in ("bf16", "fp32"):
-        formats.warm_up(AdamW(), precision)
+        kernels.warm_up(AdamW(), precision)
         states = states_of(precision, params)
         gradient = filled(params, states[0].dtype, 1.0)
         all_streams = [*states, gradient]
@@ -166,7 +166,7 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
             made += compressed_rows(precision, moments, states, gradient, sweeper)
         pair = [filled(params, gradient.dtype, 1.0), gradient]
         for verb, plain, streams in (("store", roof_store, 2), ("add", roof_add, 3)):
-            block = by_address(getattr(formats.gradient_kernels(gradient.dtype), f"{verb}_gradient"), pair)
+            block = by_address(getattr(kernels.gradient_kernels(gradient.dtype), f"{verb}_gradient"), pair)
             name = f"roof {verb} {precision}"
             made.append(Row(f"{verb} gradient {precision}", streams * width, sweeper(block), [], name, block))
             made.append(Row(name, streams * width, sweeper.arrays(plain, pair), []))
@@ -178,22 +178,22 @@ def rows(params: int, sweeper: Sweeper) -> list[Row]:
 def format_rows(weights: Precision, gradients: Precision, params: int, sweeper: Sweeper) -> list[Row]:
     """AdamW, and what takes gradients, where weights or gradients have a format without kernels of its own."""
     kept = gradient_dtype(gradients)
-    formats.warm_up(AdamW(), weights, kept)
+    kernels.warm_up(AdamW(), weights, kept)
     states = states_of(weights, params)
     streams = [*states, filled(params, kept, 1.0)]
     moved = 2 * sum(state.element_size() for state in states) + kept.itemsize
     name = f"adamw {weights}, gradients {gradients}"
-    step = by_address(formats.update_kernel(AdamW(), weights, kept), streams, *SCALARS)
+    step = by_address(kernels.update_kernel(AdamW(), weights, kept), streams, *SCALARS)
     plain = roof_fp32 if weights == "fp32" else roof_bf16
     made = [
         Row(name, moved, sweeper(step), [], f"roof {name}", step),
         Row(f"roof {name}", moved, sweeper.arrays(plain, streams), []),
     ]
-    arriving = formats.arriving_dtype(kept, states[0].dtype)
+    arriving = kernels.arriving_dtype(kept, states[0].dtype)
     if (kept, arriving) in ((torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
         pair = [filled(params, kept, 1.0), filled(params, arriving, 1.0)]
         for verb, roof, touched in (("store", roof_store, kept.itemsize), ("add", roof_add, 2 * kept.itemsize)):
-            block = by_address(getattr(formats.gradient_kernels(kept, arriving), f"{verb}_gradient"), pair)
+            block = by_address(getattr(kernels.gradient_kernels(kept, arriving), f"{verb}_gradient"), pair)
             name, touched = f"{verb} gradient {weights} to {gradients}", touched + arriving.itemsize
             made.append(Row(name, touched, sweeper(block), [], f"roof {name}", block))
             made.append(Row(f"roof {name}", touched, sweeper.arrays(roof, pair), []))

@@ -19,7 +19,8 @@ import tyro
 from pagoda.models import build_model
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
-from pagoda.train.data import Batches, ByteText
+from pagoda.train.data import Batches, Rows
+from pagoda.train.tokens import open_tokens
 
 FINAL_STEPS = 10
 """The final loss is the mean over so many last steps."""
@@ -51,12 +52,11 @@ def train(settings: Settings) -> list[float]:
     config = OptimConfig(lr=settings.lr, warmup_steps=20)
     optimizer = torch.optim.AdamW(masters, config.lr, (settings.beta1, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_factor(step, settings.steps))
-    batches = Batches(text=ByteText.open("stdlib"), batch_size=1, seq_len=settings.seq_len)
+    batches = Batches(rows=Rows.of(open_tokens("stdlib"), settings.seq_len), batch_size=1)
     newer: deque[list[torch.Tensor]] = deque()
     losses = []
     for step in range(settings.steps):
-        ids, labels = batches.batch(step, 0)
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = model(**batches.batch(step)).loss
         loss.backward()
         losses.append(loss.item())
         for master, param in zip(masters, params, strict=True):

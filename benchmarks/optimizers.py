@@ -22,7 +22,9 @@ from pagoda.calibrate.meter import cpu_name
 from pagoda.models.build import build_model
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.train.config import OptimConfig
-from pagoda.train.data import STDLIB, Batches, ByteText
+from pagoda.train.data import Batches, Rows
+from pagoda.train.sources import STDLIB
+from pagoda.train.tokens import open_tokens
 from training import WINDOW, smoothed, train_on_text
 
 OPTIMIZERS = {
@@ -112,8 +114,8 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     console = Console(width=120)
-    text = ByteText.open(STDLIB)
-    batches = Batches(text=text, batch_size=arguments.batch_size, seq_len=arguments.seq_len, seed=arguments.seed)
+    rows = Rows.of(open_tokens(STDLIB), arguments.seq_len)
+    batches = Batches(rows=rows, batch_size=arguments.batch_size, seed=arguments.seed)
     settings = {k: v for k, v in vars(arguments).items() if k not in ("out", "plot", "only", "threads")}
     found = figures_in(arguments.out, settings) if arguments.only else {}
     for name in [arguments.only] if arguments.only else OPTIMIZERS:

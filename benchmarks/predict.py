@@ -38,7 +38,8 @@ from pagoda.process import keep_freed_memory, restart_spinning_briefly
 from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
-from pagoda.train.data import Batches, ByteText
+from pagoda.train.data import Batches, Rows
+from pagoda.train.tokens import open_tokens
 
 RAM, SSD_STATE, ALL_ON_SSD, ARENA = "RAM", "SSD state", "all on SSD", "arena"
 PLACEMENTS = (RAM, SSD_STATE, ALL_ON_SSD, ARENA)
@@ -154,20 +155,20 @@ class Trainer:
             device=None if limits.device is None else f"cpu:{limits.device}",
             ssd=None if limits.ssd is None else f"{ssd}:{limits.ssd}",
         )
-        self._model, self.optimizer = pagoda.wrap(
+        self.model, self.optimizer = pagoda.wrap(
             model, pagoda.AdamW(lr=1e-4), memory=memory, clip_grad_norm=case.clip, accumulation_steps=1
         )
-        self._batches = Batches(text=ByteText.open("stdlib"), batch_size=case.batch_size, seq_len=SEQ_LEN)
+        self._batches = Batches(rows=Rows.of(open_tokens("stdlib"), SEQ_LEN), batch_size=case.batch_size)
         self._step = 0
         for _ in range(WARM_UP):
             self.step()
 
     def step(self) -> float:
         """Seconds of one more step."""
-        ids, labels = self._batches.batch(self._step, 0)
+        batch = self._batches.batch(self._step)
         self._step += 1
         start = time.perf_counter()
-        self._model(input_ids=ids, labels=labels).loss.backward()
+        self.model(**batch).loss.backward()
         self.optimizer.step()
         return time.perf_counter() - start
 

@@ -142,7 +142,7 @@ def sent_of(trained: Any) -> tuple[int, int]:
     together = trained.optimizer._engine.rank_group if isinstance(trained, Paged) else None
     if together is None:
         return 0, 0
-    groups = together.collectives.groups
+    groups = together.collectives.groups.values()
     return sum(group.messages for group in groups), sum(group.sent_bytes for group in groups)
 
 

@@ -57,8 +57,7 @@ def train_on_text(
     losses = []
     start = time.perf_counter()
     for step in range(steps):
-        ids, labels = batches.batch(step)
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = model(**batches.batch(step)).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()

@@ -56,7 +56,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.runtime.blocks import refuse_own_checkpointing
+from pagoda.runtime.activations.blocks import refuse_own_checkpointing
 from pagoda.runtime.device import Device, open_device
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.loss_scale import LossScaler
@@ -137,64 +137,119 @@ def wrap(
         activations=activations,
         tiles=tiles,
     )
-    return _wrap(model, optimizer, param_groups, reserve, _checked(memory), training, mesh)
-
-
-def _wrap(
-    model: Model,
-    optimizer: Rule,
-    param_groups: ParamGroups | None,
-    reserve: Reserve,
-    memory: Memory,
-    training: Training,
-    mesh: Mesh | DeviceMesh | None,
-) -> tuple[Model, PagedOptimizer]:
+    if not isinstance(memory, Memory | None):
+        raise ConfigError(f"memory is {memory!r}; give a pagoda.Memory, such as pagoda.Memory(host='8GiB').")
     check_model(model)
     model = cast(Model, compiled_in_place(model))
     mesh = open_mesh(tensor_parallel=divided_in(model)) if mesh is None else as_mesh(mesh)
-    transport = Transport(mesh.world) if mesh.size > 1 else None
-    if transport is not None:
-        check_for_ranks(training.update == "async", training.speculate)
-        memory = memory_of_rank(memory, mesh.world)
-    check_rule(optimizer, tiled=training.tile_bytes is not None)
-    _check_activations(training, memory, model, mesh)
-    groups = named_groups(model, param_groups)
-    trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
-    check_placed(model, trained)
-    for group in groups:
-        optimizer.with_group({**optimizer.defaults(), **group})
-    tiled_blocks = [] if training.batch_tiles is None else blocks_to_tile(model, training.batch_tiles)
-    device = open_device(compute_device(memory))
-    states = optimizer.states(training.precision)
-    check_one_dtype(model, states[0].dtype)
-    check_tensor_parallel(model, mesh, optimizer, states, device.torch_device, training.tile_bytes is not None)
-    if device.torch_device.type == "cpu":
-        check_batch_norms(model, states[0].dtype)
-    tiled_bytes = training.tile_bytes
-    tiling = Tiling(
-        model,
-        None if tiled_bytes is None else tiled_bytes // states[0].dtype.itemsize,
-        cuts_stacks=not isinstance(optimizer, TensorRule),
-        exchange=ExpertExchange.over(mesh) if mesh.ranks.expert_parallel > 1 else None,
-    )
-    trained = {*tiling.renamed(trained)}
-    groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
-    try:
-        engine = _engine(model, trained, optimizer, training, memory, device, mesh, transport)
-    except BaseException:
-        tiling.undo()
-        raise
-    try:
-        _move_in(model, engine, tiling, transport)
-        paged = PagedOptimizer(model, optimizer, engine, groups)
-        if training.batch_tiles is not None:
-            setattr(model, _TILED, TiledBlocks(tiled_blocks, training.batch_tiles))
-    except BaseException:
-        engine.close()
-        raise
-    mark_homes(engine)
-    setattr(model, _ENGINE, engine)
-    return model, paged
+    return model, _Wrapping(model, optimizer, training, memory or Memory(), mesh).wrapped(param_groups, reserve)
+
+
+class _Wrapping:
+    """One call of `wrap`: a model, and all that says how it is trained."""
+
+    def __init__(self, model: nn.Module, rule: Rule, training: Training, memory: Memory, mesh: Mesh) -> None:
+        self._model = model
+        self._rule = rule
+        self._training = training
+        self._mesh = mesh
+        self._transport = Transport(mesh.world) if mesh.size > 1 else None
+        if self._transport is not None:
+            check_for_ranks(training.update == "async", training.speculate)
+            memory = memory_of_rank(memory, mesh.world)
+        self._memory = memory
+        check_rule(rule, tiled=training.tile_bytes is not None)
+        _check_activations(training, memory, model, mesh)
+        self._states = rule.states(training.precision)
+
+    def wrapped(self, param_groups: ParamGroups | None, reserve: Reserve) -> PagedOptimizer:
+        """The optimizer of the model, which is in pages then."""
+        model, rule, training, dtype = self._model, self._rule, self._training, self._states[0].dtype
+        groups = named_groups(model, param_groups)
+        trained = {name for group in groups for name in group["params"]} | reserved_names(model, reserve)
+        check_placed(model, trained)
+        for group in groups:
+            rule.with_group({**rule.defaults(), **group})
+        tiled_blocks = [] if training.batch_tiles is None else blocks_to_tile(model, training.batch_tiles)
+        device = open_device(compute_device(self._memory))
+        check_one_dtype(model, dtype)
+        tiled_bytes = training.tile_bytes
+        check_tensor_parallel(model, self._mesh, rule, self._states, device.torch_device, tiled_bytes is not None)
+        if device.torch_device.type == "cpu":
+            check_batch_norms(model, dtype)
+        tiling = Tiling(
+            model,
+            None if tiled_bytes is None else tiled_bytes // dtype.itemsize,
+            cuts_stacks=not isinstance(rule, TensorRule),
+            exchange=ExpertExchange(self._mesh) if self._mesh.ranks.expert_parallel > 1 else None,
+        )
+        groups = [{**group, "params": tiling.renamed(group["params"])} for group in groups]
+        try:
+            engine = self._engine({*tiling.renamed(trained)}, device)
+        except BaseException:
+            tiling.undo()
+            raise
+        try:
+            self._move_in(engine, tiling)
+            paged = PagedOptimizer(model, rule, engine, groups)
+            if training.batch_tiles is not None:
+                setattr(model, _TILED, TiledBlocks(tiled_blocks, training.batch_tiles))
+        except BaseException:
+            engine.close()
+            raise
+        mark_homes(engine)
+        setattr(model, _ENGINE, engine)
+        return paged
+
+    def _engine(self, trained: set[str], device: Device) -> Engine:
+        """What runs the plan. Raises BudgetError."""
+        plan = self._plan(trained, device.torch_device)
+        return Engine(
+            plan,
+            live_units(self._model, plan.units, self._states[0].dtype, device.torch_device),
+            self._training.precision,
+            self._rule,
+            self._memory.ssd_directories,
+            self._training.clip_grad_norm,
+            os.environ.get("PAGODA_POISON", "") not in ("", "0"),
+            device,
+            LossScaler(self._training.scaling),
+            (self._mesh, self._transport) if self._transport is not None else None,
+        )
+
+    def _plan(self, trained: set[str], device: torch.device) -> Plan:
+        """Where everything goes, which all ranks agree on. Raises BudgetError."""
+        root, states, budgets = describe(self._model, trained), self._states, budgets_of(self._memory)
+        mesh, transport, options = self._mesh, self._transport, Options.of(self._training, self._memory)
+        if transport is None:
+            plan = make_plan(root, states, budgets, options)
+        else:
+            budgets = least_budgets(transport, budgets)
+            check_equal(
+                transport,
+                model=on_any_rank(root, root),
+                optimizer=self._rule,
+                precision=self._training.precision,
+                options=options,
+                clip=self._training.clip_grad_norm,
+            )
+            make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
+            plan = agreed_plan(transport, make, root)
+        check_extents(self._rule, plan)
+        if options.activations != "auto":
+            return plan
+        budget = self._memory.activation_bytes
+        room = _free_beside(plan, device, mesh.world.local_size) if budget is None else budget
+        return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
+
+    def _move_in(self, engine: Engine, tiling: Tiling) -> None:
+        """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
+        from_first = FromFirst(self._transport) if self._transport is not None else None
+        with tiling.undone():
+            Builder(self._model, engine, tiling, from_first).build(engine.units)
+        if from_first is not None:
+            from_first.copy(self._model.buffers())
+        move_buffers(self._model, engine.device.torch_device)
 
 
 def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
@@ -217,86 +272,6 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     for message in attach_weights(model, Path(directory)).warnings():
         warnings.warn(f"{directory}: {message}", stacklevel=2)
     return model
-
-
-def _engine(
-    model: nn.Module,
-    trained: set[str],
-    optimizer: Rule,
-    training: Training,
-    memory: Memory,
-    device: Device,
-    mesh: Mesh,
-    transport: Transport | None,
-) -> Engine:
-    """What runs the plan. Raises BudgetError."""
-    plan = _plan(model, trained, optimizer, training, memory, device.torch_device, mesh, transport)
-    return Engine(
-        plan,
-        live_units(model, plan.units, optimizer.states(training.precision)[0].dtype, device.torch_device),
-        training.precision,
-        optimizer,
-        memory.ssd_directories,
-        training.clip_grad_norm,
-        os.environ.get("PAGODA_POISON", "") not in ("", "0"),
-        device,
-        LossScaler(training.scaling),
-        (mesh, transport) if transport is not None else None,
-    )
-
-
-def _plan(
-    model: nn.Module,
-    trained: set[str],
-    optimizer: Rule,
-    training: Training,
-    memory: Memory,
-    device: torch.device,
-    mesh: Mesh,
-    transport: Transport | None,
-) -> Plan:
-    """Where everything goes, which all ranks agree on. Raises BudgetError."""
-    root, states, budgets = describe(model, trained), optimizer.states(training.precision), budgets_of(memory)
-    options = Options.of(training, memory)
-    if transport is None:
-        plan = make_plan(root, states, budgets, options)
-    else:
-        budgets = least_budgets(transport, budgets)
-        check_equal(
-            transport,
-            model=on_any_rank(root, root),
-            optimizer=optimizer,
-            precision=training.precision,
-            options=options,
-            clip=training.clip_grad_norm,
-        )
-        make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
-        plan = agreed_plan(transport, make, root)
-    check_extents(optimizer, plan)
-    if options.activations != "auto":
-        return plan
-    budget = memory.activation_bytes
-    room = _free_beside(plan, device, mesh.world.local_size) if budget is None else budget
-    return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
-
-
-def _move_in(model: nn.Module, engine: Engine, tiling: Tiling, transport: Transport | None) -> None:
-    """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
-    with tiling.undone():
-        from_first = FromFirst(transport) if transport is not None else None
-        Builder(model, engine, tiling, from_first).build(engine.units)
-    if from_first is not None:
-        from_first.copy(model.buffers())
-    move_buffers(model, engine.device.torch_device)
-
-
-def _checked(memory: Memory | None) -> Memory:
-    """The budgets given, or those of the machine. Raises ConfigError."""
-    if memory is None:
-        return Memory()
-    if not isinstance(memory, Memory):
-        raise ConfigError(f"memory is {memory!r}; give a pagoda.Memory, such as pagoda.Memory(host='8GiB').")
-    return memory
 
 
 _GROUPS: Mapping[str, type] = {

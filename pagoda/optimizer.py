@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pagoda.checkpoint.optimizer_states import blank_entry, check_entry, read_entry, write_entry
+from pagoda.checkpoint.optimizer_states import check_entry, read_entry, write_entry
 from pagoda.checkpoint.snapshot import Snapshot
 from pagoda.checkpoint.state import ParameterState, named, state_of
 from pagoda.checkpoint.state_dicts import WeightStateDicts
@@ -143,6 +143,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         two limits holds. Raises UsageError where units are updated under backward (`accumulation_steps` announced, no
         clipping): pass `wrap(clip_grad_norm=...)` then.
         """
+        self._engine.check_open()
         return self._engine.stepper.clip(max_norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -176,11 +177,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self._engine.settle()
         plain = super().state_dict()
-        states: dict[int, dict[str, Any]] = {}
-        for index, state in enumerate(self._members()):
-            if state.unit.steps[state.slot] and (entry := read_entry(state)):
-                states[index] = entry
-        return {**plain, "state": states, **self._loss_scale()}
+        entries = enumerate(map(_entry, self._members()))
+        return {**plain, "state": {index: entry for index, entry in entries if entry}, **self._loss_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or the state of torch's class for the rule over the same parameters in order.
@@ -222,7 +220,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     "those of different steps: read all of it before the next step."
                 )
             self._engine.settle()  # whoever reads may have done anything since
-            if state.unit.steps[state.slot] and (entry := read_entry(state)):
+            if entry := _entry(state):
                 yield state.name, entry
 
     def save_state_dict(self, path: str | Path) -> None:
@@ -237,10 +235,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "Tensor-parallel ranks have a part of each state: use save_checkpoint, or torch.distributed.checkpoint "
                 "with pagoda.OptimizerState."
             )
-        shapes = {}
-        for state in self._members():
-            if state.unit.steps[state.slot] and (blank := blank_entry(state)):
-                shapes[state.name] = blank
+        shapes = {state.name: blank for state in self._members() if (blank := _entry(state, blank=True))}
         blanks = {"state": shapes, "param_groups": named(self.param_groups), **self._loss_scale()}
         with torch_file(Path(path), blanks) as (content, write):
             for name, entry in self.named_states():
@@ -357,6 +352,11 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._grouped = self.param_groups
             self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
         return self._groups[id(unit.params[slot])]
+
+
+def _entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
+    """What torch's class would have of a parameter, which is nothing before its first update."""
+    return read_entry(state, blank) if state.unit.steps[state.slot] else {}
 
 
 def _refuse_foreign_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

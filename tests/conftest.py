@@ -27,8 +27,8 @@ if not torch.cuda.is_available():
     # Before anything imports Triton: GPU kernels then run on the CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("fixed", derandomize=True, max_examples=25)
-settings.register_profile("random")
+settings.register_profile("fixed", derandomize=True, max_examples=25, deadline=None)
+settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

@@ -144,43 +144,34 @@ def round_noisily(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return rounded.to(torch.int16).view(torch.bfloat16)
 
 
-def decode_signed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """exp_avg in fp32, shape [N], from 8-bit codes, shape [N], and one scale a block."""
-    k = (codes & 127).float()
-    value = _map_value(k * 2 + 1)
-    value = torch.where(k == 127, 1.0, value).masked_fill(k == 0, 0.0)
-    return torch.where(codes >= 128, -value, value) * _spread(scales, codes)
-
-
-def decode_unsigned(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """exp_avg_sq, as `decode_signed`."""
-    k = codes.float()
-    value = _map_value(k + 1.5)
-    value = torch.where(k == 255, 1.0, value).masked_fill(k == 0, 0.0)
+def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """exp_avg, which is `signed`, or exp_avg_sq, fp32 [N], from 8-bit codes, shape [N], and one scale a block."""
+    k = (codes & 127 if signed else codes).float()
+    value = _map_value(k * 2 + 1 if signed else k + 1.5)
+    value = torch.where(k == (127 if signed else 255), 1.0, value).masked_fill(k == 0, 0.0)
+    value = torch.where(codes >= 128, -value, value) if signed else value
     return value * _spread(scales, codes)
 
 
-def encode_signed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit codes, shape [N], and scales of fp32 exp_avg, shape [N]."""
-
-    def codes(x: torch.Tensor) -> torch.Tensor:
-        u = _nearest(_map_place(x).clamp(min=1)).clamp(1, 126.5)
+def encode(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit codes, shape [N], and scales of such a moment, shape [N]."""
+    magnitudes = values.view(torch.int32) & 0x7FFFFFFF
+    padded = torch.nn.functional.pad(magnitudes, (0, -values.numel() % BLOCK))
+    top = padded.view(-1, BLOCK).amax(1)
+    scales = top.view(torch.float32).masked_fill(top < 0x00800000, 0.0).masked_fill(top >= 0x7F800000, torch.nan)
+    usable = _spread(scales, values) > 0
+    x = torch.where(usable, magnitudes.view(torch.float32) * _spread(1 / scales, values), 0.0)
+    u = torch.stack([x * _fp32(a) + _fp32(b) for a, b in codecs.LINES]).amin(0)
+    if signed:
+        u = _nearest(u.clamp(min=1)).clamp(1, 126.5)
         u = torch.where(x >= _fp32(codecs.TOP_SIGNED), 127.0, u)
         k = u.masked_fill(x < _fp32(codecs.ZERO_SIGNED), 0).to(torch.uint8)
-        return k | (torch.signbit(values).to(torch.uint8) << 7)
-
-    return _encoded(values, codes)
-
-
-def encode_unsigned(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of exp_avg_sq, as `encode_signed`."""
-
-    def codes(x: torch.Tensor) -> torch.Tensor:
-        u = (_nearest((_map_place(x) * 2).clamp(min=2)) - 1).clamp(1, 254.5)
+        k |= torch.signbit(values).to(torch.uint8) << 7
+    else:
+        u = (_nearest((u * 2).clamp(min=2)) - 1).clamp(1, 254.5)
         u = torch.where(x >= _fp32(codecs.TOP_UNSIGNED), 255.0, u)
-        return u.masked_fill(x <= 0, 0).to(torch.uint8)
-
-    return _encoded(values, codes)
+        k = u.masked_fill(x <= 0, 0).to(torch.uint8)
+    return k.masked_fill(~usable, 0), scales
 
 
 def _decoded(states: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,8 +181,8 @@ def _decoded(states: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     if "exp_avg_bf16" in states:
         return states["exp_avg_bf16"].float(), states["exp_avg_sq_bf16"].float()
     return (
-        decode_signed(states["exp_avg_8bit"], states["exp_avg_scale"]),
-        decode_unsigned(states["exp_avg_sq_8bit"], states["exp_avg_sq_scale"]),
+        decode(states["exp_avg_8bit"], states["exp_avg_scale"], True),
+        decode(states["exp_avg_sq_8bit"], states["exp_avg_sq_scale"], False),
     )
 
 
@@ -204,8 +195,8 @@ def _encode(states: Mapping[str, torch.Tensor], m: torch.Tensor, v: torch.Tensor
         bits = random_bits(m.numel(), noise).view(m.shape)
         new = {"exp_avg_bf16": round_noisily(m, bits & 0xFFFF), "exp_avg_sq_bf16": round_noisily(v, bits >> 16)}
     else:
-        new = dict(zip(("exp_avg_8bit", "exp_avg_scale"), encode_signed(m), strict=True))
-        new |= zip(("exp_avg_sq_8bit", "exp_avg_sq_scale"), encode_unsigned(v), strict=True)
+        new = dict(zip(("exp_avg_8bit", "exp_avg_scale"), encode(m, True), strict=True))
+        new |= zip(("exp_avg_sq_8bit", "exp_avg_sq_scale"), encode(v, False), strict=True)
     for name, value in new.items():
         states[name].copy_(value)
 
@@ -228,10 +219,6 @@ def _map_value(f: torch.Tensor) -> torch.Tensor:
     return p * (f * _fp32(codecs.TENTH_STEPS) - _fp32(0.8))
 
 
-def _map_place(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([x * _fp32(a) + _fp32(b) for a, b in codecs.LINES]).amin(0)
-
-
 def _nearest(u: torch.Tensor) -> torch.Tensor:
     n = (u.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(u - n < _fp32(0.2), u - 1, u)
@@ -240,16 +227,3 @@ def _nearest(u: torch.Tensor) -> torch.Tensor:
 def _spread(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Every element's scale."""
     return scales.repeat_interleave(BLOCK)[: codes.numel()]
-
-
-def _encoded(
-    values: torch.Tensor, codes_of: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales, where `codes_of` gives the codes of magnitudes that are divided by their scale."""
-    magnitudes = values.view(torch.int32) & 0x7FFFFFFF
-    padded = torch.nn.functional.pad(magnitudes, (0, -values.numel() % BLOCK))
-    top = padded.view(-1, BLOCK).amax(1)
-    scales = top.view(torch.float32).masked_fill(top < 0x00800000, 0.0).masked_fill(top >= 0x7F800000, torch.nan)
-    usable = _spread(scales, values) > 0
-    x = magnitudes.view(torch.float32) * _spread(1 / scales, values)
-    return codes_of(torch.where(usable, x, 0.0)).masked_fill(~usable, 0), scales

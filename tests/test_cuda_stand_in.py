@@ -1,12 +1,10 @@
 """What needs a GPU, on a stand-in for one: the same bits in every placement, no race between streams, no leak."""
 
-import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cuda_stand_in.build import build, missing
@@ -104,48 +102,10 @@ def test_the_stand_in_sees_what_it_is_there_for() -> None:
     assert done.returncode == -11
 
 
-def test_placements_on_a_gpu_give_the_same_bits_without_a_race() -> None:
+def test_placements_on_a_gpu_give_the_same_bits_without_a_race_and_a_step_waits_for_no_copy() -> None:
     placements = "users and llama and checkpoint and test_placement or test_nor_do_updates"
-    assert "passed" in gpu_tests("-k", f"{placements} or refused or first_did_not and both or peak_memory")
-
-
-STEPS = """
-from cuda_stand_in.cuda import install
-native = install()
-import sys
-from pathlib import Path
-import pytest, torch, pagoda
-from runtime.test_cuda import memory, on_gpu
-from zoo import Recipe, batch, loss_of
-
-for placement in ("few", "ssd", "both", "home"):
-    recipe = Recipe("llama")
-    tiers = memory(placement, Path(sys.argv[1]), recipe)
-    with pagoda.init():
-        model = recipe.build()
-    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=tiers, clip_grad_norm=1.0)
-    inputs = on_gpu(batch("llama", torch.Generator().manual_seed(1)))
-    for step in range(6):
-        if step == 3:
-            native.take_counts()
-        loss_of(model(**inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.drain()
-    print(native.take_counts())
-    with pytest.raises(pagoda.UsageError, match="outside the forward.*gathered"):
-        torch.nn.init.zeros_(next(model.parameters()))
-    optimizer.close()
-"""
-
-
-def test_a_step_copies_pinned_memory_alone_and_waits_for_no_copy(tmp_path: Path) -> None:
-    lines = run("-c", STEPS, str(tmp_path)).splitlines()
-    assert len(lines) == 4
-    for counts in map(ast.literal_eval, lines):
-        assert counts.pop("aten::_local_scalar_dense", 0) <= 3  # transformers looks into each forward's positions
-        assert counts["d2h"] > 0
-        assert set(counts) <= {"h2d", "d2h"}
+    chosen = f"{placements} or refused or first_did_not and both or peak_memory or waits_for_no_copy"
+    assert "passed" in gpu_tests("tests/cuda_stand_in/steps.py", "-k", chosen)
 
 
 BENCHMARK = """
@@ -207,21 +167,14 @@ def test_the_program_trains_on_it_in_every_mode(options: tuple[str, ...], tmp_pa
     assert said.splitlines()[-1] == "[]"
 
 
-def train_on(ranks: int, *arguments: str) -> list[dict[str, Any]]:
-    """What each rank says at the end of each model."""
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
-    said = [line for line in run(*launcher, TRAIN_ON_RANKS, *arguments).splitlines() if line.startswith("{")]
-    assert len(said) == ranks * len(arguments) // 2
-    return [json.loads(line) for line in said]
-
-
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_that_send_from_gpu_to_gpu_give_the_bits_of_one_without_a_race(stage: int) -> None:
     """And experts on the GPUs of two ranks get their tokens."""
-    (alone,) = train_on(1, "llama", "0")
-    said = train_on(2, "llama", str(stage), "moe", "0")
-    assert [rank["races"] for rank in said] == [[]] * 4
-    assert [rank["weights"] for rank in said if rank["model"] == "llama"] == [alone["weights"]] * 2
+    models = ("llama", "alone", "llama", str(stage), "moe", "0")
+    lines = run("-m", "torch.distributed.run", "--nproc-per-node", "2", TRAIN_ON_RANKS, *models).splitlines()
+    said = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [of_rank["races"] for of_rank in said] == [[]] * 6
+    assert len({of_rank["weights"] for of_rank in said if of_rank["model"] == "llama"}) == 1
 
 
 @pytest.mark.slow

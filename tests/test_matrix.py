@@ -125,14 +125,12 @@ def possible(case: Case) -> bool:
     update, tiles, rule = case.get("update"), case.get("tiles"), case.get("rule")
     activations = case.get("activations")
     on_device = case.get("place") in (UPDATED, HOME)
-    small_units = case.get("unit", LARGEST_UNIT) != LARGEST_UNIT
     # Reentrant checkpoints deliver a gradient for each use of a block.
     several = activations == "reentrant" and (case.get("model") == "plain" or tiles == "batch")
     return not (
         (case.get("place") == RAM and activations in OFFLOADS)  # nowhere to go
         or (rule in WHOLE and (tiles == "layers" or update == "async" or on_device))
         or (on_device and (update == "async" or "+" in case.get("numbers", "")))
-        or (small_units and activations in OWN and case.get("place") in (ALL_ON_SSD, HOME))  # all RAM left is homes
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
@@ -179,8 +177,6 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
         Tiling(model, training.tile_bytes // states[0].dtype.itemsize)
     root = describe(model)
     layout = make_plan(root, states, Budgets(1 << 40), options).layout
-    # What the model recomputes itself has a whole block in use at once.
-    whole_block = 512 << 10 if case["activations"] in OWN else 0
     if place not in (HOST_WEIGHTS, ALL_ON_SSD):
         split, beside, few = None, 0, case["unit"] == LARGEST_UNIT
         if place == UPDATED:
@@ -190,10 +186,10 @@ def memory_of(case: Case, directory: Path) -> pagoda.Memory:
             split = pagoda.Split(device_home_share=1.0)
             beside = sum(layout.total_pages(name) for name in (*(s.name for s in layout.states), GRAD))
             beside = beside if few else beside // 2
-        device = (layout.lease_pages(ahead=1) + beside) * page + whole_block
+        device = (layout.lease_pages(ahead=1) + beside) * page
         memory = replace(memory, device=f"cpu:{device}", split=split)
     if place in ON_SSD:
-        host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options) + whole_block
+        host = least_host(root, states, Budgets(page, memory.device_bytes, 1 << 40), options)
         if place == HOST_WEIGHTS:
             pages = range(host // page, (64 << 20) // page)
             host = (
@@ -239,8 +235,7 @@ def check(case: Case, directory: Path) -> None:
     plan, place = outcome.plan, case["place"]
     assert plan is not None
     on_ssd = {name for name in plan.bytes.get("ssd", {}) if name != "activations"}
-    # Of a model that is one unit, or of which a block is in use at once, all may fit the buffers that it needs.
-    small = len(plan.units) < 3 or case["activations"] in OWN
+    small = len(plan.units) < 3  # all may fit the buffers that are needed
     assert "weight" not in on_ssd or place in (ALL_ON_SSD, ARENA_ALL_ON_SSD)
     assert not on_ssd or place in ON_SSD
     assert on_ssd or small or place not in (ALL_ON_SSD, ARENA_ALL_ON_SSD)

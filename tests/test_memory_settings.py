@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pagoda
-from pagoda.errors import BudgetError, ConfigError, StorageError
+from pagoda.errors import BudgetError, ConfigError
 from pagoda.plan.planner import Plan
 
 GIB = 1 << 30
@@ -93,13 +93,3 @@ def test_a_directory_may_be_a_path_and_must_be_a_directory(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(pagoda.StorageError, match=r"file.*Not a directory"):
         trained(pagoda.Memory(ssd=tmp_path / "file"))
-
-
-def test_a_second_optimizer_on_a_directory_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
-    memory = pagoda.Memory(host="192KiB", ssd=f"{tmp_path}", page_size="4KiB", unit_limit="16KiB")
-    _, first = pagoda.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), pagoda.AdamW(), memory=memory)
-    with pytest.raises(StorageError, match="another optimizer of this process"):
-        trained(memory)
-    first.close()
-    trained(memory)
-    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from math import ceil
 
 from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
-from pagoda.forecast.describe import exchanged_elements, forward_flops
+from pagoda.forecast.describe import exchanged_elements
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
@@ -19,7 +19,7 @@ from pagoda.simulate.hardware import Hardware
 from pagoda.simulate.machines import find_machine
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
-from paper_tables.common import STATES, UNIT_BYTES, tree
+from paper_tables.common import STATES, UNIT_BYTES, flops, tree
 
 CONTEXT_BYTES = 1 << 30
 """Of a GPU's memory for CUDA, its libraries and what the allocator cannot use."""
@@ -136,7 +136,7 @@ def forecast(shape: PaperShape, setting: Setting) -> Result:
     """One rank's plan and step. Raises BudgetError when it does not fit."""
     plan, part, tiles, times = plan_of(shape, setting)
     rate = setting.hardware.matmul("bf16").reached_flop_per_s.value
-    per_module = forward_flops(part, setting.batch * shape.seq_len, shape.seq_len, tiles, setting.experts)
+    per_module = flops(part, setting.batch * shape.seq_len, shape.seq_len, tiles, setting.experts)
     compute = Compute.from_flops(per_module, rate)
     timeline = simulate(plan, setting.hardware, compute.of_step(tree(part, tiles, setting.experts), plan))
     return Result(plan, timeline, 4 * times * sum(per_module.values()), times * timeline.step_s)

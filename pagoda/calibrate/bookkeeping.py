@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pagoda.api import wrap
 from pagoda.calibrate.meter import Meter
+from pagoda.calibrate.model import drop_gradient
 from pagoda.config.memory import Memory
 from pagoda.distributed.mesh import Mesh
 from pagoda.distributed.world import World
@@ -22,30 +23,17 @@ _WIDTH, _ROWS = 128, 1024
 _HOST = 64 << 20
 _STEPS = 2
 """Of a turn; the first finds the other model's work in the caches."""
-_LEAST_TURNS = 5
-_LEAST_S = 1e-6
-"""A figure is above zero."""
-
-
-class _Layer(nn.Module):
-    """Linear maps in a row, as many parameters as a transformer's layer has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LINEARS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for linear in self.linears:
-            x = torch.tanh(linear(x))
-        return x
 
 
 class _Net(nn.Module):
-    """Layers that are recomputed in backward."""
+    """Layers that are recomputed in backward, with as many parameters each as a transformer's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer() for _ in range(_LAYERS))
+        self.layers = nn.ModuleList()
+        for _ in range(_LAYERS):
+            linears = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH, bias=False), nn.Tanh()) for _ in range(_LINEARS)]
+            self.layers.append(nn.Sequential(*linears))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -62,33 +50,26 @@ def measure_bookkeeping(meter: Meter) -> Figure:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         plain, net = _Net(), _Net()
         for param in plain.parameters():
-            param.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
         x = torch.randn(_ROWS, _WIDTH)
         alone = Mesh(World(), Ranks(1, 1))  # also where torchrun has started others
         paged, optimizer = wrap(
             net, AdamW(), memory=Memory(host=_HOST), precision="fp32", accumulation_steps=1, mesh=alone
         )
+
+        def seconds(model: nn.Module) -> float:
+            """Of the last step of a turn, for each parameter."""
+            for _ in range(_STEPS):
+                start = time.perf_counter()
+                model(x).sum().backward()
+                if model is paged:
+                    optimizer.step()
+                elapsed = time.perf_counter() - start
+            return elapsed / (_LAYERS * _LINEARS)
+
         with closing(optimizer):
-
-            def seconds(model: nn.Module) -> float:
-                """Of the last step of a turn."""
-                for _ in range(_STEPS):
-                    start = time.perf_counter()
-                    model(x).sum().backward()
-                    if model is paged:
-                        optimizer.step()
-                    elapsed = time.perf_counter() - start
-                return elapsed
-
             seconds(paged)
             seconds(paged)  # by now with a plan made from a step
-            samples: list[float] = []
-            end = time.perf_counter() + meter.effort.figure_s
-            while len(samples) < _LEAST_TURNS or time.perf_counter() < end:
-                without = seconds(plain)
-                samples.append(max(_LEAST_S, (seconds(paged) - without) / (_LAYERS * _LINEARS)))
-    return meter.figure(samples, "a step of small linear layers in RAM")
-
-
-def _drop_gradient(param: torch.Tensor) -> None:
-    param.grad = None
+            return meter.difference(
+                lambda: seconds(plain), lambda: seconds(paged), "a step of small linear layers in RAM"
+            )

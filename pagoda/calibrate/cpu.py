@@ -9,10 +9,11 @@ import torch
 from pagoda.calibrate.bookkeeping import measure_bookkeeping
 from pagoda.calibrate.matmul import matmul_rate
 from pagoda.calibrate.meter import Meter, cpu_cores
-from pagoda.calibrate.streams import Sweeper, filled, roof_bf16, states_of
+from pagoda.calibrate.streams import Sweeper, by_address, filled, roof_bf16, states_of
 from pagoda.memory.ram import ram_bytes
 from pagoda.optim import AdamW
-from pagoda.optim.formats import gradient_kernels, update_kernel, warm_up
+from pagoda.optim.gradient_kernels import gradient_kernels
+from pagoda.optim.kernels import update_kernel, warm_up
 from pagoda.plan.layout import BLOCK_ELEMENTS
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 from pagoda.runtime.device import PAST, Device
@@ -27,8 +28,6 @@ _HANDOVER_SIZE = 256
 """Of products as long as a small model's operators: some tenths of a millisecond."""
 _HANDOVER_NUMEL = 1 << 12
 _HANDOVERS = 128
-_LEAST_TURNS = 5
-_LEAST_HANDOVER_S = 1e-6
 
 
 def measure_cpu(meter: Meter, threads: int) -> Cpu:
@@ -85,12 +84,11 @@ def _gradient_rate(meter: Meter) -> Figure:
     meter.report("storing of gradients")
     numel = meter.effort.copy_bytes // 2
     target, source = (filled(numel, torch.bfloat16, 1.0) for _ in range(2))
-    store = gradient_kernels(torch.bfloat16).store_gradient
+    block = by_address(gradient_kernels(torch.bfloat16).store_gradient, [target, source])
 
     def take() -> None:
         for start in range(0, numel, BOUNCE_ELEMENTS):
-            ahead = start * source.element_size()
-            store(target.data_ptr() + ahead, source.data_ptr() + ahead, min(BOUNCE_ELEMENTS, numel - start))
+            block(start, min(BOUNCE_ELEMENTS, numel - start))
 
     return _on_lane(meter, "d2h", numel * source.element_size(), take)
 
@@ -99,8 +97,7 @@ def _handover(meter: Meter) -> Figure:
     """What a product loses when a lane's thread takes up a small piece of work beside it."""
     meter.report("work handed to other threads")
     left = torch.ones(_HANDOVER_SIZE, _HANDOVER_SIZE)
-    gradient = filled(_HANDOVER_NUMEL, torch.bfloat16, 1.0)
-    into = filled(_HANDOVER_NUMEL, torch.bfloat16, 1.0)
+    into, gradient = (filled(_HANDOVER_NUMEL, torch.bfloat16, 1.0) for _ in range(2))
     store = gradient_kernels(torch.bfloat16).store_gradient
 
     def piece() -> None:
@@ -116,12 +113,8 @@ def _handover(meter: Meter) -> Figure:
 
     with closing(Lane("d2h")) as lane:
         seconds(handing=True)
-        samples: list[float] = []
-        end = time.perf_counter() + meter.effort.figure_s
-        while len(samples) < _LEAST_TURNS or time.perf_counter() < end:
-            alone = seconds(handing=False)
-            samples.append(max(_LEAST_HANDOVER_S, seconds(handing=True) - alone))
-    return meter.figure(samples, f"beside products of {_HANDOVER_SIZE} x {_HANDOVER_SIZE} fp32")
+        note = f"beside products of {_HANDOVER_SIZE} x {_HANDOVER_SIZE} fp32"
+        return meter.difference(lambda: seconds(handing=False), lambda: seconds(handing=True), note)
 
 
 def _on_lane(meter: Meter, name: str, nbytes: int, work: Callable[[], None]) -> Figure:

@@ -4,9 +4,11 @@ import shutil
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.file import PageFile
 from pagoda.memory.ssd.xxh3 import hashes_of
 from pagoda.plan.ops import LARGE_TRANSFER_BYTES
-from pagoda.runtime.lanes import SSD_THREADS, Handle, Lane, wait_all
+from pagoda.runtime.lanes import SSD_THREADS, Lane, wait_all
 from pagoda.simulate.hardware import Drive, Figure, SmallTransfers
 from pagoda.simulate.machines import rated_endurance
 
@@ -36,6 +38,9 @@ _LEAD = 4
 """Pieces that reading or writing may be ahead of the other, as blocks in a ring are."""
 _TURNS = 4
 _MATMUL_SIZE = 1024
+
+_Samples = defaultdict[str, list[float]]
+"""What is measured of transfers of one size, by kind."""
 
 
 def check_directory(directory: Path, nbytes: int) -> None:
@@ -59,30 +64,24 @@ def measure_drive(meter: Meter, directory: Path) -> Drive:
     with ExitStack() as stack:
         pieces = meter.effort.file_bytes // LARGE_TRANSFER_BYTES
         file = stack.enter_context(PageFile(directory, pieces, LARGE_TRANSFER_BYTES))
-        buffers = Arena(2 * SSD_THREADS * LARGE_TRANSFER_BYTES)
-        # What a drive could compress, or not write at all, would not be the rate of weights.
-        buffers.tensor(0, buffers.nbytes, torch.uint8).numpy()[:] = np.frombuffer(
-            np.random.default_rng(0).bytes(buffers.nbytes), np.uint8
-        )
         meter.report(f"a file of {format_bytes(file.nbytes)} on the SSD")
-        reading = stack.enter_context(closing(_Stream("ssd_read", partial(_read, file), pieces, buffers, 0)))
-        writing = stack.enter_context(
-            closing(_Stream("ssd_write", partial(_write, file), pieces, buffers, SSD_THREADS))
+        reading, writing = (
+            stack.enter_context(closing(_Stream(lane, partial(move, file), pieces)))
+            for lane, move in (("ssd_read", _read), ("ssd_write", _write))
         )
         # Blocks that were never written would be read from nowhere. On a slow drive, what has been written must do.
         half = _fill(writing) // 2
         reading.lies_at(0, half)
         writing.lies_at(half, half)
-        window_s = meter.effort.figure_s
-        samples = {nbytes: _Samples() for nbytes in (LARGE_TRANSFER_BYTES, _SMALL_BYTES)}
+        samples = {nbytes: _Samples(list) for nbytes in (LARGE_TRANSFER_BYTES, _SMALL_BYTES)}
         for round_ in range(_ROUNDS):
             for nbytes, sampled in samples.items():
                 meter.report(f"SSD reads and writes of {format_bytes(nbytes)}, {round_ + 1} of {_ROUNDS}")
                 reading.nbytes = writing.nbytes = nbytes
-                sampled.add(window_s, reading, writing)
+                _sample(sampled, meter.effort.figure_s, reading, writing)
     cached = "" if file.direct else f"; through the page cache, as {file.fallback_reason}"
     large, small = (
-        sampled.figures(meter, f"{SSD_THREADS} threads each way, {format_bytes(nbytes)} a transfer{cached}")
+        _figures(sampled, meter, f"{SSD_THREADS} threads each way, {format_bytes(nbytes)} a transfer{cached}")
         for nbytes, sampled in samples.items()
     )
     capacity = meter.reading(shutil.disk_usage(directory).total, f"all of the file system that holds {directory}")
@@ -105,77 +104,17 @@ def _write(file: PageFile, piece: int, data: memoryview) -> None:
     file.pwrite(piece, data)
 
 
-class _Samples:
-    """What is measured of transfers of one size."""
-
-    def __init__(self) -> None:
-        self._read: list[float] = []
-        self._write: list[float] = []
-        self._both: list[float] = []
-        self._busy: list[float] = []
-        self._shares: list[float] = []
-        self._beside: list[float] = []
-
-    def add(self, window_s: float, reading: "_Stream", writing: "_Stream") -> None:
-        """One more sample of each."""
-        self._read.append(_rate(window_s, reading))
-        self._write.append(_rate(window_s, writing))
-        start, worked = time.perf_counter(), time.process_time()
-        self._both.append(_rate(window_s, reading, writing))
-        self._busy.append((time.process_time() - worked) / (time.perf_counter() - start) / cpu_cores())
-        for turn in range(_TURNS):
-            share, rate = _beside_products(window_s / _TURNS, turn % 2 == 0, reading, writing)
-            self._shares.append(share)
-            self._beside.append(min(rate, self._both[-1]))
-
-    def figures(self, meter: Meter, note: str) -> dict[str, Figure]:
-        """The figures by their names in `Drive` and `SmallTransfers`."""
-        return {
-            "read_bytes_per_s": meter.figure(self._read, note),
-            "write_bytes_per_s": meter.figure(self._write, note),
-            "both_bytes_per_s": meter.figure(self._both, note),
-            "cpu_share": meter.share(
-                self._shares,
-                statistics.median(self._busy),
-                "what matrix products lose while the SSD is read and written; its threads' own time, if that is more",
-            ),
-            "beside_bytes_per_s": meter.figure(self._beside, f"{note}, beside matrix products"),
-        }
-
-
-class _Pace:
-    """Keeps streams in step, none more than `_LEAD` pieces ahead of another, until they are stopped."""
-
-    def __init__(self, streams: int) -> None:
-        self._moved = [0] * streams
-        self.stopped = False
-        self._changed = threading.Condition()
-
-    def next(self, stream: int) -> bool:
-        """Whether `stream` goes on, which waits for the others."""
-        with self._changed:
-            while not self.stopped and self._moved[stream] - min(self._moved) >= _LEAD:
-                self._changed.wait()
-            self._moved[stream] += 1
-            self._changed.notify_all()
-            return not self.stopped
-
-    def stop(self) -> None:
-        with self._changed:
-            self.stopped = True
-            self._changed.notify_all()
-
-
 class _Stream:
     """One direction: the pieces of a range of the file, round and round, on a lane."""
 
-    def __init__(
-        self, name: str, move: Callable[[int, memoryview], None], pieces: int, buffers: Arena, first_buffer: int
-    ) -> None:
+    def __init__(self, lane: str, move: Callable[[int, memoryview], None], pieces: int) -> None:
+        self.lane = Lane(lane, SSD_THREADS)
         self._move = move
-        self._lane = Lane(name, SSD_THREADS)
-        starts = [(first_buffer + thread) * LARGE_TRANSFER_BYTES for thread in range(SSD_THREADS)]
-        self._views = [buffers.view(start, LARGE_TRANSFER_BYTES) for start in starts]
+        buffers = Arena(SSD_THREADS * LARGE_TRANSFER_BYTES)
+        # What a drive could compress, or not write at all, would not be the rate of weights.
+        buffers.view(0, buffers.nbytes)[:] = np.random.default_rng(0).bytes(buffers.nbytes)
+        self.views = [buffers.view(i * LARGE_TRANSFER_BYTES, LARGE_TRANSFER_BYTES) for i in range(SSD_THREADS)]
+        """A buffer for each thread."""
         self._lock = threading.Lock()
         self.nbytes = LARGE_TRANSFER_BYTES
         """Of each transfer, which moves so much of a piece."""
@@ -184,90 +123,124 @@ class _Stream:
     def lies_at(self, first: int, pieces: int) -> None:
         """From now on stream through `pieces` of the file from `first` on."""
         self._first, self.pieces = first, pieces
-        self._next = 0
+        self._numbers = count()
         self.moved = 0
         """Bytes that have been read or written since."""
 
-    def start(self, pace: _Pace, number: int) -> list[Handle]:
-        """Stream on every thread until `pace` ends."""
-        return [self._lane.submit(partial(self._run, pace, number, view)) for view in self._views]
+    def move_next(self, view: memoryview) -> None:
+        """Move the next piece."""
+        self._move(self._first + next(self._numbers) % self.pieces, view[: self.nbytes])
+        with self._lock:
+            self.moved += self.nbytes
 
     def close(self) -> None:
         """Join the lane's threads."""
-        self._lane.close()
-
-    def _run(self, pace: _Pace, number: int, view: memoryview) -> None:
-        try:
-            while pace.next(number):
-                with self._lock:
-                    piece, self._next = self._first + self._next % self.pieces, self._next + 1
-                self._move(piece, view[: self.nbytes])
-                with self._lock:
-                    self.moved += self.nbytes
-        except BaseException:
-            pace.stop()  # or the others would wait for this one
-            raise
+        self.lane.close()
 
 
 @contextmanager
-def _running(*streams: _Stream) -> Iterator[_Pace]:
-    """Streams run while this is open; raises what any of them raised."""
-    pace = _Pace(len(streams))
-    handles = [handle for number, stream in enumerate(streams) for handle in stream.start(pace, number)]
+def _running(*streams: _Stream) -> Iterator[threading.Event]:
+    """One or two streams run while this is open, neither more than `_LEAD` pieces ahead of the other; raises what any
+    of them raised. The event is set once one has failed."""
+    stop = threading.Event()
+    leads = [threading.Semaphore(_LEAD) for _ in streams]
+
+    def end() -> None:
+        stop.set()
+        for lead in leads:
+            lead.release(SSD_THREADS)
+
+    def run(index: int, view: memoryview) -> None:
+        try:
+            while leads[index].acquire() and not stop.is_set():
+                leads[index - 1].release()  # the other one's, or its own where it is alone
+                streams[index].move_next(view)
+        finally:
+            end()  # or the other would wait for one that has failed
+
+    handles = [
+        stream.lane.submit(partial(run, index, view)) for index, stream in enumerate(streams) for view in stream.views
+    ]
     try:
-        yield pace
+        yield stop
     finally:
-        pace.stop()
+        end()
         wait_all(handles)
+
+
+def _moved(streams: tuple[_Stream, ...]) -> int:
+    return sum(stream.moved for stream in streams)
 
 
 def _rate(window_s: float, *streams: _Stream) -> float:
     """Bytes per second of all streams together."""
     least = _LEAST_PIECES * streams[0].nbytes
-
-    def moved() -> int:
-        return sum(stream.moved for stream in streams)
-
-    with _running(*streams) as pace:
+    with _running(*streams) as failed:
         time.sleep(_WARM_S)
-        start, before = time.perf_counter(), moved()
-        while (time.perf_counter() - start < window_s or moved() - before < least) and not pace.stopped:
+        start, before = time.perf_counter(), _moved(streams)
+        while not failed.is_set() and (time.perf_counter() - start < window_s or _moved(streams) - before < least):
             time.sleep(min(window_s, 0.01))
-        return (moved() - before) / (time.perf_counter() - start)
+        return (_moved(streams) - before) / (time.perf_counter() - start)
 
 
 def _fill(writing: _Stream) -> int:
     """Write the file once, for `_FILL_S` at most; returns the pieces that were written, from its start."""
-    start = time.perf_counter()
-    with _running(writing) as pace:
-        while writing.moved < writing.pieces * LARGE_TRANSFER_BYTES and not pace.stopped:
-            if time.perf_counter() - start > _FILL_S and writing.moved >= 2 * _LEAST_PIECES * LARGE_TRANSFER_BYTES:
+    end, least = time.perf_counter() + _FILL_S, 2 * _LEAST_PIECES * LARGE_TRANSFER_BYTES
+    with _running(writing) as failed:
+        while not failed.is_set() and writing.moved < writing.pieces * LARGE_TRANSFER_BYTES:
+            if time.perf_counter() > end and writing.moved >= least:
                 break
             time.sleep(0.01)
     return min(writing.moved // LARGE_TRANSFER_BYTES, writing.pieces)
 
 
-def _beside_products(seconds: float, alone_first: bool, *streams: _Stream) -> tuple[float, float]:
+def _sample(samples: _Samples, window_s: float, reading: _Stream, writing: _Stream) -> None:
+    """One more sample of each kind."""
+    samples["read"].append(_rate(window_s, reading))
+    samples["write"].append(_rate(window_s, writing))
+    start, worked = time.perf_counter(), time.process_time()
+    both = _rate(window_s, reading, writing)
+    samples["both"].append(both)
+    samples["busy"].append((time.process_time() - worked) / (time.perf_counter() - start) / cpu_cores())
+    for _ in range(_TURNS):
+        lost, rate = _beside_products(window_s / _TURNS, reading, writing)
+        samples["lost"].append(lost)
+        samples["beside"].append(min(rate, both))
+
+
+def _figures(samples: _Samples, meter: Meter, note: str) -> dict[str, Figure]:
+    """The figures by their names in `Drive` and `SmallTransfers`."""
+    return {
+        "read_bytes_per_s": meter.figure(samples["read"], note),
+        "write_bytes_per_s": meter.figure(samples["write"], note),
+        "both_bytes_per_s": meter.figure(samples["both"], note),
+        "cpu_share": meter.share(
+            samples["lost"],
+            statistics.median(samples["busy"]),
+            "what matrix products lose while the SSD is read and written; its threads' own time, if that is more",
+        ),
+        "beside_bytes_per_s": meter.figure(samples["beside"], f"{note}, beside matrix products"),
+    }
+
+
+def _beside_products(seconds: float, *streams: _Stream) -> tuple[float, float]:
     """What matrix products lose while streams run, below zero where noise outweighs it; the streams' bytes per second
-    meanwhile."""
-    rates = {}
-    streamed = 0.0
-    for alone in (alone_first, not alone_first):
-        with nullcontext() if alone else _running(*streams):
-            before, start = sum(stream.moved for stream in streams), time.perf_counter()
-            rates[alone] = _products(seconds)
-            if not alone:
-                moved = sum(stream.moved for stream in streams) - before
-                streamed = max(moved, streams[0].nbytes) / (time.perf_counter() - start)
-    return 1 - rates[False] / rates[True], streamed
+    meanwhile. Products alone are timed before and after, as clock rates drift."""
+    before = _products(seconds / 2)
+    with _running(*streams):
+        moved, start = _moved(streams), time.perf_counter()
+        beside = _products(seconds)
+        moved = max(_moved(streams) - moved, streams[0].nbytes)
+        rate = moved / (time.perf_counter() - start)
+    return 1 - 2 * beside / (before + _products(seconds / 2)), rate
 
 
 def _products(seconds: float) -> float:
     """Matrix products per second on all cores."""
     left = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE)
     left @ left
-    count, start = 0, time.perf_counter()
+    done, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
         left @ left
-        count += 1
-    return count / elapsed
+        done += 1
+    return done / elapsed

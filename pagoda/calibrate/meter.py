@@ -12,7 +12,8 @@ from pagoda.simulate.hardware import Figure
 
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 15
-_LEAST_SHARE = 1e-3
+_LEAST_TURNS = 5
+_LEAST_SHARE, _LEAST_S = 1e-3, 1e-6
 """A figure is above zero."""
 
 
@@ -67,6 +68,15 @@ class Meter:
             start = time.perf_counter()
             work()
             samples.append(amount / (time.perf_counter() - start))
+        return self.figure(samples, note)
+
+    def difference(self, less: Callable[[], float], more: Callable[[], float], note: str) -> Figure:
+        """Seconds that `more` returns above those that `less` returns; they take turns."""
+        samples: list[float] = []
+        end = time.perf_counter() + self.effort.figure_s
+        while len(samples) < _LEAST_TURNS or time.perf_counter() < end:
+            without = less()
+            samples.append(max(_LEAST_S, more() - without))
         return self.figure(samples, note)
 
     def _said(self, note: str) -> str:

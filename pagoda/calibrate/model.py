@@ -1,11 +1,12 @@
 """How long a model's own compute takes, measured on one and on several of its layers."""
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,7 +14,6 @@ from pagoda.config.training import Precision, require_choice
 from pagoda.construction.construct import init
 from pagoda.models import build_model, layer_count
 from pagoda.optim import gradient_dtype
-from pagoda.simulate.profile import ComputeProfile
 
 _FEW, _LEAST_MORE = 1, 3
 _CACHED_BYTES = 64 << 20
@@ -22,16 +22,27 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _PATTERN = 1 << 20
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of one forward and one backward."""
+@dataclass(frozen=True, slots=True)
+class ComputeProfile:
+    """Seconds of forward and backward of one batch, with all weights in memory and nothing of Pagoda.
 
-    forward_s: float
-    backward_s: float
+    A layer is one block of the decoder and counts as many times as the model has layers. Backward includes what
+    gradient checkpointing recomputes. The head is all that is neither layer nor embedding: the last norm, the output
+    projection and the loss.
+    """
+
+    layer_forward_s: float
+    layer_backward_s: float
+    head_forward_s: float
+    head_backward_s: float
+    embedding_forward_s: float
+    embedding_backward_s: float
 
 
-Round = tuple[_Pass, _Pass, _Pass]
-"""Few layers, more layers, the embedding alone."""
+Times = tuple[float, float]
+"""Seconds of one forward and one backward."""
+Round = tuple[Times, Times, Times]
+"""Of few layers, of more layers, of the embedding alone."""
 
 
 class ComputeProfiler:
@@ -82,7 +93,20 @@ class ComputeProfiler:
 
     def profile(self, rounds: Sequence[Round]) -> ComputeProfile:
         """What a layer, the head and the embedding took, by the medians of rounds."""
-        return _profile(rounds, self._layers)
+        return profile_of(rounds, self._layers)
+
+
+def profile_of(rounds: Sequence[Round], layers: int) -> ComputeProfile:
+    """Medians over rounds; what is a difference is taken within a round, and is never below zero. `layers` are those of
+    the larger model."""
+    few, more, embedding = np.moveaxis(np.array(rounds), 1, 0)  # [rounds, (forward, backward)] each
+
+    def median(seconds: Any) -> Any:
+        return np.maximum(0.0, np.median(seconds, axis=0))
+
+    layer, alone = median((more - few) / (layers - _FEW)), median(embedding)
+    head = np.maximum(0.0, median(few) - _FEW * layer - alone)
+    return ComputeProfile(*map(float, (*layer, *head, *alone)))
 
 
 def _layers_wanted(name_or_dir: str, few: nn.Module) -> int:
@@ -96,38 +120,15 @@ def _round(few: nn.Module, more: nn.Module, ids: torch.Tensor) -> Round:
     return _timed(few, ids), _timed(more, ids), _timed_embedding(more, ids)
 
 
-def _profile(rounds: Sequence[Round], layers: int) -> ComputeProfile:
-    """Medians over rounds; what is a difference is taken within a round, and is never below zero."""
-
-    def median(seconds: list[float]) -> float:
-        return max(0.0, statistics.median(seconds))
-
-    def split(part: str) -> tuple[float, float, float]:
-        few, more, embedding = ([getattr(each[i], part) for each in rounds] for i in range(3))
-        layer = median([(b - a) / (layers - _FEW) for a, b in zip(few, more, strict=True)])
-        alone = median(embedding)
-        return layer, max(0.0, median(few) - _FEW * layer - alone), alone
-
-    forward, backward = split("forward_s"), split("backward_s")
-    return ComputeProfile(
-        layer_forward_s=forward[0],
-        layer_backward_s=backward[0],
-        head_forward_s=forward[1],
-        head_backward_s=backward[1],
-        embedding_forward_s=forward[2],
-        embedding_backward_s=backward[2],
-    )
-
-
-def _timed(model: nn.Module, ids: torch.Tensor) -> _Pass:
+def _timed(model: nn.Module, ids: torch.Tensor) -> Times:
     start = _now(ids.device)
     loss = model(input_ids=ids, labels=ids).loss
     middle = _now(ids.device)
     loss.backward()
-    return _Pass(middle - start, _now(ids.device) - middle)
+    return middle - start, _now(ids.device) - middle
 
 
-def _timed_embedding(model: nn.Module, ids: torch.Tensor) -> _Pass:
+def _timed_embedding(model: nn.Module, ids: torch.Tensor) -> Times:
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     start = _now(ids.device)
     out = embedding(ids)
@@ -135,7 +136,7 @@ def _timed_embedding(model: nn.Module, ids: torch.Tensor) -> _Pass:
     grad = torch.ones_like(out)
     begin = _now(ids.device)
     out.backward(grad)
-    return _Pass(middle - start, _now(ids.device) - begin)
+    return middle - start, _now(ids.device) - begin
 
 
 def _now(device: torch.device) -> float:
@@ -151,17 +152,16 @@ def _built(name_or_dir: str, seq_len: int, gradient_checkpointing: bool, layers:
 
 def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give the parameters values: ordinary numbers, which is all that timing needs, at a cost that does not show."""
-    pattern = torch.randn(_PATTERN) * 0.02
+    pattern = (torch.randn(_PATTERN) * 0.02).to(device, dtype)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if param not in made:
                 data = torch.ones(param.shape, dtype=dtype, device=device)
-                flat = data.view(-1)
-                for start in range(0, flat.numel() if param.dim() > 1 else 0, _PATTERN):
-                    flat[start : start + _PATTERN] = pattern[: flat.numel() - start]
+                if param.dim() > 1:
+                    data = pattern.repeat(-(-param.numel() // _PATTERN))[: param.numel()].view(param.shape)
                 made[param] = nn.Parameter(data)
-                made[param].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+                made[param].register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
             setattr(module, name, made[param])
     model.to(device)  # buffers
 
@@ -175,7 +175,8 @@ def _share(few: nn.Module, more: nn.Module) -> None:
     few.to(next(iter(source.values())).device)
 
 
-def _drop_gradient(param: torch.Tensor) -> None:
+def drop_gradient(param: torch.Tensor) -> None:
+    """A hook that keeps no gradient."""
     param.grad = None
 
 

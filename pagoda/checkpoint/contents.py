@@ -1,7 +1,8 @@
 """Contents: what a checkpoint holds, by name: of one rank all, of several that divide experts what any of them has."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pagoda.checkpoint.state import ParameterState, all_states, said_by_ranks
@@ -53,14 +54,6 @@ class Stored:
             steps=unit.steps[slot] if slot < unit.trainable else None,
         )
 
-    @classmethod
-    def said(cls, fields: dict[str, Any]) -> "Stored":
-        """One of which JSON made lists of shapes."""
-        by_state = {
-            key: {state: tuple(shape) for state, shape in fields[key].items()} for key in ("states", "whole_states")
-        }
-        return cls(**{**fields, **by_state, "whole_shape": tuple(fields["whole_shape"])})
-
 
 @dataclass(frozen=True)
 class Contents:
@@ -80,7 +73,13 @@ class Contents:
             {parameter.stored_name: Stored.of(parameter) for parameter in parameters},
             [[names[name] for name in group["params"]] for group in groups],
         )
-        return _merged(said_by_ranks(engine, "the contents of a checkpoint", asdict(mine)))
+        said: list[Contents] = said_by_ranks(engine, "the contents of a checkpoint", mine)
+        stored: dict[str, Stored] = {}
+        for each in said:
+            for name, one in each.stored.items():
+                stored.setdefault(name, one)
+        by_group = zip(*(each.members for each in said), strict=True)
+        return cls(stored, [list(dict.fromkeys(chain(*names))) for names in by_group])
 
     @property
     def steps(self) -> dict[str, int]:
@@ -101,30 +100,19 @@ class Contents:
         shapes = {one.whole: one.whole_states[state.name] for one in having}
         return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
 
-    def tiles(self) -> dict[str, Any]:
-        """Parameter that was cut into tiles -> shape, and names of its parts in order."""
-        return {
-            whole: {"shape": list(first.whole_shape), "parts": names}
-            for whole, (first, names) in self._parts().items()
-            if first.dim is None
-        }
-
-    def shards(self) -> dict[str, Any]:
-        """Parameter that tensor-parallel ranks divide -> shape, dimension, and names of its parts in order."""
-        return {
-            whole: {"shape": list(first.whole_shape), "dim": first.dim, "parts": names}
-            for whole, (first, names) in self._parts().items()
-            if first.dim is not None
-        }
-
-    def _parts(self) -> dict[str, tuple[Stored, list[str]]]:
-        """Parameter that is stored in parts -> one of them, and the names of all, in order."""
+    def cuts(self, shards: bool) -> dict[str, Any]:
+        """Parameter in tiles, or of which tensor-parallel ranks have parts -> its shape, for these the dimension,
+        and the names of its parts in order."""
         found: dict[str, list[str]] = {}
         for name, one in self.stored.items():
-            if one.whole != name:
+            if one.whole != name and (one.dim is not None) == shards:
                 found.setdefault(one.whole, []).append(name)
         return {
-            whole: (self.stored[names[0]], sorted(names, key=lambda name: self.stored[name].start))
+            whole: {
+                "shape": list(self.stored[names[0]].whole_shape),
+                **({"dim": self.stored[names[0]].dim} if shards else {}),
+                "parts": sorted(names, key=lambda name: self.stored[name].start),
+            }
             for whole, names in found.items()
         }
 
@@ -134,15 +122,3 @@ class Contents:
             {**group, "params": list(dict.fromkeys(self.stored[name].whole for name in names))}
             for group, names in zip(mine, self.members, strict=True)
         ]
-
-
-def _merged(said: Sequence[dict[str, Any]]) -> Contents:
-    """Of what ranks say, what any of them does, the first one's first."""
-    stored: dict[str, Stored] = {}
-    members: list[dict[str, None]] = [{} for _ in said[0]["members"]]
-    for each in said:
-        for name, fields in each["stored"].items():
-            stored.setdefault(name, Stored.said(fields))
-        for group, names in zip(members, each["members"], strict=True):
-            group.update(dict.fromkeys(names))
-    return Contents(stored, [list(group) for group in members])

@@ -5,14 +5,10 @@ import os
 import threading
 from pathlib import Path
 
-import numpy as np
-
-from pagoda.memory.arena import Arena
 from pagoda.memory.page import PAGE_ALIGN
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
-_BUFFER_BYTES = 1 << 20
 _UNSYNCED_BYTES = 64 << 20
 """Most bytes of a file that the kernel has and the disk has not, while it is written through the page cache."""
 
@@ -20,11 +16,10 @@ _UNSYNCED_BYTES = 64 << 20
 class DirectFile:
     """A file to write to. On return of `pwrite` the drive has most of the bytes; all are safe after `sync`.
 
-    A copy to the page cache takes a core as long as the drive takes to write, and the kernel writes a file back by one
-    thread. So whole blocks go to the drive from where they are in memory (O_DIRECT), or through a small buffer where
-    memory is not aligned as the file is. Less than a block, at either end, goes through the page cache; and everything
-    does where the file system refuses direct I/O, but is synced every 64 MiB and dropped from it, so that one large
-    file cannot fill RAM with what waits to be written.
+    A copy to the page cache takes a core as long as the drive takes to write: half a second for each GiB. So whole
+    blocks go to the drive from where they are in memory (O_DIRECT). Less than a block, at either end, goes through the
+    page cache; and everything does where memory is not aligned or the file system refuses direct I/O, but is synced
+    every 64 MiB and dropped from it, so that one large file cannot fill RAM with what waits to be written.
 
     Thread-safe as long as writes do not overlap. `close` after the last of them.
     """
@@ -33,8 +28,6 @@ class DirectFile:
         """Raises OSError where the file cannot be opened; FileExistsError if it is to be made and is there already."""
         self._lock = threading.Lock()
         self._unsynced = 0
-        self._sync_error: OSError | None = None
-        self._buffer = Arena(_BUFFER_BYTES)
         self._direct: int | None = None
         self._fd = os.open(path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         if _O_DIRECT:
@@ -61,16 +54,10 @@ class DirectFile:
     def sync(self) -> None:
         """Make what was written safe from a loss of power.
 
-        Raises OSError as the disk does, and again whenever it has failed before: the kernel may have dropped what it
-        could not write.
+        Raises OSError as the disk does. The file is of no use then: the kernel may have dropped what it could not
+        write.
         """
-        if self._sync_error is None:
-            try:
-                os.fsync(self._fd)
-            except OSError as error:
-                self._sync_error = error
-        if self._sync_error is not None:
-            raise OSError(self._sync_error.errno, self._sync_error.strerror)
+        os.fsync(self._fd)
 
     def close(self) -> None:
         """Close the file as it is. Idempotent."""
@@ -81,30 +68,18 @@ class DirectFile:
 
     def _past_cache(self, blocks: memoryview, offset: int) -> int:
         """Write whole blocks as far as direct I/O takes them; returns the bytes that it took."""
-        done, buffered = 0, False
+        done = 0
         while self._direct is not None and done < blocks.nbytes:
-            left, at = blocks[done:], offset + done
             try:
-                moved = self._through_buffer(left, at) if buffered else os.pwrite(self._direct, left, at)
+                moved = os.pwrite(self._direct, blocks[done:], offset + done)
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-                if buffered:
-                    break
-                buffered = True
-                continue
+                break
             if moved < PAGE_ALIGN:
                 break  # the page cache says why
             done += moved - moved % PAGE_ALIGN
         return done
-
-    def _through_buffer(self, blocks: memoryview, offset: int) -> int:
-        """Write some of `blocks` from aligned memory; returns how many bytes."""
-        assert self._direct is not None
-        with self._lock:
-            part = self._buffer.view(0, min(blocks.nbytes, _BUFFER_BYTES))
-            np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(blocks[: part.nbytes], np.uint8))
-            return os.pwrite(self._direct, part, offset)
 
     def _through_cache(self, data: memoryview, offset: int) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pagoda.memory.files import (
     make_directories,
     read_regular,
     replace_file,
+    storage_errors,
     sync_directory,
 )
 from pagoda.memory.identity import (
@@ -34,7 +35,7 @@ from pagoda.memory.identity import (
     removed,
 )
 from pagoda.memory.ssd.commits import Reference
-from pagoda.memory.ssd.forget import forget_commit
+from pagoda.memory.ssd.tier import forget_commit
 
 _log = logging.getLogger("pagoda")
 
@@ -67,11 +68,11 @@ def committed(
             try:
                 sync_directory(directory.parent)
                 yield temporary
-                _sync(temporary)
+                sync_directory(temporary)
                 temporary.rename(directory)
                 named = True
                 os.unlink(PARTIAL_MARK, dir_fd=lock)
-                _sync(directory.parent)
+                sync_directory(directory.parent)
             except BaseException:
                 if not named:
                     with suppress(OSError):
@@ -170,7 +171,7 @@ class Removable:
         """Take its name away, durably, so that at no instant there is part of a checkpoint. Raises StorageError."""
         with _deleting(self.directory):
             self.directory.rename(removed(self.directory))
-            _sync(self.directory.parent)
+            sync_directory(self.directory.parent)
 
     def forget(self, places: Sequence[str | Path]) -> None:
         """Delete its commits, of the stores in `places`. Raises StorageError."""
@@ -220,14 +221,8 @@ def removables(directories: Sequence[Path]) -> list[Removable]:
     return found
 
 
-@contextmanager
-def _deleting(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"The checkpoint {directory} could not be deleted: {error}") from error
+def _deleting(directory: Path) -> AbstractContextManager[None]:
+    return storage_errors(f"The checkpoint {directory} could not be deleted")
 
 
 def _references(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -287,7 +282,3 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def _hash(content: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
-
-
-def _sync(directory: Path) -> None:
-    sync_directory(directory)

@@ -1,6 +1,6 @@
 """From a checkpoint to the files that transformers' `from_pretrained` reads, in pieces; or to those of peft."""
 
-import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from pagoda.checkpoint.hf_layout import stored_names, to_files
 from pagoda.checkpoint.lazy import LazyTensor, Read
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
+from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
-from pagoda.checkpoint.tensors import chunks, write_tensors
+from pagoda.checkpoint.tensors import chunks
 from pagoda.config.training import Precision
-from pagoda.errors import CheckpointError, StorageError
-from pagoda.memory.sizes import format_bytes
+from pagoda.errors import CheckpointError
+from pagoda.memory.arena import tensor_bytes
+from pagoda.memory.files import write_durably
+from pagoda.memory.identity import new_checkpoint_id
 from pagoda.optim.flat import join
 
 _WEIGHT, _LOW = "weight", "weight_low"
@@ -43,11 +46,12 @@ def export(
     dtype: Precision | None = None,
     max_shard_bytes: int = 5 << 30,
     merge: bool = False,
+    beside: Sequence[Path] = (),
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face directory, which appears complete or not at all.
 
     Of a model with an adapter of peft, that is the adapter alone, for `peft.PeftModel.from_pretrained`; with `merge` it
-    is the model without one, whose weights have what the adapter adds.
+    is the model without one, whose weights have what the adapter adds. Files `beside` are copied into it: a tokenizer.
 
     The weights are those that the model computed with, unless `dtype` asks for others: "fp32" is the master, exact;
     "bf16" of a model trained in fp32 is rounded to even. A file has at most `max_shard_bytes` of tensors, or one
@@ -70,35 +74,38 @@ def export(
             adapted = AdaptedModel(record, lambda name: _whole(checkpoint, name, as_dtype))
             if not merge:
                 with committed(out) as folder:
-                    files, count, nbytes = adapted.write(folder)
-                return Exported(files, count, nbytes, as_dtype)
+                    _copy(beside, folder)
+                    return Exported(*adapted.write(folder), as_dtype)
         elif merge:
             raise CheckpointError(f"{directory} has no adapter to merge: export it without --merge.")
         model = skeleton(record)
         tensors = to_files(model, _tensors(checkpoint, model, as_dtype, adapted))
         shards = _shards(tensors, max_shard_bytes)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        with committed(out) as folder:
-            free = shutil.disk_usage(folder).free
-            if free < nbytes:
-                raise StorageError(
-                    f"{out} needs {format_bytes(nbytes)}, and {format_bytes(free)} are free there. Free space, or name "
-                    "another directory."
-                )
+        specs = {file: [tensors[name].spec(name) for name in names] for file, names in shards.items()}
+        files = Files(out, new_checkpoint_id(), specs, None)
+        with files.open():
+            _copy(beside, files.folder)
             for file, names in shards.items():
-                specs = [tensors[name].spec(name) for name in names]
-                pieces = (tensors[name].read(*part) for name in names for part in chunks(tensors[name].numel()))
-                write_tensors(folder / file, specs, pieces)
+                for name in names:
+                    for start, count in chunks(tensors[name].numel()):
+                        files.write(file, name, start, tensor_bytes(tensors[name].read(start, count)))
+            files.finish()
             if len(shards) > 1:
                 index = {
                     "metadata": {"total_size": nbytes},
-                    "weight_map": {name: file for file, names in shards.items() for name in names},
+                    "weight_map": {name: f"{file}.safetensors" for file, names in shards.items() for name in names},
                 }
-                write_json(folder / INDEX, index, indent=2)
-            write_json(folder / "config.json", _config(record, as_dtype), indent=2)
+                write_json(files.folder / INDEX, index, indent=2)
+            write_json(files.folder / "config.json", _config(record, as_dtype), indent=2)
             if record.get("generation_config"):
-                write_json(folder / "generation_config.json", record["generation_config"], indent=2)
-    return Exported(list(shards), len(tensors), nbytes, as_dtype)
+                write_json(files.folder / "generation_config.json", record["generation_config"], indent=2)
+    return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
+
+
+def _copy(files: Sequence[Path], folder: Path) -> None:
+    for file in files:
+        write_durably(folder / file.name, file.read_bytes())
 
 
 def _tensors(
@@ -116,7 +123,7 @@ def _tensors(
             read = _weights(checkpoint, held_as, dtype if adapted is None else torch.float32)
             if adapted is not None:
                 read = adapted.merged(held_as, read, dtype)
-            found[name] = LazyTensor.stored(dtype, spec.shape, read)
+            found[name] = LazyTensor(dtype, spec.shape, read)
         elif held_as in buffers:
             spec = buffers[held_as]
             found[name] = checkpoint.tensor(BUFFERS, held_as)
@@ -154,7 +161,7 @@ def _whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tenso
 
 
 def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[str]]:
-    """File name -> names of its tensors, in order."""
+    """File -> names of its tensors, in order."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -164,8 +171,8 @@ def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[st
         groups[-1].append(name)
         size += tensor.nbytes
     if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+        return {SINGLE.removesuffix(".safetensors"): groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}": group for n, group in enumerate(groups, 1)}
 
 
 def _config(record: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

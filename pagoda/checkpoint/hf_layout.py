@@ -2,22 +2,10 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The tensors of files under the names that they have in a model's `state_dict()`."""
-
-    tensors: dict[str, LazyTensor]
-    missing: list[str]
-    """Names of the model for which the files have nothing, without those that transformers ignores."""
-    unexpected: list[str]
-    """What the files have beyond the model, likewise."""
 
 
 def stored_names(model: Any) -> dict[str, str]:
@@ -43,8 +31,9 @@ def to_files(model: Any, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTen
     return laid_out
 
 
-def from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> Loaded:
-    """Tensors of files by their names in `state_dict()`, as `from_pretrained` finds them."""
+def from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
+    """Tensors of files by their names in `state_dict()`, as `from_pretrained` finds them; names of the model for which
+    the files have nothing, and those that they have beyond the model, without what transformers ignores."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     from transformers.utils.loading_report import LoadStateDictInfo
@@ -85,4 +74,4 @@ def from_files(model: Any, tensors: Mapping[str, LazyTensor]) -> Loaded:
     )
     model._adjust_missing_and_unexpected_keys(report)
     found = {name: tensor for name, tensor in found.items() if name in expected}
-    return Loaded(found, sorted(report.missing_keys), sorted(report.unexpected_keys))
+    return found, sorted(report.missing_keys), sorted(report.unexpected_keys)

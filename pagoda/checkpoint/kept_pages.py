@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pagoda.checkpoint.directory import removables
-from pagoda.checkpoint.paged import PagedParameter, PagedUnit
+from pagoda.checkpoint.paged import PagedUnit
 from pagoda.checkpoint.state import ParameterState, said_by_ranks
 from pagoda.plan.ops import SSD
 from pagoda.plan.placement import SPARE, UNDO
@@ -33,26 +32,32 @@ class KeptPages:
         if engine.store.ssd is None:
             return cls({}, {})
         paged = {unit.index: paged_unit(engine, unit) for unit in engine.units}
-        mine = {
-            "copied": _copied(engine, paged, _has_room(engine, replaces)),
-            "names": {
-                index: {state.name: [p.name for p in unit.holds(state.name)] for state in engine.plan.layout.states}
-                for index, unit in paged.items()
-            },
-        }
+        room = _has_room(engine, replaces)
+        mine = [
+            (
+                unit.index,
+                state.name,
+                [name for name, _, _ in paged[unit.index].tensors(state.name)],
+                (room and state.name in paged[unit.index].extents)
+                or not any(map(len, engine.store.shards.held(unit.spec, state.name))),
+            )
+            for unit in engine.units
+            for state in engine.plan.layout.states
+        ]
         said = said_by_ranks(engine, "what a checkpoint keeps on SSD", mine)
-        copied = {(index, state) for each in said for index, state in each["copied"]}
+        copied = {(index, state) for each in said for index, state, _, can_stay in each if not can_stay}
         names: dict[str, set[str]] = {}
         for each in said:
-            for index, of_unit in each["names"].items():
-                for state, held in of_unit.items():
-                    if (int(index), state) not in copied:
-                        names.setdefault(state, set()).update(held)
-        kept = {index: _without(unit, [state for at, state in copied if at == index]) for index, unit in paged.items()}
-        return cls(
-            {index: unit for index, unit in kept.items() if unit.extents},
-            {state: frozenset(held) for state, held in names.items()},
-        )
+            for index, state, held, _ in each:
+                if (index, state) not in copied:
+                    names.setdefault(state, set()).update(held)
+        kept = {}
+        for index, unit in paged.items():
+            extents = {state: run for state, run in unit.extents.items() if (index, state) not in copied}
+            if extents:
+                spans = {state: unit.spans[state] for state in extents}
+                kept[index] = PagedUnit(unit.layout, extents, spans)
+        return cls(kept, {state: frozenset(held) for state, held in names.items()})
 
     def has(self, unit: int, state: str) -> bool:
         """Whether this process keeps a state of a unit as pages."""
@@ -63,21 +68,25 @@ def paged_unit(engine: Engine, unit: LiveUnit) -> PagedUnit:
     """A unit's layout, and the states of it whose home is SSD."""
     store, states = engine.store, engine.plan.layout.states
     held = [(ParameterState(engine, unit, slot), placed.offset) for slot, placed in enumerate(unit.spec.slots)]
-    parameters = (PagedParameter(p.stored_name, offset, p.spec.shape, p.spec.trainable) for p, offset in held)
-    packed = {
-        state.name: tuple(
-            PagedParameter(parameter.stored_name, span.first, span.shape, True)
-            for parameter, _ in held
-            if (span := parameter.span(state)) is not None
-        )
-        for state in states
-        if state.shape_of is not None
+    layout = {
+        "parameters": [[p.stored_name, offset, list(p.spec.shape), p.spec.trainable] for p, offset in held],
+        "packed": {
+            state.name: [
+                [parameter.stored_name, span.first, list(span.shape)]
+                for parameter, _ in held
+                if (span := parameter.span(state)) is not None
+            ]
+            for state in states
+            if state.shape_of is not None
+        },
     }
-    runs = {state.name: store.run(unit.index, store.newest_extent(unit.index, state.name)) for state in states}
-    extents = {state: run for state, run in runs.items() if run is not None}
-    return PagedUnit(
-        tuple(parameters), packed, extents, {state: store.shards.held(unit.spec, state) for state in extents}
-    )
+    extents, spans = {}, {}
+    for state in states:
+        run = store.run(unit.index, store.newest_extent(unit.index, state.name))
+        if run is not None:
+            extents[state.name] = [run.start, run.count]
+            spans[state.name] = [[s.start, s.stop, s.at] for s in store.shards.held(unit.spec, state.name)]
+    return PagedUnit(layout, extents, spans)
 
 
 def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
@@ -91,23 +100,3 @@ def _has_room(engine: Engine, replaces: Sequence[Path]) -> bool:
     wanted = plan.placement.pages(SSD, SPARE) >= state_pages > 0
     gone = {reference["commit"] for old in removables(replaces) for reference in old.references}
     return wanted and ssd.room_beside(gone) - plan.placement.pages(SSD, UNDO) >= state_pages
-
-
-def _copied(engine: Engine, paged: Mapping[int, PagedUnit], room: bool) -> list[tuple[int, str]]:
-    """(unit, state) of what this process has and cannot keep as pages."""
-    return [
-        (unit.index, state.name)
-        for unit in engine.units
-        for state in engine.plan.layout.states
-        if not (room and state.name in paged[unit.index].extents)
-        and any(map(len, engine.store.shards.held(unit.spec, state.name)))
-    ]
-
-
-def _without(unit: PagedUnit, states: Sequence[str]) -> PagedUnit:
-    """A unit without the extents of some states."""
-
-    def but(of: Mapping[str, Any]) -> dict[str, Any]:
-        return {state: value for state, value in of.items() if state not in states}
-
-    return PagedUnit(unit.parameters, unit.packed, but(unit.extents), but(unit.spans))

@@ -2,95 +2,26 @@
 
 transformers describes how a model's tensors lie in files by code on tensors (`torch.stack` of experts, `torch.chunk`
 of a fused projection). Given lazy tensors, that same code yields lazy tensors, and nothing as large as a layer's
-experts is ever in RAM. What joins and cuts blocks is exact and free; any other operation is put off until its result
-is read, and then done on whole tensors.
+experts is ever in RAM. Joining and cutting is exact and free; any other operation is put off until its result is read,
+and then done on whole tensors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from math import prod
-from typing import Any, Protocol, Self
+from typing import Any
 
-import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
-from pagoda.checkpoint.tensors import TensorSpec
+from pagoda.checkpoint.tensors import TensorFile, TensorSpec
 from pagoda.errors import CheckpointError
 
 Read = Callable[[int, int], torch.Tensor]
-"""Elements [start, start + count) of a stored tensor, flat."""
+"""Elements [start, start + count) of a tensor, flat."""
 _CLOSE = 16
 """What is read may have so many elements for each that is wanted: part of each row, as one of several ranks has it."""
-
-
-class Source(Protocol):
-    """Where tensors are stored, by name."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
-
-    def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of a tensor, flat. Raises CheckpointError where they are damaged."""
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of one stored tensor, and where it lies in the lazy one. Invariant: the order of axes is the same."""
-
-    read: Read
-    offset: int
-    """Element of the stored tensor where it begins."""
-    strides: tuple[int, ...]
-    """Elements of the stored tensor from one index to the next, by axis."""
-    shape: tuple[int, ...]
-    origin: tuple[int, ...]
-    """Its first index in the lazy tensor."""
-
-    def narrowed(self, axis: int, start: int, stop: int) -> Self | None:
-        """What lies in [start, stop) along an axis, whose origin that range becomes."""
-        first = max(start, self.origin[axis])
-        last = min(stop, self.origin[axis] + self.shape[axis])
-        if first >= last:
-            return None
-        return replace(
-            self,
-            offset=self.offset + (first - self.origin[axis]) * self.strides[axis],
-            shape=_with(self.shape, axis, last - first),
-            origin=_with(self.origin, axis, first - start),
-        )
-
-    def fill(self, out: torch.Tensor, start: int, strides: tuple[int, ...]) -> None:
-        """Copy what falls into `out`, elements from `start` on of the lazy tensor, whose strides are given."""
-        axis = len(self.shape)
-        run = 1
-        while axis and (self.shape[axis - 1] == 1 or strides[axis - 1] == self.strides[axis - 1] == run):
-            run *= self.shape[axis - 1]
-            axis -= 1
-        there, here = np.array([self.offset]), np.array([np.dot(self.origin, strides)], dtype=np.int64)
-        for n, mine, its in zip(self.shape[:axis], self.strides[:axis], strides[:axis], strict=True):
-            steps = np.arange(n)
-            there = (there[:, None] + steps * mine).ravel()
-            here = (here[:, None] + steps * its).ravel()
-        stop = start + out.numel()
-        wanted = slice(int(np.searchsorted(here, start - run, "right")), int(np.searchsorted(here, stop)))
-        parts = []  # (first element in the lazy tensor, in the stored one, elements) of each run
-        for begin, stored in zip(here[wanted].tolist(), there[wanted].tolist(), strict=True):
-            first, last = max(start, begin), min(stop, begin + run)
-            parts.append((first, stored + first - begin, last - first))
-        read = self._reader(parts)
-        for first, stored, count in parts:
-            out[first - start : first - start + count] = read(stored, count)
-
-    def _reader(self, parts: Sequence[tuple[int, int, int]]) -> Read:
-        """What reads the parts of the stored tensor: one after another, or what lies between them too at once."""
-        if len(parts) < 2:
-            return self.read
-        begin, end = parts[0][1], parts[-1][1] + parts[-1][2]
-        if end - begin > _CLOSE * sum(count for _, _, count in parts):
-            return self.read
-        values = self.read(begin, end - begin)
-        return lambda start, count: values[start - begin : start - begin + count]
 
 
 class LazyTensor:
@@ -99,21 +30,15 @@ class LazyTensor:
     Functions and methods of torch apply to it. Its values must not change while it is in use.
     """
 
-    def __init__(self, dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[_Block]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, shape: Sequence[int], read: Read, parts: "Sequence[LazyTensor]" = (), axis: int = 0
+    ) -> None:
+        """`parts`: what it was joined of along `axis`, if it was."""
         self.dtype = dtype
         self.shape = torch.Size(shape)
-        self._blocks = tuple(blocks)
-
-    @classmethod
-    def stored(cls, dtype: torch.dtype, shape: Sequence[int], read: Read) -> "LazyTensor":
-        """A whole tensor, as it is stored."""
-        return cls(dtype, shape, [_Block(read, 0, _strides(shape), tuple(shape), (0,) * len(shape))])
-
-    @classmethod
-    def all_of(cls, source: Source) -> "dict[str, LazyTensor]":
-        """The tensors of a source, by name."""
-        read = source.read
-        return {name: cls.stored(spec.dtype, spec.shape, partial(read, name)) for name, spec in source.specs.items()}
+        self._read = read
+        self._parts = parts
+        self._axis = axis
 
     @property
     def ndim(self) -> int:
@@ -144,37 +69,33 @@ class LazyTensor:
         """Elements [start, start + count) of the flat tensor, as a copy. Raises IndexError beyond its end."""
         if not 0 <= start <= start + count <= self.numel():
             raise IndexError(f"elements {start} to {start + count} of a tensor of shape {list(self.shape)}")
-        strides = _strides(self.shape)
-        if count and len(self._blocks) == 1 and self._blocks[0].strides == strides:  # it lies together where it is
-            return self._blocks[0].read(self._blocks[0].offset + start, count)
-        out = torch.empty(count, dtype=self.dtype)
-        if count:
-            for block in self._blocks:
-                block.fill(out, start, strides)
-        return out
+        return self._read(start, count) if count else torch.empty(0, dtype=self.dtype)
 
     def whole(self) -> torch.Tensor:
         """All of it, in RAM."""
         return self.read(0, self.numel()).view(self.shape)
 
+    def with_shape(self, shape: Sequence[int]) -> "LazyTensor":
+        """The same elements in another shape."""
+        return LazyTensor(self.dtype, shape, self._read)
+
     def narrow(self, dim: int, start: int, length: int) -> "LazyTensor":
         axis = dim % self.ndim
-        blocks = [block.narrowed(axis, start, start + length) for block in self._blocks]
-        return LazyTensor(self.dtype, _with(self.shape, axis, length), [block for block in blocks if block is not None])
+        if length == self.shape[axis]:
+            return self
+        if length and axis == self._axis and self._parts:
+            return cat(list(_overlapping(self._parts, axis, start, start + length)), axis)
+        inner = prod(self.shape[axis + 1 :])
+        read = partial(_read_part_of_rows, self, self.shape[axis] * inner, start * inner, length * inner)
+        return LazyTensor(self.dtype, _with(self.shape, axis, length), read)
 
     def squeeze(self, dim: int) -> "LazyTensor":
         axis = dim % self.ndim
-        if self.shape[axis] != 1:
-            return self
-
-        def less(values: tuple[int, ...]) -> tuple[int, ...]:
-            return values[:axis] + values[axis + 1 :]
-
-        return self._reshaped(less)
+        return self if self.shape[axis] != 1 else self.with_shape((*self.shape[:axis], *self.shape[axis + 1 :]))
 
     def unsqueeze(self, dim: int) -> "LazyTensor":
         axis = dim % (self.ndim + 1)
-        return self._reshaped(lambda values: (*values[:axis], -1, *values[axis:]))
+        return self.with_shape((*self.shape[:axis], 1, *self.shape[axis:]))
 
     def contiguous(self) -> "LazyTensor":
         return self
@@ -200,33 +121,72 @@ class LazyTensor:
         own = _OWN.get(function)
         return own(*args, **kwargs) if own is not None else _put_off(function, args, kwargs)
 
-    def _reshaped(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> "LazyTensor":
-        """With an axis of size 1 more (-1 where it comes) or less."""
 
-        def changed(values: tuple[int, ...], new: int) -> tuple[int, ...]:
-            return tuple(new if value == -1 else value for value in change(values))
-
-        blocks = [
-            replace(b, strides=changed(b.strides, 1), shape=changed(b.shape, 1), origin=changed(b.origin, 0))
-            for b in self._blocks
-        ]
-        return LazyTensor(self.dtype, changed(tuple(self.shape), 1), blocks)
+def tensors_of(file: TensorFile) -> dict[str, LazyTensor]:
+    """The tensors of a file, by name."""
+    return {name: LazyTensor(spec.dtype, spec.shape, partial(file.read, name)) for name, spec in file.specs.items()}
 
 
 def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     """As `torch.cat`. Raises CheckpointError where dtypes or shapes do not fit."""
     first = tensors[0]
+    if len(tensors) == 1:
+        return first
     axis = dim % first.ndim
-    blocks, end = [], 0
     for tensor in tensors:
         if tensor.dtype is not first.dtype or _with(tensor.shape, axis, 0) != _with(first.shape, axis, 0):
             raise CheckpointError(
                 f"tensors of {first.dtype} {list(first.shape)} and {tensor.dtype} {list(tensor.shape)} belong together "
                 "in one, and do not fit"
             )
-        blocks += [replace(b, origin=_with(b.origin, axis, b.origin[axis] + end)) for b in tensor._blocks]
-        end += tensor.shape[axis]
-    return LazyTensor(first.dtype, _with(first.shape, axis, end), blocks)
+    shape = _with(first.shape, axis, sum(tensor.shape[axis] for tensor in tensors))
+    widths = [prod(tensor.shape[axis:]) for tensor in tensors]
+    return LazyTensor(first.dtype, shape, partial(_read_joined_rows, tensors, widths), tensors, axis)
+
+
+def _read_part_of_rows(whole: LazyTensor, width: int, first: int, kept: int, start: int, count: int) -> torch.Tensor:
+    """Elements of what has `kept` elements, from element `first` on, of each row of `width` elements.
+
+    They are read row by row, or with what lies between them at once.
+    """
+    rows = [(row * width + first + begin, end - begin) for row, begin, end in _rows(kept, start, count)]
+    at, (last, its_count) = rows[0][0], rows[-1]
+    length = last + its_count - at
+    if length > _CLOSE * count:
+        return torch.cat([whole.read(*row) for row in rows])
+    values = whole.read(at, length)
+    return torch.cat([values[begin - at : begin - at + some] for begin, some in rows])
+
+
+def _read_joined_rows(tensors: Sequence[LazyTensor], widths: Sequence[int], start: int, count: int) -> torch.Tensor:
+    """Elements of what has, in each row, rows of all tensors, which are so wide. Each tensor is read once."""
+    rows = list(_rows(sum(widths), start, count))
+    by_tensor = []
+    for tensor, width, end in zip(tensors, widths, accumulate(widths), strict=True):
+        before = end - width  # elements of a row that come before this tensor's
+        parts = [
+            (row * width + min(max(first - before, 0), width), row * width + min(max(last - before, 0), width))
+            for row, first, last in rows
+        ]
+        counts = [last - first for first, last in parts]
+        by_tensor.append(torch.split(tensor.read(parts[0][0], sum(counts)), counts))
+    return torch.cat([part for of_row in zip(*by_tensor, strict=True) for part in of_row])
+
+
+def _rows(width: int, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """(row, first, end) of the parts of [start, start + count) that lie in one row of `width` elements each."""
+    for row in range(start // width, (start + count - 1) // width + 1):
+        yield row, max(start - row * width, 0), min(start + count - row * width, width)
+
+
+def _overlapping(tensors: Sequence[LazyTensor], axis: int, start: int, stop: int) -> Iterator[LazyTensor]:
+    """What lies in [start, stop) along an axis along which tensors are joined, of each that has some of it."""
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.shape[axis]
+        if begin < stop and start < end:
+            first, last = max(start, begin), min(stop, end)
+            yield tensor.narrow(axis, first - begin, last - first)
 
 
 def _stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
@@ -237,8 +197,7 @@ def _split(tensor: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tupl
     whole = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)]
-    ends = np.cumsum(sizes).tolist()
-    return tuple(tensor.narrow(dim, end - size, size) for size, end in zip(sizes, ends, strict=True))
+    return tuple(tensor.narrow(dim, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True))
 
 
 def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
@@ -258,33 +217,24 @@ _OWN: dict[Any, Callable[..., Any]] = {
 class _Deferred:
     """An operation done when a result of it is read. The results of the last one done stay in RAM."""
 
-    latest: "_Deferred | None" = None
+    latest: "tuple[_Deferred | None, list[torch.Tensor]]" = (None, [])
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = (function, args, kwargs)
-        self._results: list[torch.Tensor] = []
 
     def on(self, values: Callable[[LazyTensor], torch.Tensor]) -> Any:
         """The operation on what `values` gives for each lazy tensor."""
-        function, args, kwargs = self._call
+        function, args, kwargs = tree_map_only(LazyTensor, values, self._call)
         with torch.no_grad():
-            return function(*_with_values(args, values), **_with_values(kwargs, values))
+            return function(*args, **kwargs)
 
     def read(self, result: int, start: int, count: int) -> torch.Tensor:
         """Elements of one of its results, flat."""
-        if not self._results:
-            self._forget_latest()
+        if _Deferred.latest[0] is not self:
+            _Deferred.latest = None, []
             done = self.on(LazyTensor.whole)
-            self._forget_latest()  # an operation that this one needed
-            _Deferred.latest = self
-            self._results = [r.reshape(-1) for r in (done if isinstance(done, tuple | list) else (done,))]
-        return self._results[result][start : start + count].clone()
-
-    @staticmethod
-    def _forget_latest() -> None:
-        if _Deferred.latest is not None:
-            _Deferred.latest._results = []
-            _Deferred.latest = None
+            _Deferred.latest = self, [r.reshape(-1) for r in (done if isinstance(done, tuple | list) else (done,))]
+        return _Deferred.latest[1][result][start : start + count].clone()
 
 
 def _put_off(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,27 +244,12 @@ def _put_off(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     several = isinstance(shown, tuple | list)
     if not all(isinstance(one, torch.Tensor) for one in (shown if several else [shown])):
         return shown
-
-    def lazy(number: int, one: torch.Tensor) -> LazyTensor:
-        return LazyTensor.stored(one.dtype, one.shape, lambda start, count: deferred.read(number, start, count))
-
-    return tuple(lazy(number, one) for number, one in enumerate(shown)) if several else lazy(0, shown)
-
-
-def _with_values(item: Any, values: Callable[[LazyTensor], torch.Tensor]) -> Any:
-    if isinstance(item, LazyTensor):
-        return values(item)
-    if isinstance(item, tuple | list):
-        return type(item)(_with_values(part, values) for part in item) if type(item) in (tuple, list) else item
-    if isinstance(item, dict):
-        return {key: _with_values(part, values) for key, part in item.items()}
-    return item
+    lazy = [
+        LazyTensor(one.dtype, one.shape, partial(deferred.read, number))
+        for number, one in enumerate(shown if several else [shown])
+    ]
+    return tuple(lazy) if several else lazy[0]
 
 
 def _with(values: Sequence[int], axis: int, value: int) -> tuple[int, ...]:
     return (*values[:axis], value, *values[axis + 1 :])
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next, by axis, of a contiguous tensor."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -7,37 +7,31 @@ from typing import Any
 import torch
 
 from pagoda.checkpoint.contents import Contents
-from pagoda.checkpoint.state import ParameterState, named, state_of
+from pagoda.checkpoint.state import ParameterState, named, state_of, whole_states
 from pagoda.checkpoint.state_dicts import check_shapes
-from pagoda.checkpoint.whole import whole_states
 from pagoda.errors import CheckpointError
 from pagoda.optim.param_groups import check_groups
 
 
-def read_entry(state: ParameterState) -> dict[str, Any]:
+def read_entry(state: ParameterState, blank: bool = False) -> dict[str, Any]:
     """A parameter's entry in a torch `state_dict`; all are copies, and DTensors where the parameter is one.
 
-    Writing what was read changes no bit.
+    Writing what was read changes no bit. With `blank` every tensor is on meta.
     """
     engine, unit, slot = state
-    kept = {name: state.read(name) for name in state.moments()}
-    return {
-        name: state.as_param(value) if isinstance(value, torch.Tensor) and value.shape == state.spec.shape else value
-        for name, value in engine.rule.torch_state(unit.steps[slot], kept).items()
-    }
-
-
-def blank_entry(state: ParameterState) -> dict[str, Any]:
-    """What `read_entry` gives, with every tensor on meta."""
-    engine, unit, slot = state
     kept = {
-        name: torch.empty(span.shape, dtype=engine.store.dtype(name), device="meta") if span.shape else state.read(name)
+        name: torch.empty(span.shape, dtype=engine.store.dtype(name), device="meta")
+        if blank and span.shape  # a rule may look at a number
+        else state.read(name)
         for name, span in state.moments().items()
     }
-    return {
-        name: torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
-        for name, value in engine.rule.torch_state(unit.steps[slot], kept).items()
-    }
+    entry = dict(engine.rule.torch_state(unit.steps[slot], kept))
+    for name, value in entry.items():
+        if isinstance(value, torch.Tensor) and blank:
+            entry[name] = value.to("meta")
+        elif isinstance(value, torch.Tensor) and value.shape == state.spec.shape:
+            entry[name] = state.as_param(value)
+    return entry
 
 
 def check_entry(state: ParameterState, entry: Mapping[str, Any]) -> None:

@@ -2,16 +2,19 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pagoda.checkpoint.tensors import TensorSpec, dtype_name, dtype_named
+from pagoda.checkpoint.lazy import LazyTensor, Read, cat
+from pagoda.checkpoint.tensors import DTYPE_NAMES, DTYPES
 from pagoda.errors import CheckpointError, StorageError
 from pagoda.memory.arena import Arena
 from pagoda.memory.page import Run, pages_for
@@ -33,83 +36,45 @@ _OF_RANK = re.compile(r"rank-\d+")
 
 
 @dataclass(frozen=True)
-class PagedParameter:
-    """Where a parameter lies in its unit's states; or its tensor of a state that lies otherwise."""
-
-    name: str
-    offset: int
-    """Elements before it."""
-    shape: tuple[int, ...]
-    trainable: bool
-
-
-@dataclass(frozen=True)
 class PagedUnit:
-    """A unit of which some states are pages of one rank."""
+    """A unit of which some states are pages of one rank, as a manifest has it; see `PAGED_FORM`."""
 
-    parameters: tuple[PagedParameter, ...]
-    packed: Mapping[str, tuple[PagedParameter, ...]]
-    """State whose tensors have shapes of their own -> these."""
-    extents: Mapping[str, Run]
-    """State -> the tier's pages it lay in."""
-    spans: Mapping[str, tuple[Span, ...]]
-    """State -> which of the unit's elements of it lie in the extent, and where."""
+    layout: Mapping[str, Any]
+    """`parameters`: name, elements before it, shape, whether it trains. `packed`: name, elements before it and shape of
+    each tensor of a state whose tensors have shapes of their own."""
+    extents: Mapping[str, Sequence[int]]
+    """State -> first page and number of the tier's pages it lay in."""
+    spans: Mapping[str, Sequence[Sequence[int]]]
+    """State -> which of the unit's elements of it lie in the extent, and where: the fields of `Span`."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "layout": {
-                "parameters": [[p.name, p.offset, list(p.shape), p.trainable] for p in self.parameters],
-                "packed": {state: [[p.name, p.offset, list(p.shape)] for p in of] for state, of in self.packed.items()},
-            },
-            "extents": {state: [run.start, run.count] for state, run in self.extents.items()},
-            "spans": {state: [[s.start, s.stop, s.at] for s in spans] for state, spans in self.spans.items()},
-        }
+    def tensors(self, state: str) -> list[Sequence[Any]]:
+        """(name, elements before it, shape) of the tensors of a state: all parameters have weights, those that train
+        the others, unless the state says itself."""
+        if state in self.layout["packed"]:
+            return list(self.layout["packed"][state])
+        return [(*where,) for *where, trains in self.layout["parameters"] if state == WEIGHT or trains]
 
-    @staticmethod
-    def from_json(layout: Mapping[str, Any], fields: Mapping[str, Any]) -> "PagedUnit":
-        """Of fields that have their form. Raises ValueError where they do not fit together."""
-        spans = fields["spans"]
-        if fields["extents"].keys() != spans.keys():
-            raise ValueError(f"extents {sorted(fields['extents'])} with the spans {sorted(spans)}")
-        if any(start > stop for of_state in spans.values() for start, stop, _ in of_state):
-            raise ValueError("a span that ends before it starts")
-        packed = {
-            state: tuple(PagedParameter(name, offset, tuple(shape), True) for name, offset, shape in of)
-            for state, of in layout["packed"].items()
-        }
-        return PagedUnit(
-            tuple(PagedParameter(n, o, tuple(shape), t) for n, o, shape, t in layout["parameters"]),
-            packed,
-            {state: Run(*run) for state, run in fields["extents"].items()},
-            {state: tuple(Span(*span) for span in spans) for state, spans in fields["spans"].items()},
-        )
-
-    def holds(self, state: str) -> tuple[PagedParameter, ...]:
-        """The parameters that have a state: all have weights, those that train the others, unless it says itself."""
-        if state in self.packed:
-            return self.packed[state]
-        return tuple(p for p in self.parameters if state == WEIGHT or p.trainable)
+    def is_like(self, other: "PagedUnit", state: str) -> bool:
+        """Whether the extents of a state have the same elements of the same parameters in the same places."""
+        return self.layout == other.layout and self.spans.get(state) == other.spans.get(state)
 
 
-def describe_pages(units: Sequence[PagedUnit], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """What one rank says of its pages, as JSON."""
-    return {"reference": reference, "units": [unit.to_json() for unit in units]}
-
-
-def joined_pages(dtypes: Mapping[str, torch.dtype], by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a manifest says of the pages that ranks have described, for `Pages` to read; each layout is there once."""
+def joined_pages(
+    dtypes: Mapping[str, torch.dtype], by_rank: Sequence[tuple[Mapping[str, Any], Sequence[PagedUnit]]]
+) -> dict[str, Any]:
+    """What a manifest says of the pages of ranks, each with the reference to its commit, for `Pages` to read; each
+    layout is there once."""
     layouts: dict[str, int] = {}
     ranks = [
         {
-            "reference": said["reference"],
+            "reference": reference,
             "units": [
-                {**unit, "layout": layouts.setdefault(json.dumps(unit["layout"]), len(layouts))}
-                for unit in said["units"]
+                {**asdict(unit), "layout": layouts.setdefault(json.dumps(unit.layout), len(layouts))} for unit in units
             ],
         }
-        for said in by_rank
+        for reference, units in by_rank
     ]
-    named = {state: dtype_name(dtype) for state, dtype in dtypes.items()}
+    named = {state: DTYPE_NAMES[dtype] for state, dtype in dtypes.items()}
     return {"dtypes": named, "layouts": [json.loads(layout) for layout in layouts], "ranks": ranks}
 
 
@@ -121,14 +86,14 @@ class PagesOfRank:
         self.committed = committed
         self.missing = missing
         """Why there are none."""
-        self._known = {unit.parameters: unit for unit in units}
+        self._by_first = {unit.layout["parameters"][0][0]: unit for unit in units}
 
     def extent(self, like: PagedUnit, state: str) -> Run | None:
         """The pages with a state of a unit that has exactly the layout of `like`, and the same of its elements."""
-        unit = self._known.get(like.parameters)
-        if unit is None or unit.holds(state) != like.holds(state) or unit.spans.get(state) != like.spans.get(state):
+        unit = self._by_first.get(like.layout["parameters"][0][0])
+        if unit is None or state not in unit.extents or not unit.is_like(like, state):
             return None
-        return unit.extents.get(state)
+        return Run(*unit.extents[state])
 
     def read(self, run: Run, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements [first, first + count) of an extent, shape [count]. Raises StorageError where they are damaged."""
@@ -154,10 +119,11 @@ class Pages:
         self.ranks: list[PagesOfRank] = []
         with ExitStack() as opened:
             try:
-                dtypes = {state: dtype_named(name) for state, name in description["dtypes"].items()}
+                dtypes = {state: DTYPES[name] for state, name in description["dtypes"].items()}
                 for said in description["ranks"]:
                     units = [
-                        PagedUnit.from_json(description["layouts"][unit["layout"]], unit) for unit in said["units"]
+                        PagedUnit(**{**unit, "layout": description["layouts"][unit["layout"]]})
+                        for unit in said["units"]
                     ]
                     committed, missing = None, ""
                     try:
@@ -165,9 +131,10 @@ class Pages:
                     except StorageError as error:
                         missing = str(error)
                     self.ranks.append(PagesOfRank(units, committed, missing))
+                self.tensors = {state: self._tensors(state, dtype) for state, dtype in dtypes.items()}
+                """State -> those of its tensors that are pages, by name; ranks may have a part of a tensor each."""
             except (LookupError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{directory} is damaged: its pages are not described: {error!r}") from error
-            self.sources = {state: PagedTensors(directory, self.ranks, state, dtype) for state, dtype in dtypes.items()}
             self._opened = opened.pop_all()
 
     def check(self) -> None:
@@ -186,59 +153,42 @@ class Pages:
     def close(self) -> None:
         self._opened.close()
 
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Elements [start, stop) of a tensor, which lie from element `at` on in an extent of a rank's."""
-
-    start: int
-    stop: int
-    rank: PagesOfRank
-    run: Run
-    at: int
-
-
-class PagedTensors:
-    """The tensors of one state that are pages; ranks may have a part of a tensor each."""
-
-    def __init__(self, directory: Path, ranks: Sequence[PagesOfRank], state: str, dtype: torch.dtype) -> None:
-        self._directory = directory
-        self.specs: dict[str, TensorSpec] = {}
-        self._stretches: dict[str, list[_Stretch]] = {}
-        for rank in ranks:
+    def _tensors(self, state: str, dtype: torch.dtype) -> dict[str, LazyTensor]:
+        shapes: dict[str, Sequence[int]] = {}
+        held: dict[str, list[tuple[int, int, Read]]] = {}
+        for rank in self.ranks:
             for unit in rank.units:
-                if state in unit.extents:
-                    for parameter in unit.holds(state):
-                        self.specs[parameter.name] = TensorSpec(parameter.name, dtype, parameter.shape)
-                        found = self._stretches.setdefault(parameter.name, [])
-                        found.extend(_stretches(rank, unit, state, parameter))
+                for name, before, shape in unit.tensors(state) if state in unit.extents else ():
+                    shapes[name] = shape
+                    for span in (Span(*span) for span in unit.spans[state]):
+                        part = span.within(before, before + prod(shape))
+                        if part is not None:
+                            read = partial(self._read, name, dtype, rank, Run(*unit.extents[state]), part.at)
+                            held.setdefault(name, []).append((part.start - before, part.stop - before, read))
+        return {name: self._joined(name, dtype, shape, held.get(name, ())) for name, shape in shapes.items()}
 
-    def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of a tensor, flat. Raises CheckpointError where they are damaged."""
-        spec, stop = self.specs[name], start + count
-        if stop > prod(spec.shape):
-            raise ValueError(f"asked for elements {start} to {stop} of {name!r}, which is {spec}")
-        found = [torch.empty(0, dtype=spec.dtype)]
-        while start < stop:
-            part = next((s for s in self._stretches[name] if s.start <= start < s.stop), None)
-            if part is None:
-                raise CheckpointError(f"{self._directory} is damaged: no rank has element {start} of {name!r}")
-            last = min(stop, part.stop)
-            try:
-                found.append(part.rank.read(part.run, part.at + start - part.start, last - start, spec.dtype))
-            except (StorageError, ValueError) as error:  # ValueError: the manifest names pages that there are not
-                raise CheckpointError(f"{self._directory} is damaged: {name!r} cannot be read: {error}") from error
-            start = last
-        return torch.cat(found)
+    def _joined(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], held: Iterable[tuple[int, int, Read]]
+    ) -> LazyTensor:
+        """A tensor out of what ranks have of it: first element, end, and what reads from there on."""
+        parts: list[LazyTensor] = []
+        end = 0
+        for start, stop, read in sorted(held, key=itemgetter(0)):
+            if start <= end < stop:
+                parts.append(LazyTensor(dtype, (stop - start,), read).narrow(0, end - start, stop - end))
+                end = stop
+        if end != prod(shape):
+            raise CheckpointError(f"{self._directory} is damaged: no rank has element {end} of {name!r}")
+        return cat(parts or [LazyTensor(dtype, (0,), torch.empty)]).with_shape(shape)
 
-
-def _stretches(rank: PagesOfRank, unit: PagedUnit, state: str, parameter: PagedParameter) -> Iterator[_Stretch]:
-    """What a rank has of a parameter's state."""
-    first = parameter.offset
-    for span in unit.spans[state]:
-        part = span.within(first, first + prod(parameter.shape))
-        if part is not None:
-            yield _Stretch(part.start - first, part.stop - first, rank, unit.extents[state], part.at)
+    def _read(
+        self, name: str, dtype: torch.dtype, rank: PagesOfRank, run: Run, at: int, start: int, count: int
+    ) -> torch.Tensor:
+        """Elements from `start` on of what lies from element `at` on in an extent."""
+        try:
+            return rank.read(run, at + start, count, dtype)
+        except (StorageError, ValueError) as error:  # ValueError: the manifest names pages that there are not
+            raise CheckpointError(f"{self._directory} is damaged: {name!r} cannot be read: {error}") from error
 
 
 def with_ranks(places: Sequence[str | Path]) -> list[Path]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pagoda.checkpoint.hf_layout import from_files
-from pagoda.checkpoint.lazy import LazyTensor
+from pagoda.checkpoint.lazy import LazyTensor, tensors_of
 from pagoda.checkpoint.tensors import TensorFile, chunks
 from pagoda.errors import ConfigError
 
@@ -80,24 +80,24 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     files = [TensorFile(path) for path in weight_files(directory)]
     if not files:
         raise ConfigError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
-    stored = {name: tensor for file in files for name, tensor in LazyTensor.all_of(file).items()}
+    stored = {name: tensor for file in files for name, tensor in tensors_of(file).items()}
     _check_plain(model, directory, stored)
-    loaded = from_files(model, stored)
+    tensors, missing, unexpected = from_files(model, stored)
     names: dict[int, list[str]] = {}
     held: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
     for name, tensor in held.items():
         names.setdefault(id(tensor), []).append(name)
-    _check_shapes(directory, loaded.tensors, held)
+    _check_shapes(directory, tensors, held)
     tied: set[str] = set()
     by_name: dict[str, LazyTensor] = {}
     given = 0
     for same in names.values():
-        present = [name for name in same if name in loaded.tensors]
+        present = [name for name in same if name in tensors]
         if not present:
             continue
-        _check_tied(directory, present, loaded.tensors)
-        _give(held[same[0]], loaded.tensors[present[0]])
-        by_name.update(dict.fromkeys(same, loaded.tensors[present[0]]))
+        _check_tied(directory, present, tensors)
+        _give(held[same[0]], tensors[present[0]])
+        by_name.update(dict.fromkeys(same, tensors[present[0]]))
         tied.update(same)
         given += 1
     if not given:
@@ -106,8 +106,8 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
         )
     setattr(model, _VALUES, by_name)
     _read_generation_config(model, directory)
-    missing = [name for name in loaded.missing if name not in tied]
-    return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, loaded.unexpected)
+    missing = [name for name in missing if name not in tied]
+    return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, unexpected)
 
 
 def values_of(param: nn.Parameter) -> LazyTensor | None:

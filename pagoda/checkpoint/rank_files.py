@@ -1,13 +1,12 @@
 """A checkpoint's files, written by one process or by all ranks: whole once every rank is done."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pagoda.checkpoint.directory import committed
-from pagoda.checkpoint.tensors import Pieces, TensorSpec, TensorWriter, hash_table
+from pagoda.checkpoint.tensors import TensorSpec, TensorWriter, hash_table
 from pagoda.distributed.transport import Transport
 from pagoda.errors import RankError
 from pagoda.memory.identity import partial
@@ -22,7 +21,11 @@ class Files:
     """
 
     def __init__(
-        self, directory: Path, checkpoint_id: str, specs: dict[str, Sequence[TensorSpec]], transport: Transport | None
+        self,
+        directory: Path,
+        checkpoint_id: str,
+        specs: Mapping[str, Sequence[TensorSpec]],
+        transport: Transport | None,
     ) -> None:
         """`specs` are the tensors of each file. `transport` is for this thread alone; None where one process writes."""
         self._checkpoint_id = checkpoint_id
@@ -74,26 +77,17 @@ class Files:
         """Sync what was written; the hashes of all that every rank has written, by file, which the first one gets."""
         for writer in self._writers.values():
             writer.finish()
-        mine = {file: writer.pieces for file, writer in self._writers.items()}
-        everyone: list[dict[str, Pieces]] = [mine]
-        if self._transport is not None:
-            by_rank = self.of_all(
-                {f: {n: list(p.items()) for n, p in pieces.items() if p} for f, pieces in mine.items()}
-            )
-            everyone = [
-                {f: {n: {at: tuple(piece) for at, piece in p} for n, p in pieces.items()} for f, pieces in said.items()}
-                for said in by_rank
-            ]
+        everyone = self.of_all({file: writer.pieces for file, writer in self._writers.items()})
         if not self.first:
             return {}
         return {file: hash_table(specs, [pieces[file] for pieces in everyone]) for file, specs in self._specs.items()}
 
     def of_all(self, mine: Any) -> list[Any]:
-        """What every rank says, as JSON; all say it at the same point."""
+        """What every rank says; all say it at the same point."""
         self._agree()
         if self._transport is None:
             return [mine]
-        return [json.loads(said) for said in self._transport.announce_bytes(json.dumps(mine).encode())]
+        return self._transport.announce(mine)
 
     @contextmanager
     def failing_on_all(self) -> Iterator[None]:

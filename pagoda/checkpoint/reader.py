@@ -4,22 +4,20 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
-from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from pagoda.checkpoint.directory import read_manifest
-from pagoda.checkpoint.lazy import LazyTensor, cat
+from pagoda.checkpoint.lazy import LazyTensor, cat, tensors_of
 from pagoda.checkpoint.paged import PAGED, PAGED_FORM, Pages
 from pagoda.checkpoint.tensors import TensorFile, TensorSpec, chunks
 from pagoda.errors import CheckpointError
 from pagoda.memory.forms import FormError, check
 from pagoda.memory.identity import CHECKPOINT_ID, MANIFEST
 from pagoda.plan.layout import WEIGHT
-from pagoda.plan.units import TensorShard
 
 TILES = "tiles"
 """In a manifest: whole parameter -> its shape and the names of its parts, in order, under which it is stored."""
@@ -64,24 +62,24 @@ class Checkpoint:
         self.directory = directory
         self.manifest = read_manifest(directory)
         self._check_manifest()
+        self._cuts: dict[str, Any] = {**self.manifest.get(TILES, {}), **self.manifest.get(SHARDS, {})}
+        """Parameter that is stored in parts -> its shape, their names in order, and the dimension of shards."""
         self._tensors: dict[str, dict[str, LazyTensor]] = {}
         with ExitStack() as opened:
             for state in (*self.manifest["states"], BUFFERS):
                 file = TensorFile(directory / f"{state}.safetensors", self.manifest["hashes"].get(state, {}))
                 opened.enter_context(closing(file))
-                self._tensors[state] = LazyTensor.all_of(file)
+                self._tensors[state] = tensors_of(file)
             self.pages: Pages | None = None
             """What it keeps on SSD."""
             if PAGED in self.manifest:
                 self.pages = opened.enter_context(closing(Pages(directory, self.manifest[PAGED], places)))
                 if all_pages:
                     self.pages.check()
-                for state, source in self.pages.sources.items():
-                    self._merge(state, LazyTensor.all_of(source))
-            for whole, cut in self.manifest.get(TILES, {}).items():
-                self._join(whole, tuple(cut["shape"]), cut["parts"])
-            for whole, divided in self.manifest.get(SHARDS, {}).items():
-                self._join_shards(whole, tuple(divided["shape"]), divided["dim"], divided["parts"])
+                for state, tensors in self.pages.tensors.items():
+                    self._merge(state, tensors)
+            for whole, cut in self._cuts.items():
+                self._join(whole, cut["shape"], cut.get("dim", 0), cut["parts"])
             held = [state for state in self.manifest["states"] if self._tensors[state] or state == WEIGHT]
             self.states = {state: self._dtype(state) for state in held}
             """Dtype of each state that a parameter has."""
@@ -109,8 +107,7 @@ class Checkpoint:
 
     def parts(self, name: str) -> list[str]:
         """The names under which a parameter is stored."""
-        cut = self.manifest.get(TILES, {}).get(name) or self.manifest.get(SHARDS, {}).get(name)
-        return [name] if cut is None else list(cut["parts"])
+        return list(self._cuts[name]["parts"]) if name in self._cuts else [name]
 
     def damage(self, share: int = 0, of: int = 1) -> Iterator[str]:
         """Reads every tensor; yields what is wrong with each that is not as it was written.
@@ -146,33 +143,25 @@ class Checkpoint:
         order = {name: index for index, name in enumerate(self.manifest["parameters"])}
         self._tensors[state] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
-    def _join(self, whole: str, shape: tuple[int, ...], parts: list[str]) -> None:
-        """Show the parts of a parameter as the one that they were cut from."""
-        for tensors in self._having(whole, parts):
-            flat = cat([LazyTensor.stored(t.dtype, (t.numel(),), t.read) for t in map(tensors.__getitem__, parts)])
-            # A state with one element for many of the parameter's is flat.
-            joined = LazyTensor.stored(flat.dtype, shape if flat.numel() == prod(shape) else flat.shape, flat.read)
-            _show(tensors, whole, joined, parts)
-
-    def _join_shards(self, whole: str, shape: tuple[int, ...], dim: int, parts: list[str]) -> None:
-        """Show the parts of tensor-parallel ranks as the parameter that they divide."""
-        if dim >= len(shape) or not parts or shape[dim] % len(parts):
-            raise self._damaged(f"{whole!r} of shape {list(shape)} is not divided by {len(parts)} along {dim}")
-        part_shape = TensorShard(shape, dim, len(parts)).part_shape
-        for tensors in self._having(whole, parts):
-            if any(tuple(tensors[part].shape) != part_shape for part in parts):
-                raise self._damaged(f"the parts of {whole!r} are not equal parts of {list(shape)}")
-            _show(tensors, whole, cat([tensors[part] for part in parts], dim), parts)
-
-    def _having(self, whole: str, parts: Sequence[str]) -> Iterator[dict[str, LazyTensor]]:
-        """The tensors of each state that has the parts of a parameter: all of them, in one dtype, or none."""
+    def _join(self, whole: str, shape: list[int], dim: int, parts: list[str]) -> None:
+        """Show the parts of a parameter as the one that they were cut from, in every state that has them: all of them,
+        or none."""
+        if not parts:
+            raise self._damaged(f"{whole!r} has no parts")
         for state, tensors in self._tensors.items():
-            held = [part for part in parts if part in tensors]
-            if parts and not held:
+            held = [tensors[part] for part in parts if part in tensors]
+            if not held:
                 continue
-            if not parts or len(held) != len(parts) or len({tensors[part].dtype for part in parts}) != 1:
-                raise self._damaged(f"its {state} has not every part of {whole!r}, or not in one dtype")
-            yield tensors
+            if len(held) != len(parts) or dim >= held[0].ndim:
+                raise self._damaged(f"its {state} has not every part of {whole!r}")
+            try:
+                joined = cat(held, dim)
+            except CheckpointError as error:
+                raise self._damaged(f"the parts of {whole!r}: {error}") from error
+            # A state with one element for many of a tiled parameter's is flat.
+            if list(joined.shape) != shape and (whole not in self.manifest.get(TILES, {}) or joined.ndim != 1):
+                raise self._damaged(f"the parts of {whole!r} are {list(joined.shape)}, not {shape}")
+            _show(tensors, whole, joined, parts)
 
     def _check_manifest(self) -> None:
         """Every field has its form."""

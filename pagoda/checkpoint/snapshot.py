@@ -15,7 +15,7 @@ from pagoda.checkpoint.contents import Contents
 from pagoda.checkpoint.directory import Removable, check_absent, remove_leftovers, write_manifest
 from pagoda.checkpoint.kept_pages import KeptPages, paged_unit
 from pagoda.checkpoint.model_config import model_record
-from pagoda.checkpoint.paged import PAGED, Pages, describe_pages, joined_pages, with_ranks
+from pagoda.checkpoint.paged import PAGED, joined_pages, with_ranks
 from pagoda.checkpoint.rank_files import Files
 from pagoda.checkpoint.reader import BUFFERS, SHARDS, TILES, Checkpoint
 from pagoda.checkpoint.rng import check_rng, restore_rng, rng_state
@@ -32,6 +32,8 @@ from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.unit import LiveUnit
 
+Adoptable = dict[tuple[int, str], tuple[CommittedPages, Run]]
+"""(unit, state) -> pages of a checkpoint that hold it, laid out as it is here."""
 _log = logging.getLogger("pagoda")
 
 
@@ -63,14 +65,17 @@ class Snapshot:
         check_absent(directory)
         buffers = dict(unpaged(self._model))
         self._buffer_specs(buffers)
-        generators = said_by_ranks(self._engine, "save_checkpoint()", rng_state())
+        # What is replaced, and the new checkpoint's id, are as the first rank says.
+        said = said_by_ranks(self._engine, "save_checkpoint()", (rng_state(), list(replaces), new_checkpoint_id()))
+        generators, (_, replaces, checkpoint_id) = [generator for generator, _, _ in said], said[0]
         contents = Contents.of(self._engine, groups)
         content = {
+            "id": checkpoint_id,
             "states": [state.name for state in self._states],
             "parameters": list(contents.stored),
             "steps": contents.steps,
-            TILES: contents.tiles(),
-            SHARDS: contents.shards(),
+            TILES: contents.cuts(shards=False),
+            SHARDS: contents.cuts(shards=True),
             "param_groups": [{key: _plain(value) for key, value in group.items()} for group in contents.groups(groups)],
             "loss_scale": self._engine.stepper.scaler.state_dict(),
             "rng": generators[0],
@@ -81,10 +86,9 @@ class Snapshot:
         content = json.loads(json.dumps(content))  # as it is now: the caller's dictionaries may change
         copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
         self._engine.prepare_capture()
-        replaces, content["id"] = self._agreed(replaces)
         kept = KeptPages.of(self._engine, replaces)
         specs = {state.name: contents.specs(state, kept.names.get(state.name, ())) for state in self._states}
-        extents = {unit: paged.extents for unit, paged in kept.units.items()}
+        extents = {unit: {state: Run(*run) for state, run in of.extents.items()} for unit, of in kept.units.items()}
         capture = self._engine.capture(lambda unit: self._pieces(unit, kept), extents)
         saver.start(lambda: self._write(directory, capture, kept, specs, copies, content, replaces))
 
@@ -121,12 +125,6 @@ class Snapshot:
             if capture.frozen is not None:  # last: stores may wait for the slots of what was replaced
                 capture.frozen.close() if complete or files.may_exist else capture.frozen.release()
 
-    def _agreed(self, mine: Sequence[Path]) -> tuple[list[Path], str]:
-        """What the first rank wants to replace, and the new checkpoint's id."""
-        said = [[str(path) for path in mine], new_checkpoint_id()]
-        names, checkpoint_id = said_by_ranks(self._engine, "the checkpoints that one replaces", said)[0]
-        return [Path(name) for name in names], checkpoint_id
-
     def _remove(self, replaced: Sequence[Path], files: Files) -> None:
         """Delete checkpoints; each rank frees the slots that they kept of its own store."""
         places = with_ranks(self._engine.ssd_directories)
@@ -156,7 +154,7 @@ class Snapshot:
         those of all ranks."""
         mine = None
         if capture.frozen is not None:
-            mine = describe_pages(list(kept.units.values()), capture.frozen.commit(directory, checkpoint_id))
+            mine = capture.frozen.commit(directory, checkpoint_id), list(kept.units.values())
         dtypes = {state.name: state.dtype for state in self._states}
         return joined_pages(dtypes, [said for said in files.of_all(mine) if said is not None])
 
@@ -170,7 +168,7 @@ class Snapshot:
         contents = Contents.of(self._engine, groups)
         with Checkpoint(directory, self._engine.ssd_directories, all_pages=False) as checkpoint:
             self._check_fits(checkpoint, contents, groups)
-            self._check_pages(checkpoint)
+            adoptable = self._adoptable(checkpoint)
             for state in self._states:
                 checkpoint.check(state.name, contents.whole_specs(state))
             checkpoint.check(BUFFERS, self._buffer_specs(buffers))
@@ -178,10 +176,11 @@ class Snapshot:
             with self._engine.replacing():
                 for unit in self._engine.units:
                     for state in self._states:
-                        if not self._adopt(checkpoint, unit, state.name):
-                            for parameter in self._parameters(unit):
-                                if parameter.span(state) is not None:
-                                    parameter.copy_in(state, checkpoint.tensor(state.name, parameter.whole))
+                        if self._adopt(unit, state.name, adoptable):
+                            continue
+                        for parameter in self._parameters(unit):
+                            if parameter.span(state) is not None:
+                                parameter.copy_in(state, checkpoint.tensor(state.name, parameter.whole))
                 for name, buffer in buffers.items():
                     buffer.detach().copy_(checkpoint.tensor(BUFFERS, name).whole())
                 for unit in self._engine.units:
@@ -196,31 +195,31 @@ class Snapshot:
             group.update({key: plain_setting(group[key], old) for key, old in defaults.items()})
         return manifest["param_groups"], manifest["extra"]
 
-    def _check_pages(self, checkpoint: Checkpoint) -> None:
-        """Pages that have to be copied can be found. Raises CheckpointError."""
-        pages = checkpoint.pages
-        if pages is None:
-            return
-        for unit in self._engine.units:
+    def _adoptable(self, checkpoint: Checkpoint) -> Adoptable:
+        """The committed pages of this very store that extents can have as they are.
+
+        Raises CheckpointError where others would have to be copied, and cannot be found.
+        """
+        pages, store = checkpoint.pages, self._engine.store
+        found: Adoptable = {}
+        for unit in self._engine.units if pages is not None else ():
+            assert pages is not None
             names = {part for parameter in self._parameters(unit) for part in checkpoint.parts(parameter.whole)}
+            mine = paged_unit(self._engine, unit)
             for state in self._states:
-                in_pages = not names.isdisjoint(pages.sources[state.name].specs)
-                if in_pages and self._adoptable(pages, unit, state.name) is None:
+                for committed, run in pages.like(mine, state.name):
+                    if store.ssd is not None and committed.commit in store.ssd.commits:
+                        found.setdefault((unit.index, state.name), (committed, run))
+                if (unit.index, state.name) not in found and not names.isdisjoint(pages.tensors[state.name]):
                     pages.check()
+        return found
 
-    def _adoptable(self, pages: Pages, unit: LiveUnit, state: str) -> tuple[CommittedPages, Run] | None:
-        """The committed pages of this very store that an extent can have as they are."""
-        ssd = self._engine.store.ssd
-        if ssd is None or not self._engine.store.runs(unit.index, state):
-            return None
-        found = pages.like(paged_unit(self._engine, unit), state)
-        return next(((committed, run) for committed, run in found if committed.commit in ssd.commits), None)
-
-    def _adopt(self, checkpoint: Checkpoint, unit: LiveUnit, state: str) -> bool:
+    def _adopt(self, unit: LiveUnit, state: str, adoptable: Adoptable) -> bool:
         """Let an extent have the pages that the checkpoint keeps in this very store; False where it does not."""
-        ssd, runs = self._engine.store.ssd, self._engine.store.runs(unit.index, state)
-        found = None if checkpoint.pages is None else self._adoptable(checkpoint.pages, unit, state)
-        return ssd is not None and found is not None and all(ssd.adopt(run, *found) for run in runs)
+        store, found = self._engine.store, adoptable.get((unit.index, state))
+        if store.ssd is None or found is None:
+            return False
+        return all(store.ssd.adopt(run, *found) for run in store.runs(unit.index, state))
 
     def _parameters(self, unit: LiveUnit) -> list[ParameterState]:
         return [ParameterState(self._engine, unit, slot) for slot in range(len(unit.params))]

@@ -1,7 +1,7 @@
 """A wrapped model's weights as dictionaries: torch's `state_dict`, one of all ranks, of adapters, of masters."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -9,12 +9,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from pagoda.checkpoint.state import all_states, said_by_ranks, settle, state_of, states_of, unpaged
-from pagoda.checkpoint.whole import whole_states
+from pagoda.checkpoint.state import all_states, said_by_ranks, settle, state_of, states_of, unpaged, whole_states
 from pagoda.errors import CheckpointError, UsageError
+from pagoda.optim.rule import Shape
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
-from pagoda.runtime.unit import LiveUnit
 
 
 class WeightStateDicts:
@@ -56,7 +55,7 @@ class WeightStateDicts:
                     whole = self._copies.get((part.whole, *version))
                     if whole is None:
                         whole = self._copies[part.whole, *version] = torch.empty(part.shape, dtype=value.dtype)
-                    value = state.into_whole(value, whole)
+                    value = whole.view(-1)[part.start : part.start + value.numel()].view(value.shape).copy_(value)
                 value = self._copies[id(param), *version] = state.as_param(value)
             state_dict[prefix + name] = value
 
@@ -90,15 +89,14 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
     Every rank calls it at the same point of its program. Raises UsageError for a model that is not wrapped.
     """
-    states = states_of(model)
-    engine = next(iter(states.values())).engine
+    engine = next(iter(states_of(model).values())).engine
     engine.settle()
     rank_group = engine.rank_group
     receivers = range(rank_group.ranks if rank_group is not None else 1)[: None if all_ranks else 1]
     keeps = rank_group is None or rank_group.rank in receivers
     found: dict[str, torch.Tensor] = {}
     by_rank = _places_by_rank(model, engine)
-    for state in all_states(engine):
+    for number, state in enumerate(all_states(engine)):
         _, unit, slot = state
         value, form = state.read(WEIGHT), unit.forms[slot]
         if form is not None:
@@ -107,7 +105,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
         if rank_group is not None and len(by_rank) > 1 and unit.index in engine.plan.layout.expert_units:
             values = rank_group.of_every_part(f"the full state of {unit.index}, {slot}", value, receivers)
         for places, one in zip(by_rank, values, strict=False) if keeps else ():
-            _put(found, places[unit.index][slot], one)
+            places[number].put(one, found)
     return found | {name: value.detach().clone() for name, value in unpaged(model)} if keeps else {}
 
 
@@ -119,41 +117,35 @@ class _Place:
     """Of the whole parameter; a tied one has several."""
     start: int
     """Its first element there."""
-    shape: list[int]
+    shape: Shape
     """Of the whole."""
 
+    def put(self, value: torch.Tensor, found: dict[str, torch.Tensor]) -> None:
+        """Put a parameter where it belongs: a part of one into the whole."""
+        if value.numel() == prod(self.shape):
+            found.update(dict.fromkeys(self.names, value))
+            return
+        whole = found.setdefault(self.names[0], torch.empty(self.shape, dtype=value.dtype))
+        whole.view(-1)[self.start : self.start + value.numel()] = value.reshape(-1)
 
-def _places_by_rank(model: nn.Module, engine: Engine) -> list[list[list[_Place]]]:
-    """Of each rank that divides experts, or this one where none does: the places of every parameter, by unit and slot.
+
+def _places_by_rank(model: nn.Module, engine: Engine) -> list[list[_Place]]:
+    """Of each rank that divides experts, or this one where none does: the places of all its parameters, in their order.
 
     Every rank asks for it at the same point of its program.
     """
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-
-    def of(unit: LiveUnit, slot: int) -> _Place:
-        part = unit.spec.slots[slot].param.part
+    mine = []
+    for _, unit, slot in all_states(engine):
+        param, part = unit.params[slot], unit.spec.slots[slot].param.part
         if part is None:
-            return _Place(names[id(unit.params[slot])], 0, list(unit.params[slot].shape))
-        return _Place([part.whole], part.start, list(part.shape))
-
-    mine = [[of(unit, slot) for slot in range(len(unit.params))] for unit in engine.units]
+            mine.append(_Place(names[id(param)], 0, tuple(param.shape)))
+        else:
+            mine.append(_Place([part.whole], part.start, part.shape))
     parts = 1 if engine.rank_group is None else engine.rank_group.parts
-    if parts == 1:
-        return [mine]
-    data = [[asdict(place) for place in of_unit] for of_unit in mine]
-    said = said_by_ranks(engine, "the full state dict", data)[:parts]
-    return [[[_Place(**place) for place in of_unit] for of_unit in of_rank] for of_rank in said]
-
-
-def _put(found: dict[str, torch.Tensor], place: _Place, value: torch.Tensor) -> None:
-    """Put a parameter where it belongs: a part of one into the whole."""
-    if value.numel() == prod(place.shape):
-        found.update(dict.fromkeys(place.names, value))
-        return
-    whole = found.setdefault(place.names[0], torch.empty(place.shape, dtype=value.dtype))
-    whole.view(-1)[place.start : place.start + value.numel()] = value.reshape(-1)
+    return [mine] if parts == 1 else said_by_ranks(engine, "the full state dict", mine)[:parts]
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -9,12 +9,13 @@ header (name -> dtype, shape, data_offsets), then the data. The library's own wr
 
 import json
 import os
+import re
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from pagoda.checkpoint.direct import DirectFile
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import open_regular
+from pagoda.memory.forms import check
 from pagoda.memory.page import PAGE_ALIGN
 from pagoda.plan.layout import PIECE_ELEMENTS
 
-_NAMES = {
+DTYPE_NAMES = {
     torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,8 +52,11 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 """The format's names, as the library has them; F4, which packs two elements into a byte, is not supported."""
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_ENTRY = {"dtype": re.compile("|".join(DTYPES)), "shape": [int], "data_offsets": (int, int)}
+"""What a header says of a tensor."""
 _MAX_HEADER_BYTES = 100 << 20
+_first = itemgetter(0)
 _DIRECT_ALIGN = 512
 """What direct I/O needs of an address in memory; every parameter's state in a unit lies on a multiple of it, with few
 exceptions."""
@@ -66,7 +71,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in _NAMES:
+        if self.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"{self.name!r} is {self.dtype}, which a safetensors file cannot hold. Convert it, or register it with "
                 "persistent=False."
@@ -78,16 +83,6 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a dtype."""
-    return _NAMES[dtype]
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name. Raises KeyError when there is none."""
-    return _DTYPES[name]
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
@@ -116,7 +111,7 @@ class TensorWriter:
         """
         self.path = path
         specs = sorted(specs, key=lambda spec: spec.nbytes % _DIRECT_ALIGN != 0)
-        header, data = _header(specs, PAGE_ALIGN)
+        header, data = _header(specs)
         self._itemsize = {spec.name: spec.dtype.itemsize for spec in specs}
         self._start: dict[str, int] = {}
         end = len(header)
@@ -175,36 +170,19 @@ def piece_hash(data: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def write_tensors(path: Path, specs: Sequence[TensorSpec], data: Iterable[torch.Tensor]) -> None:
-    """Write a safetensors file whose bytes come as flat tensors, in the order of `specs`, and sync it to disk.
-
-    Raises ValueError when the data is not as long as the specs say.
-    """
-    header, end = _header(specs)
-    with path.open("wb") as file:
-        file.write(header)
-        written = 0
-        for piece in data:
-            written += file.write(tensor_bytes(piece))
-        if written != end:
-            raise ValueError(f"{path} got {written} bytes of data; its header says {end}")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _header(specs: Sequence[TensorSpec], align: int = 8) -> tuple[bytes, int]:
-    """What a file starts with, a multiple of `align` bytes, and the bytes of data that follow it."""
+def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, int]:
+    """What a file starts with, whole blocks of it, and the bytes of data that follow."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
         header[spec.name] = {
-            "dtype": _NAMES[spec.dtype],
+            "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [end, end + spec.nbytes],
         }
         end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % align)
+    text += b" " * (-(8 + len(text)) % PAGE_ALIGN)
     return len(text).to_bytes(8, "little") + text, end
 
 
@@ -217,7 +195,6 @@ class TensorFile:
 
     def __init__(self, path: Path, hashes: HashTable | None = None) -> None:
         self.path = path
-        self._hashes = hashes
         try:
             self._file = os.fdopen(open_regular(path), "rb")
         except OSError as error:
@@ -230,41 +207,38 @@ class TensorFile:
         """Name, first element and values of the piece that was checked last."""
         try:
             self._read_header()
-            self._check_hashes()
+            self._pieces = None if hashes is None else {name: self._cut(name, hashes[name]) for name in hashes}
+            """Name of a tensor -> first element, end and hash of each piece."""
         except BaseException:
             self.close()
             raise
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
         """Elements [start, start + count) of a tensor, a flat copy. Raises CheckpointError where they are damaged."""
-        if self._hashes is None or count == 0:
+        if self._pieces is None or count == 0:
             return self._read(name, start, count)
-        starts = self._starts(name, start, start + count)
-        return torch.cat([self._checked(name, at)[max(start - at, 0) : start + count - at] for at in starts])
+        pieces = self._pieces.get(name, [])
+        wanted = slice(bisect_right(pieces, start, key=_first) - 1, bisect_left(pieces, start + count, key=_first))
+        if not pieces:
+            raise CheckpointError(f"{self.path} is damaged: its {name!r} has no hashes")
+        return torch.cat(
+            [
+                self._checked(name, *piece)[max(start - piece[0], 0) : start + count - piece[0]]
+                for piece in pieces[wanted]
+            ]
+        )
 
-    def _starts(self, name: str, start: int, stop: int) -> list[int]:
-        """First elements of the pieces that cover [start, stop) of a tensor."""
-        assert self._hashes is not None
-        starts = [at for at, _ in self._hashes.get(name, ())] or [0]
-        return starts[bisect_right(starts, start) - 1 : bisect_left(starts, stop)]
-
-    def _checked(self, name: str, start: int) -> torch.Tensor:
+    def _checked(self, name: str, start: int, end: int, digest: str) -> torch.Tensor:
         """A whole piece whose bytes have their hash. The last one is kept: export reads many small parts of a piece."""
-        assert self._hashes is not None
-        if self._latest[:2] == (name, start):
-            return self._latest[2]
-        known = self._hashes.get(name, ())
-        starts = [at for at, _ in known]
-        number = bisect_right(starts, start) - 1
-        end = starts[number + 1] if number + 1 < len(starts) else prod(self.specs[name].shape)
-        values = self._read(name, start, end - start)
-        if number < 0 or piece_hash(tensor_bytes(values)) != known[number][1]:
-            raise CheckpointError(
-                f"{self.path} is damaged: elements {start} to {end} of {name!r} do not have the hash they were written "
-                "with. Use an earlier checkpoint."
-            )
-        self._latest = name, start, values
-        return values
+        if self._latest[:2] != (name, start):
+            values = self._read(name, start, end - start)
+            if piece_hash(tensor_bytes(values)) != digest:
+                raise CheckpointError(
+                    f"{self.path} is damaged: elements {start} to {end} of {name!r} do not have the hash they were "
+                    "written with. Use an earlier checkpoint."
+                )
+            self._latest = name, start, values
+        return self._latest[2]
 
     def _read(self, name: str, start: int, count: int) -> torch.Tensor:
         spec = self.specs[name]
@@ -285,47 +259,31 @@ class TensorFile:
             raise CheckpointError(f"{self.path} is not a safetensors file, or is truncated")
         try:
             header = json.loads(self._file.read(length))
+            check(header, dict, "the header")
+            header.pop("__metadata__", None)
+            check(header, {str: _ENTRY}, "the header")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path} has a damaged header: {error}") from error
-        if not isinstance(header, dict):
-            raise CheckpointError(f"{self.path} has a damaged header: it is not a JSON object")
-        header.pop("__metadata__", None)
-        found = sorted((self._entry(name, entry) for name, entry in header.items()), key=lambda item: item[1:])
         end, data = 0, 8 + length
-        for spec, start, stop in found:
-            if start != end or data + stop > size:
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            spec = TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            start, stop = entry["data_offsets"]
+            if start != end or stop - start != spec.nbytes:
                 raise CheckpointError(
-                    f"{self.path} is truncated or damaged: its header puts {spec.name!r} at bytes {start} to {stop} of "
-                    f"the data, which has {size - data} bytes, and what comes before it ends at {end}"
+                    f"{self.path} is truncated or damaged: its header puts {name!r}, {spec}, at bytes {start} to "
+                    f"{stop} of the data, and what comes before it ends at {end}"
                 )
-            self.specs[spec.name] = spec
-            self._start[spec.name] = data + start
+            self.specs[name], self._start[name] = spec, data + start
             end = stop
         if data + end != size:
             raise CheckpointError(
                 f"{self.path} is truncated or damaged: it has {size} bytes where its header says {data + end}"
             )
 
-    def _check_hashes(self) -> None:
-        """The pieces that hashes are given for begin at the first element, and follow each other."""
-        for name, pieces in (self._hashes or {}).items():
-            starts = [start for start, _ in pieces]
-            end = prod(self.specs[name].shape) if name in self.specs else 0
-            if starts and (starts[0] != 0 or starts[-1] >= end or any(a >= b for a, b in pairwise(starts))):
-                raise CheckpointError(f"{self.path} is damaged: its {name!r} does not have the pieces {starts!r:.80}")
-
-    def _entry(self, name: str, entry: Any) -> tuple[TensorSpec, int, int]:
-        """What the header says of one tensor, and where in the data its bytes begin and end."""
-        match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop], **others} if not others:
-                if dtype not in _DTYPES:
-                    raise CheckpointError(f"{self.path}: {name!r} has the unknown dtype {dtype!r}")
-                if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
-                    raise CheckpointError(f"{self.path}: {name!r} has the shape {shape} at bytes {start} to {stop}")
-                spec = TensorSpec(name, _DTYPES[dtype], tuple(shape))
-                if stop - start != spec.nbytes:
-                    raise CheckpointError(
-                        f"{self.path}: {name!r} needs {spec.nbytes} bytes, and its header gives it {stop - start}"
-                    )
-                return spec, start, stop
-        raise CheckpointError(f"{self.path}: the header's entry for {name!r} is not dtype, shape and data_offsets")
+    def _cut(self, name: str, hashes: Sequence[Sequence[Any]]) -> list[tuple[int, int, str]]:
+        """The pieces that hashes are given for, which begin at the first element and follow each other."""
+        starts = [start for start, _ in hashes]
+        ends = [*starts[1:], prod(self.specs[name].shape) if name in self.specs else 0]
+        if starts and (starts[0] != 0 or any(start >= end for start, end in zip(starts, ends, strict=True))):
+            raise CheckpointError(f"{self.path} is damaged: its {name!r} does not have the pieces {starts!r:.80}")
+        return [(start, end, digest) for (start, digest), end in zip(hashes, ends, strict=False)]

@@ -12,13 +12,23 @@ def run(config: ExportConfig, console: Console) -> int:
     from pagoda.train.run_dir import RunDir
 
     run = RunDir(config.source)
-    checkpoint = run.latest().path if run.checkpoints.is_dir() else config.source
+    checkpoint = run.named(config.checkpoint).path if run.checkpoints.is_dir() else config.source
+    tokenizer = RunDir(checkpoint.parent.parent).tokenizer
     max_shard_bytes = parse_bytes(config.max_shard_size, "--max-shard-size")
     with console.status(f"Exporting {checkpoint}"):
-        done = export(checkpoint, config.out, dtype=config.dtype, max_shard_bytes=max_shard_bytes, merge=config.merge)
+        done = export(
+            checkpoint,
+            config.out,
+            dtype=config.dtype,
+            max_shard_bytes=max_shard_bytes,
+            merge=config.merge,
+            beside=sorted(tokenizer.iterdir()) if tokenizer.is_dir() else (),
+        )
     line = (
         f"{checkpoint} exported to {config.out}: {done.tensors} tensors, {format_bytes(done.nbytes)},"
         f" {str(done.dtype).removeprefix('torch.')}, in {len(done.files)} file{'s' * (len(done.files) > 1)}"
     )
+    if tokenizer.is_dir():
+        line += ", with its tokenizer"
     console.print(line, soft_wrap=True, highlight=False)
     return 0

@@ -52,17 +52,13 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
             _say(console, f"checkpoint {directory}: {max(checkpoint.steps.values(), default=0)} updates")
             for state in (*checkpoint.states, BUFFERS):
                 specs = checkpoint.specs(state).values()
-                on_ssd = checkpoint.pages.sources[state].specs if checkpoint.pages and state != BUFFERS else {}
+                on_ssd = checkpoint.pages.tensors[state] if checkpoint.pages and state != BUFFERS else {}
                 size = format_bytes(sum(spec.nbytes for spec in specs))
                 _say(console, f"  {state}: {len(specs)} tensors, {size}; {len(on_ssd)} are pages on SSD")
             found = list(checkpoint.damage()) if verify else []
     except CheckpointError as error:
         found = [str(error)]
-    for what in found:
-        _say(console, f"  {what}")
-    if verify:
-        _say(console, f"  {len(found)} damaged" if found else "  every tensor is as it was written")
-    return len(found)
+    return _report(console, "  ", found, "every tensor is as it was written" if verify else None)
 
 
 def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Console) -> int:
@@ -128,9 +124,15 @@ def _verify(record: StoreRecord, commit: Commit, console: Console) -> int:
             found = list(pages.damaged())
     except StorageError as error:
         found = [str(error)]
+    return _report(console, "    ", found, "every page is as it was written")
+
+
+def _report(console: Console, indent: str, found: Sequence[str], fine: str | None) -> int:
+    """Prints what is damaged and, unless `fine` is None, how many things are, or `fine`; returns how many."""
     for what in found:
-        _say(console, f"    {what}")
-    _say(console, f"    {len(found)} damaged" if found else "    every page is as it was written")
+        _say(console, indent + what)
+    if fine is not None:
+        _say(console, indent + (f"{len(found)} damaged" if found else fine))
     return len(found)
 
 

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Union
 import tyro
 from rich.console import Console
 
-from pagoda.cli.train import resumed_config
-from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, InspectConfig
+from pagoda.cli.train import defaults_of
+from pagoda.config.commands import CalibrateConfig, ExportConfig, GcConfig, GenerateConfig, InspectConfig, ReportConfig
 from pagoda.errors import PagodaError
 from pagoda.forecast.config import PlanConfig
-from pagoda.train.config import TrainConfig
+from pagoda.train.request import TrainRequest
 
 USER_ERROR = 2
 _INTERRUPTED = 130
@@ -38,9 +38,11 @@ class Command:
 
 
 COMMANDS = (
-    Command("train", TrainConfig, resumed_config, "interrupted; nothing after the last checkpoint is kept"),
+    Command("train", TrainRequest, defaults_of, "interrupted; nothing after the last checkpoint is kept"),
     Command("plan", PlanConfig),
     Command("export", ExportConfig),
+    Command("generate", GenerateConfig),
+    Command("report", ReportConfig),
     Command("calibrate", CalibrateConfig),
     Command("inspect", InspectConfig),
     Command("gc", GcConfig, interrupted="interrupted"),

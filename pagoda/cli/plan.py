@@ -1,14 +1,83 @@
 """`pagoda plan`: what a run would take, before it is run."""
 
+import json
+import shlex
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
+
 from rich.console import Console
 
+from pagoda.config.run import Run
+from pagoda.config.settings import flag
 from pagoda.forecast.config import PlanConfig
 
+if TYPE_CHECKING:
+    from pagoda.forecast.forecast import Forecast
+
 DOES_NOT_FIT = 1
+_SAID_OTHERWISE = {"model", "batch_size", "seq_len", "memory", "optim", "trace", "plan"}
+"""Settings of a run whose flags do not follow from a value other than the default."""
 
 
 def run(config: PlanConfig, console: Console) -> int:
-    """Plans, prints and writes what was asked for; returns the exit code."""
-    from pagoda.forecast.command import run as forecast_run
+    """Makes the forecast, prints it, and writes the files that were asked for, if it fits; returns the exit code.
 
-    return 0 if forecast_run(config, console).fits else DOES_NOT_FIT
+    Raises ConfigError: unknown model or hardware, a setting or a file that cannot be used.
+    """
+    from pagoda.forecast.advice import advise
+    from pagoda.forecast.chrome_trace import write_trace
+    from pagoda.forecast.draw import check_plotting, draw
+    from pagoda.forecast.forecast import forecast
+    from pagoda.forecast.largest import largest_model
+    from pagoda.forecast.machine import find_machine_for
+    from pagoda.forecast.report import as_json, show
+
+    if config.plot is not None:
+        check_plotting()
+    machine = find_machine_for(config)
+    searched = config.max_model
+    if searched:
+        config = replace(config, model=largest_model(config, machine), max_model=False)
+    made = forecast(config, machine)
+    advice = advise(made)
+    if config.json:
+        print(json.dumps(as_json(made, advice), indent=1))
+    else:
+        show(made, advice, console)
+        if searched and made.fits and made.machine.ranks is None:
+            console.print(f"Train it: {_train_command(made, config)}", soft_wrap=True, highlight=False)
+    if not made.fits:
+        return DOES_NOT_FIT
+    title = f"{made.described.name} on {machine.hardware.name}, predicted"
+    if config.trace is not None:
+        write_trace(made.timeline, title, config.trace)
+    if config.plot is not None:
+        limits = {tier: limit for tier, limit in asdict(made.plan.budgets).items() if limit is not None}
+        draw(made.timeline, limits, title, config.plot)
+    return 0
+
+
+def _train_command(made: "Forecast", config: PlanConfig) -> str:
+    """What trains the model within the budgets of the forecast that `config` asked for."""
+    budgets = made.plan.budgets
+    flags = [f"--model {made.described.name} --batch-size {config.batch_size} --seq-len {config.seq_len}"]
+    flags.append(f"--memory.host {budgets.host}")
+    if made.machine.hardware.device is not None:
+        flags.append(f"--memory.device {budgets.device}")
+    elif config.memory.device is not None:
+        flags.append(f"--memory.device {config.memory.device}")
+    if "ssd" in made.bytes:
+        ssd = str(config.memory.ssd or "DIR")
+        flags.append(f"--memory.ssd {f'DIR:{ssd}' if ssd[:1].isdigit() else ssd}")
+    names = [field.name for field in fields(Run) if field.name not in _SAID_OTHERWISE]
+    parts: tuple[tuple[Any, list[str], str], ...] = (
+        (config, names, ""),
+        (config.memory, ["page_size", "unit_limit"], "memory."),
+        (config.optim, ["moments", "options"], "optim."),
+    )
+    for part, names, prefix in parts:
+        for name in names:
+            value = getattr(part, name)
+            if value != getattr(type(part), name):
+                flags.append(f"{flag(prefix + name)} {shlex.join(value) if isinstance(value, tuple) else value}")
+    return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.described.name}"

@@ -1,18 +1,17 @@
 """`pagoda train`: the ready-made loop."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from pagoda.train.config import TrainConfig
+from pagoda.train.request import TrainRequest
 from pagoda.train.run_dir import RunDir
 
 _SIGNAL_BASE = 128
 
 
-def run(config: TrainConfig, console: Console) -> int:
+def run(config: TrainRequest, console: Console) -> int:
     """Runs the training and returns its exit code."""
     from pagoda.process import keep_freed_memory
     from pagoda.tiers import compute_device
@@ -24,17 +23,26 @@ def run(config: TrainConfig, console: Console) -> int:
     return 0 if result is None or result.stopped_by is None else _SIGNAL_BASE + result.stopped_by
 
 
-def resumed_config(args: Sequence[str]) -> TrainConfig | None:
-    """With --resume, the configuration of the run in --out, which stands in for every flag not given.
+def defaults_of(args: Sequence[str]) -> TrainRequest | None:
+    """What stands in for every flag not given: with --resume, the configuration of the run in --out; with --config,
+    what that file says.
 
     Raises:
-        ConfigError: there is no run in --out.
+        ConfigError: there is no run in --out, or the file cannot be used.
     """
-    if "--resume" not in args or not {"-h", "--help"}.isdisjoint(args):
+    if not {"-h", "--help"}.isdisjoint(args):
         return None
-    for i, arg in enumerate(args):
+    if "--resume" in args and (out := _value(args, "--out")):
+        started = RunDir(Path(out)).started_config()
+        return TrainRequest.like(started, out=Path(out), resume=True, trace=None)
+    given = _value(args, "--config")
+    return TrainRequest.read(Path(given)) if given else None
+
+
+def _value(args: Sequence[str], flag: str) -> str | None:
+    """What is given for a flag."""
+    for arg, after in zip(args, [*args[1:], ""], strict=bool(args)):
         name, _, value = arg.partition("=")
-        if name == "--out" and (value or i + 1 < len(args)):
-            out = Path(value or args[i + 1])
-            return replace(RunDir(out).started_config(), out=out, resume=True, trace=None)
+        if name == flag:
+            return value or after or None
     return None

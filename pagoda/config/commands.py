@@ -1,10 +1,12 @@
-"""What the other commands are asked for: `pagoda export`, `calibrate`, `inspect` and `gc`."""
+"""What the other commands are asked for: `pagoda export`, `generate`, `report`, `calibrate`, `inspect` and `gc`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
+from pagoda.config.memory import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,15 +15,53 @@ class ExportConfig:
     directory of the adapter for peft's PeftModel.from_pretrained."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|CHECKPOINT")]
-    """Directory of a run, for its last checkpoint, or of a checkpoint."""
+    """Directory of a run, or of a checkpoint."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to write; must not exist. It appears complete or not at all."""
+    checkpoint: str = "last"
+    """Of a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Weights as bf16, or the fp32 master. By default as the model computed with them."""
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GiB"
     """Most bytes of tensors in a file."""
     merge: bool = False
     """Of a run with adapters: write the whole model, its weights with what the adapter adds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Let a trained model write, its weights in pages. Those of a run are copied to its directory for a while."""
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|MODEL_DIR")]
+    """Directory of a run, or a Hugging Face directory, such as `pagoda export` writes."""
+    prompt: str
+    """What it goes on with; of a chat, what the user says."""
+    checkpoint: str = "last"
+    """Of a run: last, best (by evaluation), or the name of a checkpoint, such as step-000100."""
+    tokens: int = 128
+    """Most tokens to write."""
+    draw: bool = False
+    """Draw tokens, at temperature 0.8, instead of taking the most likely ones."""
+    seed: int = 0
+    """Of the draws."""
+    chat: bool | None = None
+    """Write the prompt with the tokenizer's chat template. By default if it has one."""
+    memory: Memory = field(default_factory=Memory)
+    """Where the weights may live."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Write a run as one page of HTML that needs nothing else: curves, memory, units, settings, checkpoints."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """Directory of a run, which may still go on."""
+    out: Path | None = None
+    """File to write. By default report.html in the run's directory."""
+    live: bool = False
+    """Serve the page on this machine instead, as the run goes on, until Ctrl-C."""
+    port: int = 8787
+    """Of --live."""
 
 
 @dataclass(frozen=True, kw_only=True)

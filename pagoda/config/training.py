@@ -39,13 +39,9 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("initial", "growth_factor", "backoff_factor"):
             check_power_of_two(f"loss_scale {name}", getattr(self, name))
-        if self.growth_factor < 1 or self.backoff_factor >= 1:
-            raise ConfigError(
-                f"loss_scale growth_factor is {self.growth_factor} and backoff_factor {self.backoff_factor}; the first "
-                "must be 1 or more, the second below 1."
-            )
-        if self.growth_interval < 1:
-            raise ConfigError(f"loss_scale growth_interval is {self.growth_interval}; it must be at least 1.")
+        require(self.growth_factor >= 1, "loss_scale growth_factor", self.growth_factor, "at least 1")
+        require(self.backoff_factor < 1, "loss_scale backoff_factor", self.backoff_factor, "below 1")
+        require_count("loss_scale growth_interval", self.growth_interval, 1)
 
 
 @dataclass(frozen=True)
@@ -238,5 +234,4 @@ def require_choice(name: str, value: object, choices: Any) -> None:
 
 def check_power_of_two(name: str, value: float) -> None:
     """Raises ConfigError unless `value` is a power of two."""
-    if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5):
-        raise ConfigError(f"{name} is {value}; it must be a power of two.")
+    require(value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5, name, value, "a power of two")

@@ -169,7 +169,7 @@ class Builder:
         self,
         model: nn.Module,
         engine: Engine,
-        tiling: Tiling | None = None,
+        tiling: Tiling,
         from_first: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         """`tiling`: what was replaced in `model`, which is untiled now and until all is built. `from_first` gives every
@@ -187,7 +187,7 @@ class Builder:
 
     def build(self, units: list[LiveUnit]) -> None:
         """Write every unit's master weights to their home; its parameters are placeholders afterwards."""
-        wholes = [[self._whole(param)[0] for param in unit.params] for unit in units]
+        wholes = [[self._tiling.whole(param)[0] for param in unit.params] for unit in units]
         if any(whole.is_meta and values_of(whole) is None for of_unit in wholes for whole in of_unit):
             self._seed = int(self._from_first(torch.randint(2**62, (1,))).item())
             for whole in {id(whole): whole for of_unit in wholes for whole in of_unit}.values():
@@ -203,7 +203,7 @@ class Builder:
     def _build(self, unit: LiveUnit, slot: int, param: nn.Parameter) -> nn.Parameter:
         """Write one parameter's master; returns it, or what takes its place if it was on meta or is a DTensor, whose
         dtype cannot be changed, as a placeholder."""
-        whole, first = self._whole(param)
+        whole, first = self._tiling.whole(param)
         state = ParameterState(self._engine, unit, slot)
         spec = state.spec
         values = values_of(whole)
@@ -221,10 +221,6 @@ class Builder:
             return unit.new_param(slot, unit.placeholders[slot])
         param.data = unit.placeholders[slot]
         return param
-
-    def _whole(self, param: nn.Parameter) -> tuple[nn.Parameter, int]:
-        """The parameter of the untiled model that `param` is of, and where it starts there."""
-        return (param, 0) if self._tiling is None else self._tiling.whole(param)
 
     def _initialised(self, meta: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
         """A real parameter in place of one on meta. Of one in tiles, the values stay until the last is built."""

@@ -1,7 +1,9 @@
 """Shards: this rank's part of every unit, and the ranks that have the others."""
 
 from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.world import World
 from pagoda.plan.layout import WEIGHT, Layout
+from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 
@@ -12,9 +14,9 @@ class Shards:
     def __init__(self, layout: Layout, mesh: Mesh | None) -> None:
         self._layout = layout
         self._slices = layout.slices
-        self._mesh = mesh
-        self.rank = mesh.rank if mesh is not None else 0
-        self._sharers = {unit.index: self._find_sharers(unit) for unit in layout.units}
+        self._mesh = mesh or Mesh(World(), Ranks(1, 1))
+        self.rank = self._mesh.rank
+        self._sharers = {unit.index: self._mesh.sharers(self._is_expert(unit)) for unit in layout.units}
         self._updated: dict[tuple[int, int], Span] = {}
         """(unit, rank) -> what the rank updates of it."""
 
@@ -22,33 +24,24 @@ class Shards:
         """Ranks that have the slices of a unit, by their place there."""
         return self._sharers[unit.index]
 
-    def is_expert(self, unit: UnitSpec) -> bool:
-        """Whether it is a unit of experts, whose state only some of the ranks share."""
-        return unit.index in self._layout.expert_units
-
     def copies(self, unit: UnitSpec) -> tuple[int, ...]:
         """Ranks that have the same slice of a unit as this one."""
-        if self._mesh is None:
-            return (0,)
-        return self._mesh.copies(self.is_expert(unit))
+        return self._mesh.copies(self._is_expert(unit))
 
     def family(self, unit: UnitSpec) -> frozenset[int]:
         """Ranks that have a slice of a unit, of any copy of it."""
-        if self._mesh is None or unit.index in self._layout.expert_units:
-            return frozenset(self.sharers(unit))
-        return frozenset(self._mesh.family())
+        return frozenset(self.sharers(unit) if self._is_expert(unit) else self._mesh.family())
 
     def having(self, unit: UnitSpec, slot: int) -> tuple[int, ...]:
         """Ranks that have the same parameter, or the same part of it."""
-        whole = unit.slots[slot].param.shard is None and unit.index not in self._layout.expert_units
-        if self._mesh is not None and whole:
+        if unit.slots[slot].param.shard is None and not self._is_expert(unit):
             return tuple(range(self._mesh.size))
         return tuple(sorted(self.family(unit)))
 
     def writes(self, unit: UnitSpec, slot: int) -> bool:
         """Whether this rank writes what `responsible` says of a parameter: of those that tensor-parallel ranks have
         whole, the first does."""
-        return self._mesh is None or self._mesh.tensor_index == 0 or unit.slots[slot].param.shard is not None
+        return self._mesh.tensor_index == 0 or unit.slots[slot].param.shard is not None
 
     def counts(self, unit: UnitSpec, slot: int) -> bool:
         """Whether this rank's elements of a parameter are those of their copies that a norm counts."""
@@ -109,7 +102,6 @@ class Shards:
         """Place of a rank among the sharers of a unit."""
         return self.sharers(unit).index(self.rank if rank is None else rank)
 
-    def _find_sharers(self, unit: UnitSpec) -> tuple[int, ...]:
-        if self._mesh is None:
-            return (0,)
-        return self._mesh.sharers(self.is_expert(unit))
+    def _is_expert(self, unit: UnitSpec) -> bool:
+        """Whether it is a unit of experts, whose state only some of the ranks share."""
+        return unit.index in self._layout.expert_units

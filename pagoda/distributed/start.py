@@ -15,27 +15,26 @@ from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import ModuleSpec
 
-_NONE = -1
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _START = re.compile(r"start=\d+")
 
 
 def least_budgets(transport: Transport, mine: Budgets) -> Budgets:
     """The least that any rank has of each tier, so that all make the same plan."""
-    by_rank = transport.announce([_NONE if n is None else n for n in (mine.host, mine.device, mine.ssd)])
-    host, device, ssd = (min(column) for column in zip(*by_rank, strict=True))
-    if (device == _NONE) != (mine.device is None) or (ssd == _NONE) != (mine.ssd is None):
+    by_rank = transport.announce(mine)
+    if len({(each.device is None, each.ssd is None) for each in by_rank}) > 1:
         raise ConfigError(
             "Some ranks have memory.device or memory.ssd and others have none: give all of them the same."
         )
-    return Budgets(host, None if mine.device is None else device, None if mine.ssd is None else ssd)
+    device = min((each.device for each in by_rank if each.device is not None), default=None)
+    ssd = min((each.ssd for each in by_rank if each.ssd is not None), default=None)
+    return Budgets(min(each.host for each in by_rank), device, ssd)
 
 
 def check_equal(transport: Transport, **settings: object) -> None:
     """Raises ConfigError, on every rank, naming the ranks whose settings read otherwise than rank 0's, and which."""
     readable = {name: _readable(value) for name, value in settings.items()}
-    hashes = [hashlib.blake2b(text.encode(), digest_size=7).digest() for text in readable.values()]
-    by_rank = transport.announce([int.from_bytes(digest) for digest in hashes])
+    by_rank = transport.announce([hashlib.blake2b(text.encode()).digest() for text in readable.values()])
     for name, column in zip(readable, zip(*by_rank, strict=True), strict=True):
         others = [str(rank) for rank, value in enumerate(column) if value != column[0]]
         if others:
@@ -86,12 +85,12 @@ def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec
         _check_weights(plan)
     except BudgetError as error:
         refusal = error
-    said = transport.announce_bytes(b"" if refusal is None else str(refusal).encode())
+    said = transport.announce("" if refusal is None else str(refusal))
     if refusal is not None:
         raise refusal
     refused = [rank for rank, text in enumerate(said) if text]
     if refused:
-        raise BudgetError(f"Rank {refused[0]} cannot hold its share: {said[refused[0]].decode()}")
+        raise BudgetError(f"Rank {refused[0]} cannot hold its share: {said[refused[0]]}")
     assert plan is not None
     check_equal(transport, plan=on_any_rank(in_common(plan), root))
     return plan

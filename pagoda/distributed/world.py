@@ -1,16 +1,14 @@
 """The world: the processes that torchrun started, and this one's place among them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-T = TypeVar("T")
 
 TIMEOUT_S = 600.0
 """Seconds that a rank waits for the others before it gives up, unless PAGODA_RANK_TIMEOUT says otherwise."""
@@ -82,14 +80,6 @@ def _store_of_attempt(timeout: timedelta) -> Any:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     return dist.PrefixStore(f"attempt-{_attempt()}", store)  # type: ignore[attr-defined]
-
-
-def from_rank_0(world: World, value: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank; all ask at the same point."""
-    box = [value() if world.rank == 0 else None]
-    if world.size > 1:
-        dist.broadcast_object_list(box)
-    return cast("T", box[0])
 
 
 @contextmanager

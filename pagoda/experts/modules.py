@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pagoda.experts.parallel import ExpertExchange
 from pagoda.models.tiles import Tiled
-from pagoda.runtime.announcing import Announcing
+from pagoda.runtime.hooks import Announcing
 
 
 class RoutedExperts(Announcing):

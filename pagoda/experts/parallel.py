@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pagoda.distributed.mesh import Mesh, OnAllRanks
+from pagoda.distributed.mesh import Mesh
 
 
 class ExpertExchange:
@@ -21,19 +21,13 @@ class ExpertExchange:
     Every rank calls every method as often and in the same order, whatever its tokens.
     """
 
-    def __init__(self, group: dist.ProcessGroup, on_all_ranks: OnAllRanks) -> None:
-        """`group`: the ranks that divide the experts of a layer in equal parts, in the order of their numbers.
-        `on_all_ranks` runs a collective at the same point of every rank's program, and returns when it has ended; the
-        text says what it is."""
-        self.ranks = group.size()
-        self.rank = group.rank()
-        self._group = group
-        self._on_all_ranks = on_all_ranks
-
-    @classmethod
-    def over(cls, mesh: Mesh) -> "ExpertExchange":
-        """Over the ranks of a mesh that divide experts; every rank has to ask for it at the same point."""
-        return cls(mesh.expert_group, lambda what, work: mesh.on_all_ranks(what, work))
+    def __init__(self, mesh: Mesh) -> None:
+        """Over the ranks of a mesh that divide the experts of a layer in equal parts, in the order of their numbers;
+        every rank has to make it at the same point."""
+        self._mesh = mesh
+        self._group = mesh.expert_group
+        self.ranks = self._group.size()
+        self.rank = self._group.rank()
 
     def to_experts(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
         """Send tokens to the ranks that have their experts, and receive those for the experts of this rank.
@@ -43,45 +37,37 @@ class ExpertExchange:
         """
         mine = torch.tensor(counts, dtype=torch.int64).view(self.ranks, -1)
         here = torch.empty_like(mine)
-        self._on_all_ranks("numbers of tokens", lambda: dist.all_to_all_single(here, mine, group=self._group))
+        self._all_to_all("numbers of tokens", here, mine)
         if torch.is_grad_enabled() and not tokens.requires_grad:
             tokens = tokens.detach().requires_grad_()  # backward of an exchange is every rank's, whatever is frozen
-        rows = self._exchanged(tokens, mine.sum(1).tolist(), here.sum(1).tolist())
+        rows: Tensor = _Exchanged.apply(tokens, mine.sum(1).tolist(), here.sum(1).tolist(), self)  # type: ignore[no-untyped-call]
         return rows, here.tolist()
 
     def from_experts(self, results: Tensor, sent: Sequence[int], counts: Sequence[Sequence[int]]) -> Tensor:
         """Send results back to the ranks of their tokens, and receive those for this rank's tokens, each in the order
         in which the tokens came; `sent` and `counts` are what `to_experts` took and gave."""
         back = torch.tensor(sent).view(self.ranks, -1).sum(1).tolist()
-        return self._exchanged(results, [sum(row) for row in counts], back)
-
-    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """`exchange`, in a graph: gradients go back the same way."""
-        out: Tensor = _Exchanged.apply(rows, sent, received, self)  # type: ignore[no-untyped-call]
-        return out
+        rows: Tensor = _Exchanged.apply(results, [sum(row) for row in counts], back, self)  # type: ignore[no-untyped-call]
+        return rows
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Rows [n, H] to the ranks in order, `sent` of them to each; returns those that come, `received` from each."""
         out = rows.new_empty(sum(received), rows.shape[1])
         # As bytes: what moves is then independent of the dtypes that a backend knows.
         taken, given = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
-        if rows.is_cuda and dist.get_backend(self._group) == dist.Backend.GLOO:
-            landing = taken.cpu()
-            self._travel(landing, given.cpu(), sent, received)
+        through_ram = rows.is_cuda and dist.get_backend(self._group) == dist.Backend.GLOO
+        landing, given = (taken.cpu(), given.cpu()) if through_ram else (taken, given)
+        self._all_to_all("tokens of experts", landing, given, list(received), list(sent))
+        if through_ram:
             taken.copy_(landing)
-        else:
-            self._travel(taken, given, sent, received)
         return out
 
-    def _travel(self, taken: Tensor, given: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
-        self._on_all_ranks(
-            "tokens of experts",
-            lambda: dist.all_to_all_single(taken, given, list(received), list(sent), group=self._group),
-        )
+    def _all_to_all(self, what: str, taken: Tensor, given: Tensor, *sizes: list[int]) -> None:
+        self._mesh.on_all_ranks(what, lambda: dist.all_to_all_single(taken, given, *sizes, group=self._group))  # type: ignore[arg-type, misc]
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows that changed ranks."""
+    """Rows that changed ranks; gradients go back the same way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], exchange: ExpertExchange) -> Tensor:

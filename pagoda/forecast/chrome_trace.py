@@ -71,16 +71,8 @@ def _event(span: Span, thread: int, step_s: float) -> dict[str, Any]:
     args: dict[str, Any] = {"nbytes": span.nbytes}
     if span.start_s < 0:
         args["began_s"] = span.start_s
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.lane,
-        "pid": _PID,
-        "tid": thread,
-        "ts": start * _US,
-        "dur": max(0.0, end - start) * _US,
-        "args": args,
-    }
+    when = {"ts": start * _US, "dur": max(0.0, end - start) * _US}
+    return {"ph": "X", "name": span.name, "cat": span.lane, "pid": _PID, "tid": thread, **when, "args": args}
 
 
 def _name(what: str, thread: int, name: str) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagoda.errors import ConfigError
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Phase
 from pagoda.plan.units import ModuleSpec, Use, forward_uses, layers_of
-from pagoda.simulate.profile import ComputeProfile
+
+if TYPE_CHECKING:
+    from pagoda.calibrate.model import ComputeProfile
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,16 @@ class Compute:
         return cls(forward, backward)
 
     @classmethod
-    def from_profile(cls, profile: ComputeProfile, root: ModuleSpec) -> "Compute":
+    def from_profile(cls, profile: "ComputeProfile", root: ModuleSpec) -> "Compute":
         """A measured profile, spread over a model's modules.
 
         Inside a layer, time goes by parameters. The first module outside the layers is the embedding, the last one the
         head.
         """
         layers = layers_of(root)
-        inside = {leaf.name for layer in layers for leaf in leaves(layer)}
-        outside = [leaf.name for leaf in leaves(root) if leaf.name not in inside and (leaf.params or leaf.tied)]
+        inside = {module.name for layer in layers for module in layer.modules()}
+        leaves = [module for module in root.modules() if not module.children and (module.params or module.tied)]
+        outside = [leaf.name for leaf in leaves if leaf.name not in inside]
         if not layers or not outside:
             raise ConfigError("a profile of layers needs a model that is made of layers, an embedding and a head")
         forward, backward = dict.fromkeys(outside, 0.0), dict.fromkeys(outside, 0.0)
@@ -45,9 +49,8 @@ class Compute:
             forward[module] += forward_s
             backward[module] += backward_s
         for layer in layers:
-            total = sum(param.numel for param in layer.walk())
-            for leaf in leaves(layer):
-                share = sum(param.numel for param in leaf.params) / total
+            for leaf in (module for module in layer.modules() if not module.children):
+                share = leaf.numel / layer.numel
                 forward[leaf.name] = share * profile.layer_forward_s
                 backward[leaf.name] = share * profile.layer_backward_s
         return cls(forward, backward)
@@ -91,10 +94,3 @@ def _nearest(module: str, at: Mapping[str, int]) -> int:
     while module not in at and module:
         module = module.rpartition(".")[0]
     return at.get(module, len(at) - 1)
-
-
-def leaves(root: ModuleSpec) -> list[ModuleSpec]:
-    """Modules without children, in the order they are declared."""
-    if not root.children:
-        return [root]
-    return [leaf for child in root.children for leaf in leaves(child)]

@@ -77,9 +77,14 @@ class PlanConfig(Run):
         return rule
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the weights that compute uses, and of activations."""
+        return self.states[0].dtype.itemsize
+
+    @property
     def tile_elements(self) -> int | None:
         """Most elements of a matrix that is not in tiles; None where none is."""
-        return None if self.tile_bytes is None else self.tile_bytes // self.states[0].dtype.itemsize
+        return None if self.tile_bytes is None else self.tile_bytes // self.itemsize
 
     @property
     def tokens(self) -> int:

@@ -5,11 +5,12 @@ have no children (a norm, a matrix, one expert's matrix), so that units may be c
 module, and a unit's are the sum over the modules it holds.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from pagoda.models.papers import RELATIVE_BUCKETS, PaperShape
-from pagoda.plan.units import ModuleSpec, ParamSpec
+from pagoda.models.tiles import row_blocks
+from pagoda.plan.units import ModuleSpec, ParamSpec, Part
 
 EMBEDDING = "embedding"
 """The module that holds the token embedding; the head, and the decoder of an encoder-decoder, use it again."""
@@ -31,21 +32,18 @@ class _Layer:
     """Width of queries whose attention runs right before this layer, which takes its result."""
 
 
-def module_spec(shape: PaperShape, tiles: int = 1, expert_parallel: int = 1) -> ModuleSpec:
+def module_spec(shape: PaperShape, expert_parallel: int = 1) -> ModuleSpec:
     """The module tree of `shape`, whose parameters are exactly `shape.params`; or, with `expert_parallel` ranks that
     divide the experts of every block, what one of them has: its part of the experts, and all else.
 
     Children of the root are `embedding`, `blocks.N` (of T5 `encoder.N` and `decoder.N`), the final norms and the
     head; a block has `attention`, in a decoder `cross`, and `mlp`; with experts, `mlp` has `router` and
-    `experts.N`. `tiles` cuts every matrix, the embedding too, in that many modules by rows (memory-centric tiling of
-    ZeRO-Infinity, arXiv 2104.07857), and must divide the shape's widths and vocabulary, else ValueError.
+    `experts.N`.
     """
-    return _tree("", list(_layers(shape, tiles, expert_parallel)))
+    return _tree("", list(_layers(shape, expert_parallel)))
 
 
-def forward_flops(
-    shape: PaperShape, tokens: int, seq_len: int, tiles: int = 1, expert_parallel: int = 1
-) -> dict[str, float]:
+def forward_flops(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int = 1) -> dict[str, float]:
     """FLOPs of one forward pass by module without children, in forward order; backward is twice that, and
     recomputing adds it once more.
 
@@ -57,7 +55,7 @@ def forward_flops(
     """
     return {
         layer.name: tokens * (2.0 * layer.multiplied + 4.0 * seq_len * layer.attended)
-        for layer in _layers(shape, tiles, expert_parallel)
+        for layer in _layers(shape, expert_parallel)
     }
 
 
@@ -67,65 +65,93 @@ def exchanged_elements(shape: PaperShape, tokens: int, expert_parallel: int) -> 
     if expert_parallel == 1:
         return {}
     elsewhere = tokens * shape.top_k * shape.hidden * (expert_parallel - 1) // expert_parallel
-    routers = (layer.name for layer in _layers(shape, 1, expert_parallel) if layer.name.endswith(".router"))
+    routers = (layer.name for layer in _layers(shape, expert_parallel) if layer.name.endswith(".router"))
     return {router.removesuffix("router") + "experts": elsewhere for router in routers}
 
 
-def _layers(shape: PaperShape, tiles: int, expert_parallel: int) -> Iterator[_Layer]:
+def tiled(root: ModuleSpec, flops: Mapping[str, float], most_elements: int) -> tuple[ModuleSpec, dict[str, float]]:
+    """The tree and the FLOPs by module with every matrix of more than `most_elements` in tiles of rows, as
+    `transforms.operator_tiles` cuts the matrices of models that are built.
+
+    A layer that uses another's matrix uses its tiles.
+    """
+    tiles: dict[str, tuple[ModuleSpec, ...]] = {}
+    """module -> its tiles"""
+    parts: dict[str, tuple[str, ...]] = {}
+    """parameter -> its parts"""
+
+    def visit(module: ModuleSpec) -> ModuleSpec:
+        tied = tuple(part for name in module.tied for part in parts.get(name, (name,)))
+        matrix = module.params[0] if module.params and not module.children else None
+        if matrix is None or len(matrix.shape) != 2 or matrix.numel <= most_elements:
+            return replace(module, children=tuple(map(visit, module.children)), tied=tied)
+        blocks = row_blocks(matrix.shape[0], [matrix.shape[1]], most_elements)
+        made = tuple(_tile(module, index, *block) for index, block in enumerate(blocks))
+        tiles[module.name] = made
+        for index, param in enumerate(module.params):
+            parts[param.name] = tuple(tile.params[index].name for tile in made)
+        return replace(module, params=(), children=made)
+
+    tree = visit(root)
+    counted: dict[str, float] = {}
+    for name, number in flops.items():
+        rows = {tile.name: tile.params[0].shape[0] for tile in tiles.get(name, ())}
+        counted.update({tile: number * n / sum(rows.values()) for tile, n in rows.items()} or {name: number})
+    return tree, counted
+
+
+def _tile(module: ModuleSpec, index: int, start: int, stop: int) -> ModuleSpec:
+    """Rows [start, stop) of the parameters of a module."""
+    name, rows = f"{module.name}.tiles.{index}", module.params[0].shape[0]
+
+    def cut(param: ParamSpec) -> ParamSpec:
+        part = Part(param.name, param.shape, start * (param.numel // rows))
+        short = param.name.rpartition(".")[2]
+        return ParamSpec(f"{name}.{short}", (stop - start, *param.shape[1:]), param.trainable, part)
+
+    return ModuleSpec(name, tuple(map(cut, module.params)), apart=True)
+
+
+def _layers(shape: PaperShape, expert_parallel: int) -> Iterator[_Layer]:
     """Every layer in the order of the forward pass."""
-    gpt = shape.family == "gpt"
     if expert_parallel > 1 and (not shape.experts or shape.experts % expert_parallel):
         raise ValueError(f"{expert_parallel} ranks do not divide the {shape.experts} experts of {shape.name}")
     experts = shape.experts // expert_parallel
-    if tiles < 1 or shape.vocab % tiles:
-        raise ValueError(f"{tiles} tiles do not divide the {shape.vocab} entries of the vocabulary")
-    parts = [f"{EMBEDDING}.token" if tiles == 1 else f"{EMBEDDING}.token.{index}" for index in range(tiles)]
-    embedding = [ParamSpec(f"{part}.weight", (shape.vocab // tiles, shape.hidden)) for part in parts]
-    for part, rows in zip(parts, embedding, strict=True):
-        yield _Layer(part, (rows,))
-    if gpt:
-        yield _Layer(
-            f"{EMBEDDING}.position", (ParamSpec(f"{EMBEDDING}.position.weight", (shape.seq_len, shape.hidden)),)
-        )
+    embedding = ParamSpec(f"{EMBEDDING}.token.weight", (shape.vocab, shape.hidden))
+    yield _Layer(f"{EMBEDDING}.token", (embedding,))
+    if shape.family == "gpt":
+        yield _table(f"{EMBEDDING}.position", shape.seq_len, shape.hidden)
         for index in range(shape.layers):
-            yield from _block(shape, f"blocks.{index}", tiles, experts)
+            yield from _block(shape, f"blocks.{index}", experts)
         yield _norm(shape, "norm")
     else:
         for stack, blocks in (("encoder", shape.layers), ("decoder", shape.decoder_layers)):
-            table = f"{stack}.relative"
-            yield _Layer(table, (ParamSpec(f"{table}.weight", (RELATIVE_BUCKETS, shape.heads)),))
+            yield _table(f"{stack}.relative", RELATIVE_BUCKETS, shape.heads)
             for index in range(blocks):
-                yield from _block(shape, f"{stack}.{index}", tiles, experts, cross=stack == "decoder")
+                yield from _block(shape, f"{stack}.{index}", experts, cross=stack == "decoder")
             yield _norm(shape, f"{stack}.norm")
-    multiplied = float(shape.vocab * shape.hidden)
-    yield _Layer(HEAD, multiplied=multiplied, tied=tuple(rows.name for rows in embedding))
+    yield _Layer(HEAD, multiplied=float(embedding.numel), tied=(embedding.name,))
 
 
-def _block(shape: PaperShape, name: str, tiles: int, experts: int, cross: bool = False) -> Iterator[_Layer]:
+def _block(shape: PaperShape, name: str, experts: int, cross: bool = False) -> Iterator[_Layer]:
     """`experts`: those that are here, of all that the router chooses from."""
-    yield from _attention(shape, f"{name}.attention", tiles)
-    if cross:
-        yield from _attention(shape, f"{name}.cross", tiles)
+    for attention in ("attention", "cross") if cross else ("attention",):
+        yield _norm(shape, f"{name}.{attention}.norm")
+        yield _matrix(shape, f"{name}.{attention}.qkv", 3 * shape.hidden, shape.hidden)
+        yield _matrix(shape, f"{name}.{attention}.out", shape.hidden, shape.hidden, attended=shape.hidden)
     yield _norm(shape, f"{name}.mlp.norm")
     if not shape.experts:
-        yield from _mlp(shape, f"{name}.mlp", tiles, 1.0)
+        yield from _mlp(shape, f"{name}.mlp", 1.0)
         return
-    router = ParamSpec(f"{name}.mlp.router.weight", (shape.experts, shape.hidden))
-    yield _Layer(f"{name}.mlp.router", (router,), float(router.numel))
+    router = _table(f"{name}.mlp.router", shape.experts, shape.hidden)
+    yield replace(router, multiplied=float(router.params[0].numel))
     for expert in range(experts):
-        yield from _mlp(shape, f"{name}.mlp.experts.{expert}", tiles, shape.top_k / experts)
+        yield from _mlp(shape, f"{name}.mlp.experts.{expert}", shape.top_k / experts)
 
 
-def _attention(shape: PaperShape, name: str, tiles: int) -> Iterator[_Layer]:
-    hidden = shape.hidden
-    yield _norm(shape, f"{name}.norm")
-    yield from _matrix(shape, f"{name}.qkv", 3 * hidden, hidden, tiles)
-    yield from _matrix(shape, f"{name}.out", hidden, hidden, tiles, attended=hidden)
-
-
-def _mlp(shape: PaperShape, name: str, tiles: int, share: float) -> Iterator[_Layer]:
-    yield from _matrix(shape, f"{name}.up", shape.ffn, shape.hidden, tiles, share)
-    yield from _matrix(shape, f"{name}.down", shape.hidden, shape.ffn, tiles, share)
+def _mlp(shape: PaperShape, name: str, share: float) -> Iterator[_Layer]:
+    yield _matrix(shape, f"{name}.up", shape.ffn, shape.hidden, share)
+    yield _matrix(shape, f"{name}.down", shape.hidden, shape.ffn, share)
 
 
 def _norm(shape: PaperShape, name: str) -> _Layer:
@@ -133,18 +159,15 @@ def _norm(shape: PaperShape, name: str) -> _Layer:
     return _Layer(name, (scale, ParamSpec(f"{name}.bias", scale.shape)) if shape.family == "gpt" else (scale,))
 
 
-def _matrix(
-    shape: PaperShape, name: str, rows: int, columns: int, tiles: int, share: float = 1.0, attended: int = 0
-) -> Iterator[_Layer]:
-    """A matrix, met by `share` of the tokens, in `tiles` layers of equal rows."""
-    if tiles < 1 or rows % tiles or attended % tiles:
-        raise ValueError(f"{tiles} tiles do not divide the {rows} rows of {name}")
-    rows //= tiles
-    for index in range(tiles):
-        part = name if tiles == 1 else f"{name}.{index}"
-        weight = ParamSpec(f"{part}.weight", (rows, columns))
-        params = (weight, ParamSpec(f"{part}.bias", (rows,))) if shape.family == "gpt" else (weight,)
-        yield _Layer(part, params, share * weight.numel, attended=attended // tiles)
+def _table(name: str, rows: int, columns: int) -> _Layer:
+    return _Layer(name, (ParamSpec(f"{name}.weight", (rows, columns)),))
+
+
+def _matrix(shape: PaperShape, name: str, rows: int, columns: int, share: float = 1.0, attended: int = 0) -> _Layer:
+    """A matrix, met by `share` of the tokens."""
+    weight = ParamSpec(f"{name}.weight", (rows, columns))
+    params = (weight, ParamSpec(f"{name}.bias", (rows,))) if shape.family == "gpt" else (weight,)
+    return _Layer(name, params, share * weight.numel, attended=attended)
 
 
 def _tree(name: str, layers: list[_Layer]) -> ModuleSpec:

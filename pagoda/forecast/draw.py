@@ -9,23 +9,11 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.simulate.timeline import COMPUTE, Timeline
 
-KINDS = {
-    "forward": "#4c78a8",
-    "backward": "#72b7b2",
-    "fetch": "#f58518",
-    "offload": "#54a24b",
-    "spill": "#b279a2",
-    "read": "#eeca3b",
-    "gradient": "#ff9da6",
-    "gather": "#2f6d4f",
-    "reduce": "#8c564b",
-    "tokens": "#17becf",
-    "step": "#79706e",
-    "update": "#e45756",
-    "write": "#9d755d",
-}
-"""First word of a span's name -> colour."""
-_OTHER = "#bab0ac"
+KINDS = (
+    *("forward", "backward", "fetch", "offload", "spill", "read", "gradient"),
+    *("gather", "reduce", "tokens", "step", "update", "write", "save", "return"),
+)
+"""First words of spans' names; each has its colour of matplotlib's tab20."""
 _GIB = 1 << 30
 
 
@@ -64,19 +52,25 @@ def draw(timeline: Timeline, budgets: Mapping[str, int], title: str, path: Path)
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror}; name another file") from error
 
 
+def colour(kind: str) -> Any:
+    """Red, green and blue of a kind of work."""
+    from matplotlib import colormaps
+
+    return colormaps["tab20"](KINDS.index(kind))[:3]
+
+
 def _draw_lanes(axis: Any, timeline: Timeline, lanes: list[str]) -> None:
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in timeline.spans:
         kind = span.name.partition(" ")[0]
         start = max(0.0, span.start_s)
-        bars.setdefault((span.lane, kind), []).append((start, max(0.0, span.end_s - start)))
-    for (lane, kind), spans in bars.items():
-        if lane in lanes:
-            axis.broken_barh(spans, (lanes.index(lane) - 0.4, 0.8), facecolors=KINDS.get(kind, _OTHER), linewidth=0)
+        bars.setdefault((kind, span.lane), []).append((start, max(0.0, span.end_s - start)))
+    for (kind, lane), spans in bars.items():
+        axis.broken_barh(spans, (lanes.index(lane) - 0.4, 0.8), facecolors=colour(kind), linewidth=0)
     axis.set_yticks(range(len(lanes)), lanes)
     axis.set_ylim(len(lanes) - 0.5, -0.5)
-    shown = [kind for kind in KINDS if any(kind == other for _, other in bars)]
-    swatches = [axis.bar(0, 0, color=KINDS[kind], label=kind) for kind in shown]
+    drawn = {kind for kind, _ in bars}
+    swatches = [axis.bar(0, 0, color=[colour(kind)], label=kind) for kind in KINDS if kind in drawn]
     axis.legend(handles=swatches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 

@@ -41,16 +41,19 @@ def forward_flops(model: "nn.Module", batch_size: int, seq_len: int) -> dict[str
     model.train(training)
     counts: dict[str, dict[Any, int]] = counter.get_flop_counts()
     root = type(model).__name__
-    within = {name.removeprefix(root).removeprefix("."): sum(ops.values()) for name, ops in counts.items()}
     modules = dict(model.named_modules())
+    within = {name.removeprefix(root).removeprefix("."): sum(ops.values()) for name, ops in counts.items()}
+    own = {name: total for name, total in within.items() if name in modules}  # the counter has a "Global" too
+    for name in filter(None, list(own)):
+        around = name.rpartition(".")[0]
+        while around and around not in own:
+            around = around.rpartition(".")[0]
+        own[around] -= within[name]
     booked: dict[str, float] = {}
-    for name, total in within.items():
-        if name not in modules:
-            continue  # the counter's own "Global"
-        parts = sum(within[part] for part in _nearest_counted(name, within, modules))
-        if total > parts:
+    for name, flops in own.items():
+        if flops > 0:
             taker = _last_holder(name, modules)
-            booked[taker] = booked.get(taker, 0.0) + total - parts
+            booked[taker] = booked.get(taker, 0.0) + flops
     booked |= of_experts
     return {name: booked[name] for name in modules if name in booked}
 
@@ -83,16 +86,6 @@ def _even_experts(model: "nn.Module") -> Iterator[dict[str, float]]:
     finally:
         for _, module in found:
             del module.__dict__["forward"]
-
-
-def _nearest_counted(name: str, within: dict[str, int], modules: dict[str, Any]) -> Iterator[str]:
-    """Modules inside `name` that were counted, but not those inside one that was."""
-    for short, _ in modules[name].named_children():
-        child = f"{name}.{short}" if name else short
-        if child in within:
-            yield child
-        elif child in modules:
-            yield from _nearest_counted(child, within, modules)
 
 
 def _last_holder(name: str, modules: dict[str, Any]) -> str:

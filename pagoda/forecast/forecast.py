@@ -8,12 +8,11 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import ActivationEstimate
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.inputs import PlanInputs, activations_of, subject_of
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.mixed import spared
-from pagoda.forecast.model_description import ModelDescription
-from pagoda.forecast.resolve_auto import inputs_with_policies, resolve_auto
-from pagoda.forecast.search import Choice
+from pagoda.forecast.model_description import ModelDescription, describe_configured
+from pagoda.forecast.problem import Problem, activations_of
+from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
+from pagoda.forecast.search import Choice, search
 from pagoda.plan.activations import recomputes
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
@@ -33,13 +32,13 @@ class Forecast:
     activations: ActivationEstimate
     notes: tuple[str, ...]
     """How budgets and compute times were found."""
-    inputs: PlanInputs | None
-    """None where activations alone do not fit."""
-    choice: Choice | None
-    refusal: BudgetError | None
-    """Why it does not fit; None exactly where there is a choice."""
-    resolved: tuple[str, ...] = ()
+    resolved: tuple[str, ...]
     """What the configuration left open, and what was chosen."""
+    problem: Problem | None = None
+    """None where activations alone do not fit."""
+    choice: Choice | None = None
+    refusal: BudgetError | None = None
+    """Why it does not fit; None exactly where there is a choice."""
 
     @property
     def fits(self) -> bool:
@@ -97,47 +96,52 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
     """Plan `config.model` on `machine`. What does not fit is part of the answer, not an error.
 
     With `measure`, the plan's step is timed with compute that is measured, where this machine's processors compute. The
-    plan is the same without.
+    plan is the same without, as in a run, which has no time to measure.
 
     Raises ConfigError: unknown model, or a setting that cannot be used.
     """
     if config.update == "async" and machine.rank_count > 1:
         raise ConfigError("--update async is not for several ranks yet: leave it out, or plan one (--gpus-per-node 1)")
-    described = subject_of(config)
+    described = describe_configured(config)
     config, chosen = resolve_auto(config, machine, described)
-    activations = activations_of(config, described)
+    made = Forecast(config, machine, described, activations_of(config, described), (), chosen)
     try:
-        inputs, notes = inputs_with_policies(config, machine, described)
+        problem, notes = resolved_problem(config, machine, described)
     except BudgetError as refusal:
-        return Forecast(config, machine, described, activations, (), None, None, refusal, chosen)
+        return replace(made, refusal=refusal)
+    made = replace(made, notes=notes, problem=problem)
     try:
-        inputs.usual_plan()
+        choice = search(problem)
     except BudgetError as refusal:
-        return Forecast(config, machine, described, activations, notes, inputs, None, refusal, chosen)
+        return replace(made, refusal=refusal)
+    if config.plan == "usual":
+        choice = choice.usual()
     rate = machine.hardware.matmul(config.precision).reached_flop_per_s
-    how = f"compute: FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
+    how = f"FLOPs at {rate.value / 1e12:.3g} TFLOP/s ({rate.source})"
     if measure and machine.here and machine.hardware.device is None and described.measurable:
-        inputs = replace(inputs, compute=_measured(config, inputs))
-        how = f"compute: a layer and the head, measured here just now; what chose the plan is {how[9:]}"
-    if config.activations == "auto" and inputs.saved is not None:
-        activations = activations.with_policies(inputs.saved)
-    notes = (*notes, f"{how}.")
-    return Forecast(config, machine, described, activations, notes, inputs, inputs.search(), None, chosen)
+        problem = replace(problem, compute=_measured(config, problem))
+        choice = choice.with_times(problem)
+        how = f"a layer and the head, measured here just now; what chose the plan is {how}"
+    activations = made.activations
+    if config.activations == "auto" and problem.saved is not None:
+        activations = activations.with_policies(problem.saved)
+    notes = (*notes, f"compute: {how}.")
+    return replace(made, activations=activations, notes=notes, problem=problem, choice=choice)
 
 
-def _measured(config: PlanConfig, inputs: PlanInputs) -> Compute:
+def _measured(config: PlanConfig, problem: Problem) -> Compute:
     """Seconds of each module on this machine's processors."""
     from pagoda.calibrate import ComputeProfiler
 
-    described = inputs.described
+    assert config.model is not None
     profiler = ComputeProfiler(
-        described.name,
+        config.model,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         precision=config.precision,
         gradient_checkpointing=recomputes(config.activations),
     )
-    times = Compute.from_profile(profiler.measure(), described.root)
-    if config.activations != "auto" or inputs.saved is None:
+    times = Compute.from_profile(profiler.measure(), problem.root)
+    if config.activations != "auto" or problem.saved is None:
         return times
-    return spared(times, described.root, inputs.saved.policies)
+    return without_recomputing(times, problem.root, problem.saved.policies)

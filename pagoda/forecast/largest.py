@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from pagoda.errors import BudgetError
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.inputs import PlanInputs, inputs_of, subject_of
 from pagoda.forecast.machine import Machine
+from pagoda.forecast.model_description import describe_configured
+from pagoda.forecast.problem import Problem, problem_of
 from pagoda.forecast.resolve_auto import alternatives
 from pagoda.memory.sizes import format_bytes
 from pagoda.models.papers import gpt_of_step
@@ -19,51 +20,44 @@ def largest_model(config: PlanConfig, machine: Machine) -> str:
 
     Raises BudgetError when not even the smallest fits.
     """
-    _check(0, config, machine)
+
+    def refusal(step: int) -> BudgetError | None:
+        """Why number `step` of the family does not fit."""
+        asked = replace(config, model=gpt_of_step(step).name, max_model=False)
+        described = describe_configured(asked, count_flops=False)
+        refusals: list[BudgetError] = []
+        for closed in alternatives(asked, machine, described):
+            try:
+                problem, _ = problem_of(closed, machine, described)
+                _check_in_all(problem)
+                problem.plan()
+                return None
+            except BudgetError as refused:
+                refusals.append(refused)
+        return refusals[0]
+
+    if (refused := refusal(0)) is not None:
+        raise refused
     too_large = 1
-    while too_large < _MOST_STEPS and _fits(too_large, config, machine):
+    while too_large < _MOST_STEPS and refusal(too_large) is None:
         too_large *= 2
     between = range(too_large // 2, too_large)
-    step = between[bisect_left(between, True, key=lambda step: not _fits(step, config, machine)) - 1]
+    step = between[bisect_left(between, True, key=lambda step: refusal(step) is not None) - 1]
     return gpt_of_step(step).name
 
 
-def _fits(step: int, config: PlanConfig, machine: Machine) -> bool:
-    try:
-        _check(step, config, machine)
-    except BudgetError:
-        return False
-    return True
-
-
-def _check(step: int, config: PlanConfig, machine: Machine) -> None:
-    """Raises BudgetError when number `step` of the family does not fit."""
-    config = replace(config, model=gpt_of_step(step).name, max_model=False)
-    described = subject_of(config, count_flops=False)
-    refusals: list[BudgetError] = []
-    for closed in alternatives(config, machine, described):
-        try:
-            inputs, _ = inputs_of(closed, machine, described)
-            _check_in_all(inputs)
-            inputs.usual_plan()
-            return
-        except BudgetError as refusal:
-            refusals.append(refusal)
-    raise refusals[0]
-
-
-def _check_in_all(inputs: PlanInputs) -> None:
+def _check_in_all(problem: Problem) -> None:
     """Raises BudgetError where all tiers together are too small: found out fast, as it is what most refusals are.
 
     States with shapes of their own are left out, and so are padding and buffers.
     """
-    params = sum(param.numel for param in inputs.described.root.walk())
-    states = (state for state in inputs.states if state.shape_of is None)
+    params = problem.root.numel
+    states = (state for state in problem.states if state.shape_of is None)
     least = sum(state.nbytes(params) for state in states)
-    budgets, options = inputs.budgets, inputs.options
+    budgets, options = problem.budgets, problem.options
     if budgets.ssd is not None or not options.update_under_backward:  # gradients have homes
-        least += params * (options.gradients or inputs.states[0].dtype).itemsize
-    least //= inputs.ranks.data_parallel if inputs.ranks else 1
+        least += params * (options.gradients or problem.states[0].dtype).itemsize
+    least //= problem.ranks.data_parallel if problem.ranks else 1
     there = sum(filter(None, (budgets.device, budgets.host, budgets.ssd)))
     if least > there:
         raise BudgetError(

@@ -35,6 +35,18 @@ class Machine:
     def rank_count(self) -> int:
         return 1 if self.ranks is None else self.ranks.count
 
+    @property
+    def ram(self) -> int:
+        """Bytes of RAM of each rank: its part of what is free now, or of all where the machine is another one."""
+        whole = free_ram() if self.here else int(self.hardware.cpu.memory_bytes.value)
+        return whole // self.hardware.gpus_per_node
+
+    @property
+    def compute_memory(self) -> int:
+        """Bytes that one rank has where it computes, pages included: of the GPU what CUDA leaves, else of RAM."""
+        device = self.hardware.device
+        return self.ram if device is None else int(device.memory_bytes.value) - CONTEXT_BYTES
+
 
 def find_machine_for(config: PlanConfig) -> Machine:
     """The hardware that a configuration names, and the ranks on it.
@@ -48,18 +60,12 @@ def find_machine_for(config: PlanConfig) -> Machine:
         raise ConfigError(f"--nodes is {config.nodes}, but hardware {hardware.name!r} says nothing of a network")
     per_node = hardware.gpus_per_node
     count = config.nodes * per_node
-    experts = config.expert_parallel
-    if count % experts:
-        raise ConfigError(
-            f"--expert-parallel is {experts}, which does not divide the ranks, of which there are {count}"
-        )
-    if count % config.replicas:
-        raise ConfigError(
-            f"--replicas is {config.replicas}, which does not divide the ranks, of which there are {count}"
-        )
-    if count == 1:
-        return Machine(hardware, config.hardware == AUTO)
-    ranks = Ranks(count, per_node, config.zero_stage, experts, config.replicas)
+    for flag, groups in (("--expert-parallel", config.expert_parallel), ("--replicas", config.replicas)):
+        if count % groups:
+            raise ConfigError(f"{flag} is {groups}, which does not divide the ranks, of which there are {count}")
+    ranks = None
+    if count > 1:
+        ranks = Ranks(count, per_node, config.zero_stage, config.expert_parallel, config.replicas)
     return Machine(hardware, config.hardware == AUTO, ranks)
 
 
@@ -77,15 +83,6 @@ def _hardware(name: str) -> Hardware:
     return find_machine(name)
 
 
-def compute_memory(machine: Machine) -> int:
-    """Bytes that one rank has where it computes, pages included: of the GPU what CUDA leaves, else of RAM."""
-    hardware = machine.hardware
-    if hardware.device is not None:
-        return int(hardware.device.memory_bytes.value) - CONTEXT_BYTES
-    whole = free_ram() if machine.here else int(hardware.cpu.memory_bytes.value)
-    return whole // hardware.gpus_per_node
-
-
 def budgets_for(machine: Machine, memory: Memory, activations: ActivationEstimate) -> tuple[Budgets, tuple[str, ...]]:
     """What each tier of one rank may hold of pages, and how that was chosen.
 
@@ -93,81 +90,74 @@ def budgets_for(machine: Machine, memory: Memory, activations: ActivationEstimat
 
     Raises ConfigError for a setting that cannot be used; BudgetError if activations alone do not fit.
     """
-    hardware = machine.hardware
-    device, notes = _device_budget(hardware, memory, activations)
-    on_cpu = hardware.device is None
-    host, host_note = _host_budget(machine, memory, (activations.total if on_cpu else 0) + (device or 0) * on_cpu)
-    ssd, ssd_note = _ssd_budget(machine, memory)
-    return Budgets(host, device, ssd), (*_ranks_note(machine), *notes, host_note, ssd_note)
+    notes = []
+    if (ranks := machine.ranks) is not None:
+        notes.append(
+            f"ranks: {ranks.data_parallel} share out the state as in ZeRO stage {ranks.stage}; bytes and budgets are "
+            "one rank's."
+        )
+    device = _device_budget(machine, memory, activations, notes)
+    beside = activations.total + (device or 0) if machine.hardware.device is None else 0
+    host = _host_budget(machine, memory, beside, notes)
+    return Budgets(host, device, _ssd_budget(machine, memory, notes)), tuple(notes)
 
 
-def _ranks_note(machine: Machine) -> tuple[str, ...]:
-    ranks = machine.ranks
-    if ranks is None:
-        return ()
-    return (
-        f"ranks: {ranks.data_parallel} share out the state as in ZeRO stage {ranks.stage}; bytes and budgets are one "
-        "rank's.",
-    )
-
-
-def _device_budget(
-    hardware: Hardware, memory: Memory, activations: ActivationEstimate
-) -> tuple[int | None, tuple[str, ...]]:
-    asked = memory.device_bytes
-    if hardware.device is None:
-        if asked is not None and not memory.arena_for_device:
-            raise ConfigError(
-                f"memory.device is {memory.device!r}, but hardware {hardware.name!r} has no GPU: use cpu:SIZE"
-            )
-        return asked, () if asked is None else (f"device: an arena in RAM of {format_bytes(asked)}.",)
-    memory_bytes = int(hardware.device.memory_bytes.value)
+def _device_budget(machine: Machine, memory: Memory, activations: ActivationEstimate, notes: list[str]) -> int | None:
+    hardware, asked = machine.hardware, memory.device_bytes
+    computes_on_cpu = hardware.device is None
+    if asked is not None and memory.arena_for_device != computes_on_cpu:
+        reason = "has no GPU: use cpu:SIZE" if computes_on_cpu else "computes on its GPU: give SIZE"
+        raise ConfigError(f"memory.device is {memory.device!r}, but hardware {hardware.name!r} {reason}")
     if asked is not None:
-        if memory.arena_for_device:
-            raise ConfigError(
-                f"memory.device is {memory.device!r}, but hardware {hardware.name!r} computes on its GPU: give SIZE"
-            )
-        return asked, (f"device: {memory.device} as asked.",)
-    left = memory_bytes - CONTEXT_BYTES - activations.total
+        here = f"an arena in RAM of {format_bytes(asked)}" if computes_on_cpu else f"{memory.device} as asked"
+        notes.append(f"device: {here}.")
+        return asked
+    if hardware.device is None:
+        return None
+    whole = int(hardware.device.memory_bytes.value)
+    left = whole - CONTEXT_BYTES - activations.total
     if left <= 0:
-        raise _no_room(DEVICE, memory_bytes, CONTEXT_BYTES + activations.total)
-    return left, (
-        f"device: {format_bytes(memory_bytes)} less {format_bytes(CONTEXT_BYTES)} for CUDA and "
-        f"{format_bytes(activations.total)} for activations.",
+        raise _no_room(DEVICE, whole, CONTEXT_BYTES + activations.total)
+    notes.append(
+        f"device: {format_bytes(whole)} less {format_bytes(CONTEXT_BYTES)} for CUDA and "
+        f"{format_bytes(activations.total)} for activations."
     )
+    return left
 
 
-def _host_budget(machine: Machine, memory: Memory, beside: int) -> tuple[int, str]:
+def _host_budget(machine: Machine, memory: Memory, beside: int, notes: list[str]) -> int:
     """`beside`: bytes of RAM that each rank takes outside the host tier."""
     if memory.host_bytes is not None:
-        return memory.host_bytes, f"host: {memory.host} as asked."
-    ranks = machine.hardware.gpus_per_node
-    whole = free_ram() if machine.here else int(machine.hardware.cpu.memory_bytes.value)
-    ram = whole // ranks
-    host = min(int(ram * HOST_SHARE), ram - beside)
+        notes.append(f"host: {memory.host} as asked.")
+        return memory.host_bytes
+    ram, ranks = machine.ram, machine.hardware.gpus_per_node
+    most = int(ram * HOST_SHARE)
+    host = min(most, ram - beside)
     if host <= 0:
         raise _no_room(HOST, ram, beside)
-    what = "the RAM that is free now" if machine.here else "RAM"
-    each = f", shared by {ranks}" if ranks > 1 else ""
-    if host < int(ram * HOST_SHARE):
-        return host, f"host: {format_bytes(ram)} of {what}{each}, less {format_bytes(beside)} beside the pages."
-    return host, f"host: {HOST_SHARE:.0%} of {what}{each}."
+    what = ("the RAM that is free now" if machine.here else "RAM") + (f", shared by {ranks}" if ranks > 1 else "")
+    if host < most:
+        notes.append(f"host: {format_bytes(ram)} of {what}, less {format_bytes(beside)} beside the pages.")
+    else:
+        notes.append(f"host: {HOST_SHARE:.0%} of {what}.")
+    return host
 
 
-def _ssd_budget(machine: Machine, memory: Memory) -> tuple[int | None, str]:
+def _ssd_budget(machine: Machine, memory: Memory, notes: list[str]) -> int | None:
     drive, ranks = machine.hardware.ssd, machine.hardware.gpus_per_node
     if machine.here:
         ssd = ssd_budget(memory)
-        if ssd is None:
-            return None, "ssd: none, as --memory.ssd DIR is not given."
-        return ssd // ranks, f"ssd: {memory.ssd}."
-    if memory.ssd is not None:
-        size = str(memory.ssd).rpartition(":")[2]
-        if size[:1].isdigit():
-            return parse_bytes(size, "memory.ssd"), f"ssd: {size} as asked."
+        notes.append("ssd: none, as --memory.ssd DIR is not given." if ssd is None else f"ssd: {memory.ssd}.")
+        return None if ssd is None else ssd // ranks
+    size = "" if memory.ssd is None else str(memory.ssd).rpartition(":")[2]
+    if size[:1].isdigit():
+        notes.append(f"ssd: {size} as asked.")
+        return parse_bytes(size, "memory.ssd")
     if drive is None:
-        return None, f"ssd: none, as hardware {machine.hardware.name!r} has none."
-    return int(drive.capacity_bytes.value) // ranks, "ssd: all of its capacity" + (f" / {ranks}." if ranks > 1 else ".")
+        notes.append(f"ssd: none, as hardware {machine.hardware.name!r} has none.")
+        return None
+    notes.append("ssd: all of its capacity" + (f" / {ranks}." if ranks > 1 else "."))
+    return int(drive.capacity_bytes.value) // ranks
 
 
 def _no_room(tier: str, there: int, needed: int) -> BudgetError:

@@ -1,16 +1,16 @@
 """The model that a forecast is about: its tree, its arithmetic and its widths, without its weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from pagoda.errors import ConfigError
-from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec
-from pagoda.forecast.repeat import repeated
-from pagoda.forecast.tiles import tiled
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.describe import exchanged_elements, forward_flops, module_spec, tiled
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
-from pagoda.plan.units import ModuleSpec
+from pagoda.optim.rule import TensorRule
+from pagoda.plan.units import ModuleSpec, ParamSpec, is_within, layers_of
 
 _DESCRIBED = 2
 """Layers from which those of a built-in shape are described."""
@@ -42,6 +42,20 @@ class ModelDescription:
     """Module that holds a block's experts -> elements of tokens that a rank sends to others' in one forward pass."""
 
 
+def describe_configured(config: PlanConfig, count_flops: bool = True) -> ModelDescription:
+    """The model that a configuration names. Raises ConfigError as `describe_model`."""
+    assert config.model is not None
+    return describe_model(
+        config.model,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        count_flops=count_flops,
+        expert_parallel=config.expert_parallel,
+        tile_elements=config.tile_elements,
+        cuts_stacks=not isinstance(config.rule, TensorRule),
+    )
+
+
 def describe_model(
     name: str,
     *,
@@ -60,26 +74,32 @@ def describe_model(
 
     Raises ConfigError: as `build_model`; experts that `expert_parallel` ranks cannot divide.
     """
-    shape = PAPER_SHAPES.get(name)
-    if shape is None:
-        return _of_transformers(name, batch_size, seq_len, count_flops, tile_elements, expert_parallel, cuts_stacks)
+    tokens = batch_size * seq_len
+    if name in PAPER_SHAPES:
+        return _of_paper(PAPER_SHAPES[name], tokens, seq_len, expert_parallel, tile_elements)
+    return _of_transformers(name, batch_size, seq_len, count_flops, expert_parallel, tile_elements, cuts_stacks)
+
+
+def _of_paper(
+    shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int, tile_elements: int | None
+) -> ModelDescription:
     if expert_parallel > 1:
         if not shape.experts:
-            raise ConfigError(f"--expert-parallel is {expert_parallel}, but model {name!r} has no experts to divide")
+            raise ConfigError(
+                f"--expert-parallel is {expert_parallel}, but model {shape.name!r} has no experts to divide"
+            )
         if shape.experts % expert_parallel:
             raise ConfigError(
                 f"--expert-parallel is {expert_parallel}, which does not divide {shape.experts:,} experts"
             )
-    described = _of_paper(shape, batch_size * seq_len, seq_len, expert_parallel)
-    return described if tile_elements is None else _in_tiles(described, tile_elements)
-
-
-def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int) -> ModelDescription:
+    root, flops = module_spec(shape, expert_parallel), forward_flops(shape, tokens, seq_len, expert_parallel)
+    if tile_elements is not None:
+        root, flops = tiled(root, flops, tile_elements)
     return ModelDescription(
         name=shape.name,
         params=shape.params,
-        root=module_spec(shape, expert_parallel=expert_parallel),
-        forward_flops=forward_flops(shape, tokens, seq_len, expert_parallel=expert_parallel),
+        root=root,
+        forward_flops=flops,
         layers=shape.layers + shape.decoder_layers,
         hidden=shape.hidden,
         ffn=shape.ffn * max(1, shape.top_k),
@@ -90,18 +110,13 @@ def _of_paper(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int
     )
 
 
-def _in_tiles(described: ModelDescription, most_elements: int) -> ModelDescription:
-    root, flops = tiled(described.root, described.forward_flops, most_elements)
-    return replace(described, root=root, forward_flops=flops)
-
-
 def _of_transformers(
     name: str,
     batch_size: int,
     seq_len: int,
     count_flops: bool,
-    tile_elements: int | None,
     ranks: int,
+    tile_elements: int | None,
     cuts_stacks: bool,
 ) -> ModelDescription:
     """Layers of a built-in decoder are alike, so two of them are built, without values, and described as all."""
@@ -125,16 +140,15 @@ def _of_transformers(
             raise
         raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
     if alike:
-        root, counted = repeated(root, counted, layers)
+        root, counted = _repeated(root, counted, layers)
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     hidden, ffn, vocab = widths(config)
     top_k = experts_per_token(config)
     elsewhere = batch_size * seq_len * top_k * hidden * (ranks - 1) // ranks
-    rows = [*_rows(root)] if elsewhere else []
-    experts = sum(param.numel for row in rows for param in row.walk())
+    rows = [module for module in root.modules() if module.routed] if elsewhere else []
     return ModelDescription(
         name=name,
-        params=sum(param.numel for param in root.walk()) + (ranks - 1) * experts,
+        params=root.numel + (ranks - 1) * sum(row.numel for row in rows),
         root=root,
         forward_flops=counted,
         layers=layers,
@@ -147,12 +161,46 @@ def _of_transformers(
     )
 
 
-def _rows(module: ModuleSpec) -> Iterator[ModuleSpec]:
-    """The modules whose children are experts."""
-    if module.routed:
-        yield module
-    for child in module.children:
-        yield from _rows(child)
+def _repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:
+    """The tree and the FLOPs by module of a model with `count` layers, from those of a model that differs from it in
+    the number of its layers alone. Each further layer is like the last one there is."""
+    *_, last = layers_of(root)
+    row = last.name.rpartition(".")[0]
+    names = [f"{row}.{index}" for index in range(count)]
+
+    def visit(module: ModuleSpec) -> ModuleSpec:
+        if module.name == row:
+            return replace(module, children=tuple(_renamed(last, last.name, name) for name in names))
+        return replace(module, children=tuple(map(visit, module.children)))
+
+    counted: dict[str, float] = {}
+    once = {name: n for name, n in flops.items() if is_within(name, (last.name,))}
+    for name, number in flops.items():
+        if not is_within(name, (row,)):
+            counted[name] = number
+        elif once:
+            counted.update({_moved(inside, last.name, layer): n for layer in names for inside, n in once.items()})
+            once = {}
+    return visit(root), counted
+
+
+def _renamed(module: ModuleSpec, before: str, after: str) -> ModuleSpec:
+    def param(spec: ParamSpec) -> ParamSpec:
+        part = spec.part and replace(spec.part, whole=_moved(spec.part.whole, before, after))
+        return replace(spec, name=_moved(spec.name, before, after), part=part)
+
+    return replace(
+        module,
+        name=_moved(module.name, before, after),
+        params=tuple(map(param, module.params)),
+        children=tuple(_renamed(child, before, after) for child in module.children),
+        tied=tuple(_moved(name, before, after) for name in module.tied),
+    )
+
+
+def _moved(name: str, before: str, after: str) -> str:
+    """A name inside one module as it is inside another."""
+    return after + name.removeprefix(before) if is_within(name, (before,)) else name
 
 
 def widths(config: Any) -> tuple[int, int, int]:

@@ -1,13 +1,18 @@
-"""What is planned for: a model, what its optimizer keeps, budgets, and a machine to simulate plans on."""
+"""What is planned for: a model, what its optimizer keeps, budgets, options, and a machine to simulate plans on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Self
 
+from pagoda.errors import ConfigError
+from pagoda.forecast.activations import ActivationEstimate, estimate_activations, estimate_sizes
 from pagoda.forecast.compute import Compute
+from pagoda.forecast.config import PlanConfig
+from pagoda.forecast.machine import Machine, budgets_for
+from pagoda.forecast.model_description import ModelDescription
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import SavedBlocks
+from pagoda.plan.activations import Policy, SavedBlocks, recomputes
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import HOST
 from pagoda.plan.options import Options
@@ -20,44 +25,45 @@ from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Timeline
 
 MOST_UNITS = 100
-"""Of a plan that is compared with others whole; of larger ones, a part of the layers is."""
+"""Plans with more units are compared with others on a part of the layers."""
 _LEAST_LAYERS = 4
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All that plans of one search have in common. `exchanges` and `saved` are as for `make_plan`."""
+    """All inputs of planning and simulating. `exchanges` and `saved` are as for `make_plan`."""
 
     root: ModuleSpec
     states: tuple[StateSpec, ...]
     budgets: Budgets
     hardware: Hardware
     compute: Compute
+    options: Options
     ranks: Ranks | None = None
     exchanges: Mapping[str, int] = field(default_factory=dict)
     saved: SavedBlocks | None = None
 
-    def plan(self, options: Options) -> Plan:
-        """The planner's choice. Raises BudgetError when no plan fits."""
-        return make_plan(self.root, self.states, self.budgets, options, self.ranks, self.exchanges, saved=self.saved)
+    def plan(self) -> Plan:
+        """The planner's first choice. Raises BudgetError when no plan fits."""
+        return make_plan(
+            self.root, self.states, self.budgets, self.options, self.ranks, self.exchanges, saved=self.saved
+        )
 
     def simulated(self, plan: Plan) -> Timeline:
         """A step of a plan."""
         return simulate(plan, self.hardware, self.compute.of_step(self.root, plan))
 
     def to_compare(self, plan: Plan) -> Self:
-        """What to compare kinds of plans on, of which `plan` is one: if its units are many, the first of the layers,
-        with the share of RAM, buffers apart, and of SSD that their parameters are of all.
+        """The problem on which plans such as `plan` are compared with others. Where units are many, it has the first
+        layers of the model only, with the share of RAM, buffers apart, and of SSD that their parameters are of all.
 
-        The device stays as large as it is, so that leases come and go as they do with all layers; where that part
-        would fit it, or the layers are few, the whole problem.
+        The device stays as large as it is, so that leases come and go as they do with all layers. Where that part
+        would fit the device, or the layers are few, it is the whole problem.
         """
-        layers = layers_of(self.root)
-        if len(plan.units) <= MOST_UNITS or len(layers) <= _LEAST_LAYERS:
+        if len(plan.units) <= MOST_UNITS or len(layers_of(self.root)) <= _LEAST_LAYERS:
             return self
-        share = MOST_UNITS / len(plan.units)
-        part = self._with_layers(share)
-        params, of_all = (sum(param.numel for param in root.walk()) for root in (part.root, self.root))
+        part = self._with_layers(MOST_UNITS / len(plan.units))
+        params, of_all = part.root.numel, self.root.numel
         if self.budgets.device is not None and 2 * self.budgets.device > params * self.states[0].dtype.itemsize:
             return self
         homes = {GRAD, *(state.name for state in self.states)}
@@ -87,10 +93,10 @@ class Problem:
 
         saved = self.saved
         if saved is not None:
-            here = [layer.name not in left_out for layer in layers_of(self.root)]
-            blocks = tuple(block for block, is_here in zip(saved.sizes.blocks, here, strict=True) if is_here)
-            policies = tuple(policy for policy, is_here in zip(saved.policies, here, strict=True) if is_here)
+            here = [index for index, layer in enumerate(layers_of(self.root)) if layer.name not in left_out]
+            blocks = tuple(saved.sizes.blocks[index] for index in here)
             outside = (*saved.sizes.outside[: len(blocks)], saved.sizes.outside[-1])
+            policies = tuple(saved.policies[index] for index in here)
             saved = SavedBlocks(replace(saved.sizes, blocks=blocks, outside=outside), policies)
         return replace(
             self,
@@ -99,3 +105,36 @@ class Problem:
             exchanges={module: n for module, n in self.exchanges.items() if not is_within(module, left_out)},
             saved=saved,
         )
+
+
+def activations_of(config: PlanConfig, described: ModelDescription) -> ActivationEstimate:
+    """What activations take in a run with these settings."""
+    return estimate_activations(
+        described, config.tokens, config.itemsize, config.activations, config.chunked_loss, config.tile_tokens
+    )
+
+
+def problem_of(config: PlanConfig, machine: Machine, described: ModelDescription) -> tuple[Problem, tuple[str, ...]]:
+    """What a configuration asks for, and how its budgets were found.
+
+    Raises BudgetError where activations alone do not fit, ConfigError for a setting that cannot be used.
+    """
+    budgets, notes = budgets_for(machine, config.memory, activations_of(config, described))
+    options = Options.of(config, replace(config.memory, ssd_checkpoints=config.kept_on_ssd(config.nodes)))
+    one_policy = options.may_offload and config.activations != "auto"
+    if one_policy and budgets.device is None and budgets.ssd is None:
+        raise ConfigError(
+            f"--activations is {config.activations}, but there is nowhere to offload to: compute is the CPU, and "
+            "activations are in its RAM. Give --memory.ssd, or use recompute."
+        )
+    saved = None
+    if one_policy:
+        sizes = estimate_sizes(described, config.tokens, config.itemsize)
+        saved = SavedBlocks(sizes, (Policy(config.activations),) * len(sizes.blocks))
+    rate = machine.hardware.matmul(config.precision).reached_flop_per_s.value
+    compute = Compute.from_flops(described.forward_flops, rate, recomputes(config.activations))
+    exchanges = {module: elements * config.itemsize for module, elements in described.exchanged.items()}
+    problem = Problem(
+        described.root, config.states, budgets, machine.hardware, compute, options, machine.ranks, exchanges, saved
+    )
+    return problem, notes

@@ -1,8 +1,8 @@
-"""A forecast as JSON, and as a person reads it."""
+"""A plan and a forecast as a person reads them, and a forecast as JSON."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -10,24 +10,49 @@ from rich.table import Table
 from rich.text import Text
 
 from pagoda.forecast.forecast import Forecast
-from pagoda.forecast.plan_table import plan_table
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
+from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import COMPUTE
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """A table with a row per state and a column per tier, its sum and budget, then the automatic choices."""
+    tiers = [tier for tier, lines in plan.bytes.items() if lines]
+    states = list(dict.fromkeys(state for tier in tiers for state in plan.bytes[tier]))
+    title = Text(
+        f"Plan: {plan.parameters / 1e6:,.1f} M parameters in {len(plan.units)} units,"
+        f" pages of {format_bytes(plan.page_bytes)}"
+    )
+    table = Table()
+    table.add_column("state")
+    for tier in tiers:
+        table.add_column(tier, justify="right")
+    for i, state in enumerate(states):
+        cells = (plan.bytes[tier].get(state) for tier in tiers)
+        table.add_row(
+            state,
+            *(format_bytes(cell) if cell else "-" for cell in cells),
+            end_section=i == len(states) - 1,
+        )
+    table.add_row("in all", *(format_bytes(sum(plan.bytes[tier].values())) for tier in tiers), style="bold")
+    budgets = (getattr(plan.budgets, tier) for tier in tiers)
+    table.add_row("budget", *("-" if budget is None else format_bytes(budget) for budget in budgets))
+    return Group(title, table, *(Text(f"- {reason}") for reason in plan.reasons))
 
 
 def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
     """The keys that docs/plan.md describes. What only a plan can say is None, or empty, where none fits."""
     fits = forecast.fits
     timeline = forecast.timeline if fits else None
-    inputs = forecast.inputs
+    problem = forecast.problem
     return {
         "fits": fits,
         "model": forecast.described.name,
         "hardware": forecast.machine.hardware.name,
         "params": forecast.described.params,
         "bytes": forecast.bytes if fits else {},
-        "budgets": asdict(inputs.budgets) if inputs else {},
+        "budgets": asdict(problem.budgets) if problem else {},
         "state_bytes_per_parameter": dict(forecast.plan.layout.bytes_per_parameter) if fits else {},
         "activations": forecast.config.activations,
         "batch_tiles": forecast.config.batch_tiles,
@@ -40,7 +65,7 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "binding_lane": timeline.binding_lane if timeline else None,
         "lanes": _lanes(forecast) if fits else {},
         "ssd_bytes_written_per_step": forecast.ssd_bytes_written_per_step if fits else None,
-        "steps_until_worn": _finite(forecast.steps_until_worn) if fits else None,
+        "steps_until_worn": forecast.steps_until_worn if fits and isfinite(forecast.steps_until_worn) else None,
         "reasons": [*forecast.notes, *forecast.resolved, *(forecast.choice.reasons if forecast.choice else ())],
         "refusal": str(forecast.refusal) if forecast.refusal else None,
         "advice": list(advice),
@@ -49,36 +74,31 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
 
 def show(forecast: Forecast, advice: Sequence[str], console: Console) -> None:
     """Print the forecast."""
-    console.print(_rendered(forecast, advice), highlight=False)
+    console.print(Group(*_parts(forecast, advice)), highlight=False)
 
 
-def _rendered(forecast: Forecast, advice: Sequence[str]) -> RenderableType:
+def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType]:
     described, config = forecast.described, forecast.config
     ranks = f", {forecast.machine.rank_count} ranks" if forecast.machine.ranks else ""
-    head = (
+    passes = f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else ""
+    yield Text(
         f"{described.name}, {described.params / 1e6:,.1f} M parameters, on {forecast.machine.hardware.name}{ranks}: "
-        f"{config.batch_size} x {config.seq_len} tokens"
-        + (f" x {config.accumulation_steps} passes" if config.accumulation_steps > 1 else "")
+        f"{config.batch_size} x {config.seq_len} tokens{passes}"
     )
-    beside = Text(f"Beside the pages, an estimate: activations of {forecast.activations}.")
-    notes = [Text(f"- {note}") for note in (*forecast.notes, *forecast.resolved)]
-    helps = [Text("What would help:"), *(Text(f"- {line}") for line in advice)] if advice else []
     if forecast.choice is None:
-        refused = Text(f"Does not fit. {forecast.refusal}", style="bold red")
-        return Group(Text(head), refused, beside, *notes, *helps)
-    fits = Text("Fits.", style="bold green")
-    why = [Text(f"- {reason}") for reason in forecast.choice.reasons[len(forecast.plan.reasons) :]]
-    return Group(
-        Text(head),
-        fits,
-        plan_table(forecast.plan),
-        beside,
-        *notes,
-        _figures(forecast),
-        _lane_table(forecast),
-        *why,
-        *helps,
-    )
+        yield Text(f"Does not fit. {forecast.refusal}", style="bold red")
+    else:
+        yield Text("Fits.", style="bold green")
+        yield plan_table(forecast.plan)
+    yield Text(f"Beside the pages, an estimate: activations of {forecast.activations}.")
+    yield from (Text(f"- {note}") for note in (*forecast.notes, *forecast.resolved))
+    if forecast.choice is not None:
+        yield _figures(forecast)
+        yield _lane_table(forecast)
+        yield from (Text(f"- {reason}") for reason in forecast.choice.simulated)
+    if advice:
+        yield Text("What would help:")
+        yield from (Text(f"- {line}") for line in advice)
 
 
 def _figures(forecast: Forecast) -> RenderableType:
@@ -127,7 +147,3 @@ def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

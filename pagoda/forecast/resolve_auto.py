@@ -1,20 +1,35 @@
 """What a configuration leaves to the plan, chosen by plans that are made and simulated: what becomes of activations,
 and in how many micro-batches layers run their batch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import get_args
 
 from pagoda.config.training import ActivationMode
 from pagoda.errors import ConfigError
-from pagoda.forecast.activations import chunking_helps
+from pagoda.forecast.activations import chunking_helps, estimate_sizes
+from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
-from pagoda.forecast.inputs import PlanInputs, inputs_of
 from pagoda.forecast.machine import Machine
-from pagoda.forecast.mixed import mixed
 from pagoda.forecast.model_description import ModelDescription
-from pagoda.plan.activations import recomputes
+from pagoda.forecast.problem import Problem, problem_of
+from pagoda.plan.activations import (
+    OFFLOAD_LANES,
+    SHARE_OF_MEMORY,
+    Policy,
+    Room,
+    SavedBlocks,
+    StepSizes,
+    choose,
+    offload_room,
+    recomputes,
+)
 from pagoda.plan.batch_tiles import tile_count
+from pagoda.plan.ops import DEVICE, HOST
+from pagoda.plan.planner import Plan
+from pagoda.plan.units import ModuleSpec, is_within, layers_of
+from pagoda.simulate.rates import Rates
 
 
 def resolve_auto(
@@ -45,15 +60,22 @@ def resolve_auto(
     return closed[best], (*_said_of_tiles(config, closed[best]), said)
 
 
-def inputs_with_policies(
+def resolved_problem(
     config: PlanConfig, machine: Machine, described: ModelDescription
-) -> tuple[PlanInputs, tuple[str, ...]]:
-    """The inputs of a configuration with nothing left open, and how its budgets were found.
+) -> tuple[Problem, tuple[str, ...]]:
+    """What a configuration with nothing left open asks for, and how its budgets were found. With activations="auto",
+    each layer has the policy that a run would give it.
 
-    Raises as `inputs_of`; BudgetError also where policies differ between layers and there is no plan.
+    Raises as `problem_of`; BudgetError also where policies differ between layers and there is no plan.
     """
-    inputs, notes = inputs_of(config, machine, described)
-    return (inputs if config.activations != "auto" else mixed(config, machine, inputs)), notes
+    problem, notes = problem_of(config, machine, described)
+    if config.activations == "auto":
+        plan = problem.plan()
+        sizes = _timed(estimate_sizes(described, config.tokens, config.itemsize), problem)
+        policies = choose(sizes, _room(config, machine, problem, plan, sizes)).policies
+        compute = without_recomputing(problem.compute, problem.root, policies)
+        problem = replace(problem, saved=SavedBlocks(sizes, policies), compute=compute)
+    return problem, notes
 
 
 def alternatives(config: PlanConfig, machine: Machine, described: ModelDescription) -> list[PlanConfig]:
@@ -61,25 +83,30 @@ def alternatives(config: PlanConfig, machine: Machine, described: ModelDescripti
     modes = tuple(m for m in get_args(ActivationMode) if m != "auto")
     if config.activations != "auto":
         modes = (config.activations,)
-    if "auto" in (config.activations, config.batch_tiles):
-        config = _with_loss(config, described)
+    if "auto" in (config.activations, config.batch_tiles) and config.chunked_loss is None:
+        # Chunks round: whether there are any follows from what was asked for alone, as in a run.
+        chunks = chunking_helps(
+            described.hidden,
+            described.ffn,
+            described.vocab,
+            config.tile_tokens,
+            config.tokens,
+            config.itemsize,
+            recomputes(config.activations),
+        )
+        config = replace(config, chunked_loss=chunks)
     return [_with_tiles(replace(config, activations=mode), machine, described) for mode in modes]
 
 
-def _with_loss(config: PlanConfig, described: ModelDescription) -> PlanConfig:
-    """Whether the loss is in chunks, which rounds, decided by what was asked for alone, as a run decides it."""
-    if config.chunked_loss is not None:
-        return config
-    chunks = chunking_helps(
-        described.hidden,
-        described.ffn,
-        described.vocab,
-        config.tile_tokens,
-        config.tokens,
-        config.states[0].dtype.itemsize,
-        recomputes(config.activations),
-    )
-    return replace(config, chunked_loss=chunks)
+def without_recomputing(times: Compute, root: ModuleSpec, policies: Sequence[Policy]) -> Compute:
+    """Times of a model that is recomputed, less the second forward of the layers whose policy needs none."""
+    layers = zip(layers_of(root), policies, strict=True)
+    kept = {layer.name for layer, policy in layers if not policy.recomputes}
+    backward = {
+        module: seconds - (times.forward_s.get(module, 0.0) if is_within(module, kept) else 0.0)
+        for module, seconds in times.backward_s.items()
+    }
+    return Compute(times.forward_s, backward)
 
 
 def _with_tiles(config: PlanConfig, machine: Machine, described: ModelDescription) -> PlanConfig:
@@ -89,7 +116,7 @@ def _with_tiles(config: PlanConfig, machine: Machine, described: ModelDescriptio
     count = tile_count("auto", config.batch_size, config.tokens)
     while True:
         tried = replace(config, batch_tiles=count)
-        if count == config.batch_size or _usual(tried, machine, described) is not None:
+        if count == config.batch_size or _step_s(tried, machine, described, timed=False) < inf:
             return tried
         count = min(2 * count, config.batch_size)
 
@@ -100,19 +127,37 @@ def _said_of_tiles(config: PlanConfig, chosen: PlanConfig) -> tuple[str, ...]:
     return (f"batch tiles: {chosen.batch_tiles}; a layer runs at most {chosen.tile_tokens:,} tokens at a time.",)
 
 
-def _step_s(config: PlanConfig, machine: Machine, described: ModelDescription) -> float:
-    """Seconds of a step of the usual plan; infinite where there is none."""
-    inputs = _usual(config, machine, described)
-    if inputs is None:
-        return inf
-    return inputs.simulated(inputs.usual_plan()).step_s
-
-
-def _usual(config: PlanConfig, machine: Machine, described: ModelDescription) -> PlanInputs | None:
-    """The inputs, if a plan fits, and if activations that are to be offloaded have somewhere to go."""
+def _step_s(config: PlanConfig, machine: Machine, described: ModelDescription, timed: bool = True) -> float:
+    """Seconds of a step of the usual plan, or 0 unless they are `timed`. Infinite where no plan fits, or activations
+    that are to be offloaded have nowhere to go."""
     try:
-        inputs, _ = inputs_with_policies(config, machine, described)
-        inputs.usual_plan()
+        problem, _ = resolved_problem(config, machine, described)
+        plan = problem.plan()
     except ConfigError:
-        return None
-    return inputs
+        return inf
+    return problem.simulated(plan).step_s if timed else 0.0
+
+
+def _timed(sizes: StepSizes, problem: Problem) -> StepSizes:
+    """The sizes with the seconds of each layer's forward."""
+    forward, layers = problem.compute.forward_s, layers_of(problem.root)
+    seconds = [sum(s for name, s in forward.items() if is_within(name, (layer.name,))) for layer in layers]
+    blocks = tuple(replace(block, forward_s=s) for block, s in zip(sizes.blocks, seconds, strict=True))
+    return replace(sizes, blocks=blocks)
+
+
+def _room(config: PlanConfig, machine: Machine, problem: Problem, plan: Plan, sizes: StepSizes) -> Room:
+    """What activations may take in addition to the pages of a plan, as a run finds it out."""
+    kept = config.memory.activation_bytes
+    if kept is None:
+        tiers = (DEVICE,) if machine.hardware.device is not None else (DEVICE, HOST)
+        pages = sum(plan.peak_bytes.get(tier, 0) for tier in tiers)
+        kept = max(0, int((machine.compute_memory - pages) * SHARE_OF_MEMORY))
+    room = offload_room(plan.layout, plan.placement, plan.budgets)
+    rates = Rates(problem.hardware, problem.ranks)
+    by_tier = {
+        tier: (1 / rates.seconds(out, 1), 1 / rates.seconds(back, 1))
+        for tier, (out, back) in OFFLOAD_LANES.items()
+        if room[tier]
+    }
+    return Room.of_step(sizes, kept, room, by_tier)

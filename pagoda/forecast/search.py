@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
@@ -25,7 +26,7 @@ _SPLITS = {
     "four leases ahead of what is in use": Split(leases_ahead=4),
     "copies for undoing updates come before moments": Split(undo_first=True),
 }
-"""What is tried beside the usual split."""
+"""What is tried besides the usual split."""
 _FACTORS = (0.5, 2)
 """Unit limits and page sizes that are tried, as multiples of what they would be."""
 _WHOLE = 2
@@ -42,6 +43,10 @@ class Candidate:
     options: Options
     plan: Plan
     timeline: Timeline
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,12 @@ class Choice:
         """Why this plan: what binds it, and what the next best would cost."""
         best = self.best
         lane = best.timeline.binding_lane
-        bound = f"A step takes {best.timeline.step_s:.3g} s; the lane that binds is {lane}"
+        bound = f"A step takes {best.step_s:.3g} s; the lane that binds is {lane}"
         stall = best.timeline.stall_s.get(lane)
         chosen = [f"{bound} (compute waits {stall:.3g} s for it)." if stall else f"{bound}."]
         if self.others:
             fastest = self.others[0]
-            more = fastest.timeline.step_s / best.timeline.step_s - 1
+            more = fastest.step_s / best.step_s - 1
             takes = f"takes {abs(more):.1%} {'longer' if more > 0 else 'less'}" if abs(more) >= 0.0005 else "is as fast"
             kept = f", too little to leave {USUAL}" if best.name == USUAL and -_WORTH <= more <= -0.0005 else ""
             chosen.append(
@@ -79,102 +84,97 @@ class Choice:
     def usual(self) -> "Choice":
         """The same plans, with the one that the planner takes by itself as the best."""
         plans = (self.best, *self.others)
-        taken = next(candidate for candidate in plans if candidate.name == USUAL)
-        return Choice(taken, _fastest_first(candidate for candidate in plans if candidate is not taken))
+        return _chosen(plans, next(candidate for candidate in plans if candidate.name == USUAL))
 
     def with_times(self, problem: Problem) -> "Choice":
         """The same choice, simulated with the times of another problem."""
-        best, *others = (replace(c, timeline=problem.simulated(c.plan)) for c in (self.best, *self.others))
-        return Choice(best, _fastest_first(others))
+        plans = [replace(c, timeline=problem.simulated(c.plan)) for c in (self.best, *self.others)]
+        return _chosen(plans, plans[0])
 
 
-def search(problem: Problem, options: Options) -> Choice:
+def search(problem: Problem) -> Choice:
     """The fastest of the plans that fit the problem's budgets, by simulation.
 
-    What `options` fixes stays fixed. The usual plan, which `make_plan` gives, is always among those that are tried, and
-    stays unless another is clearly faster. What is open is tried one after another, each beside the fastest so far:
-    the unit limit, the split of RAM, the page size, how much is updated on the device. Where units are many, kinds of
-    plans are compared on a part of the layers, and the fastest two are then made and simulated for all of them. Raises
-    BudgetError where the usual plan does.
+    What the problem's options fix stays fixed. The usual plan, which `make_plan` gives, is always among those that are
+    tried, and stays unless another is clearly faster. What is open is tried one after another, each on top of the
+    fastest so far: the unit limit, the split of RAM, the page size, how much is updated on the device. Where units are
+    many, kinds of plans are compared on a part of the layers, and the fastest two are then made and simulated for all
+    of them. Raises BudgetError where the usual plan does.
     """
-    usual = _candidate(problem, USUAL, options)
+    usual = _candidate(problem, USUAL)
     part = problem.to_compare(usual.plan)
-    if part is problem:
-        found = _compared(problem, usual)
-    else:
-        kinds = _kinds(part, options)
-        found = [usual]
-        for kind in sorted(kinds, key=_step_s)[:_WHOLE]:
-            if kind.name != USUAL:
-                _add(found, problem, kind.name, kind.options)
-    fastest = min(found, key=_step_s)
-    best = fastest if _step_s(fastest) < _step_s(usual) * (1 - _WORTH) else usual
-    return Choice(best, _fastest_first(c for c in found if c is not best))
-
-
-def _kinds(part: Problem, options: Options) -> list[Candidate]:
-    """Plans for a part of a model; none where not even the usual one fits what it has of the tiers."""
-    try:
-        return _compared(part, _candidate(part, USUAL, options))
-    except BudgetError:
-        return []
-
-
-def _compared(problem: Problem, usual: Candidate) -> list[Candidate]:
-    """The usual plan and all others that are tried."""
     found = [usual]
-    fastest = usual
+    if part is problem:
+        _compare(problem, found)
+    else:
+        try:
+            kinds = [_candidate(part, USUAL)]
+        except BudgetError:
+            kinds = []  # not even the usual plan fits what the part has of the tiers
+        else:
+            _compare(part, kinds)
+        for kind in sorted(kinds, key=lambda kind: kind.step_s)[:_WHOLE]:
+            if kind.name != USUAL:
+                _try(found, replace(problem, options=kind.options), kind.name)
+    fastest = _fastest(found)
+    return _chosen(found, fastest if fastest.step_s < usual.step_s * (1 - _WORTH) else usual)
+
+
+def _compare(problem: Problem, found: list[Candidate]) -> None:
+    """Add all other plans that are tried to the usual one."""
+    fastest = usual = found[0]
     for variations in (_unit_limits, _splits, _copies, _page_sizes, _device_updates):
-        for name, tried in variations(problem, usual.options, fastest):
-            _add(found, problem, name if fastest is usual else f"{fastest.name}, {name}", tried)
-        fastest = min(found, key=_step_s)
-    return found
+        for name, options in variations(problem, fastest):
+            _try(found, replace(problem, options=options), name if fastest is usual else f"{fastest.name}, {name}")
+        fastest = _fastest(found)
 
 
-def _add(found: list[Candidate], problem: Problem, name: str, options: Options) -> None:
-    """Try a plan, if it fits and is another than those found."""
+def _try(found: list[Candidate], problem: Problem, name: str) -> None:
+    """Add a plan, if it fits and is another than those found."""
     try:
-        plan = problem.plan(options)
+        plan = problem.plan()
     except BudgetError:
         return
     if all((c.plan.layout, c.plan.placement) != (plan.layout, plan.placement) for c in found):
-        found.append(Candidate(name, options, plan, problem.simulated(plan)))
+        found.append(Candidate(name, problem.options, plan, problem.simulated(plan)))
 
 
-def _candidate(problem: Problem, name: str, options: Options) -> Candidate:
-    plan = problem.plan(options)
-    return Candidate(name, options, plan, problem.simulated(plan))
+def _candidate(problem: Problem, name: str) -> Candidate:
+    plan = problem.plan()
+    return Candidate(name, problem.options, plan, problem.simulated(plan))
 
 
-def _unit_limits(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    if fixed.unit_limit is None:
+def _with_split(candidate: Candidate, **changes: Any) -> Options:
+    """A candidate's options, with changes of how they divide memory."""
+    return replace(candidate.options, split=replace(candidate.options.split or DEFAULT_SPLIT, **changes))
+
+
+def _unit_limits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    if problem.options.unit_limit is None:
         largest = max(unit.numel for unit in fastest.plan.units) * fastest.plan.layout.weight.dtype.itemsize
         for factor in _FACTORS:
             limit = int(largest * factor)
             yield f"units of at most {format_bytes(limit)}", replace(fastest.options, unit_limit=limit)
 
 
-def _splits(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+def _splits(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     """Other ways to divide RAM, where not everything fits it."""
-    if fixed.split is None and len(fastest.plan.placement.lines) > 1:
+    if problem.options.split is None and len(fastest.plan.placement.lines) > 1:
         for name, split in _SPLITS.items():
             yield name, replace(fastest.options, split=split)
 
 
-def _copies(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+def _copies(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     """Speculative updates of what has all its states in RAM, where compute leaves the CPU time for copies of these."""
     split = fastest.options.split or DEFAULT_SPLIT
-    if fixed.split is None and fastest.plan.options.may_speculate and not split.undo_in_ram:
-        yield (
-            "updates of states in RAM are speculative too",
-            replace(fastest.options, split=replace(split, undo_in_ram=True)),
-        )
+    if problem.options.split is None and fastest.options.may_speculate and not split.undo_in_ram:
+        yield "updates of states in RAM are speculative too", _with_split(fastest, undo_in_ram=True)
 
 
-def _device_updates(problem: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
     """Shares of the updates that run on a device of its own: as many as it gets through while the CPU does the others,
     and fewer, since compute wants the link too."""
-    plan = fastest.plan
+    plan, fixed = fastest.plan, problem.options
     if fixed.split is not None or why_no_device_updates(plan.layout, fixed, plan.budgets.device) is not None:
         return
     rates, states, n = Rates(problem.hardware), plan.layout.states, 1 << 20
@@ -186,28 +186,23 @@ def _device_updates(problem: Problem, fixed: Options, fastest: Candidate) -> Ite
     )
     on_cpu = rates.update_seconds(n)
     even = on_cpu / (on_cpu + on_device)
-    yield (
-        "what the device has left is home to units",
-        replace(fastest.options, split=replace(fastest.options.split or DEFAULT_SPLIT, device_home_share=1.0)),
-    )
-    for share in (round(even, 2), round(even / 2, 2)):
-        if not share:
-            continue
-        split = replace(fastest.options.split or DEFAULT_SPLIT, device_update_share=share)
-        yield f"{split.device_update_share:.0%} of the updates on the device", replace(fastest.options, split=split)
+    yield "what the device has left is home to units", _with_split(fastest, device_home_share=1.0)
+    for share in filter(None, (round(even, 2), round(even / 2, 2))):
+        yield f"{share:.0%} of the updates on the device", _with_split(fastest, device_update_share=share)
 
 
-def _page_sizes(_: Problem, fixed: Options, fastest: Candidate) -> Iterator[tuple[str, Options]]:
-    if fixed.page_bytes is None:
+def _page_sizes(problem: Problem, fastest: Candidate) -> Iterator[tuple[str, Options]]:
+    if problem.options.page_bytes is None:
         for factor in _FACTORS:
             page = int(fastest.plan.page_bytes * factor)
             if PAGE_ALIGN <= page <= PAGE_BYTES:
                 yield f"pages of {format_bytes(page)}", replace(fastest.options, page_bytes=page)
 
 
-def _step_s(candidate: Candidate) -> float:
-    return candidate.timeline.step_s
+def _fastest(candidates: Iterable[Candidate]) -> Candidate:
+    return min(candidates, key=lambda candidate: candidate.step_s)
 
 
-def _fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(sorted(candidates, key=_step_s))
+def _chosen(plans: Iterable[Candidate], best: Candidate) -> Choice:
+    others = (candidate for candidate in plans if candidate is not best)
+    return Choice(best, tuple(sorted(others, key=lambda candidate: candidate.step_s)))

@@ -21,7 +21,7 @@ from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations.accelerate import adopt
 from pagoda.integrations.paging import Paging, rule_of
 from pagoda.optimizer import PagedOptimizer
-from pagoda.runtime.blocks import find_blocks
+from pagoda.runtime.activations.blocks import find_blocks
 
 STATE = "pagoda"
 """In a checkpoint's directory: Pagoda's own checkpoint, from which a run resumes."""

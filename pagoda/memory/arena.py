@@ -46,9 +46,8 @@ class Arena:
                 f"the system refused to map {format_bytes(nbytes)} of memory: {error}; "
                 "give this tier less, or raise the limit (ulimit -v, vm.overcommit_memory)"
             ) from error
-        if hasattr(mmap, "MADV_DONTFORK"):
-            mapping.madvise(mmap.MADV_DONTFORK)
-        if nbytes >= HUGE_PAGES_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_DONTFORK)
+        if nbytes >= HUGE_PAGES_FROM_BYTES:
             # A kernel built without huge pages refuses: slower first touch, nothing else.
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)

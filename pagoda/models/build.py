@@ -1,11 +1,12 @@
 """Builds a language model from a built-in name or a local Hugging Face directory."""
 
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import ConfigError
-from pagoda.models.shapes import SHAPES, Shape, find_shape, is_built_in, is_sized_gpt
+from pagoda.models.shapes import SHAPES, find_shape, is_built_in, is_sized_gpt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,27 +44,52 @@ def build_model(
         ConfigError: unknown name, unusable `config.json`, `seq_len` above the model's positions, a model
             without gradient checkpointing, or transformers is not installed.
     """
-    import torch
-
     config = _configuration(name_or_dir)
+    text = config.get_text_config()
     if is_sized_gpt(name_or_dir):
         config.n_positions = max(config.n_positions, seq_len)
     if is_built_in(name_or_dir) and hasattr(config, "expert_capacity"):
         config.expert_capacity = ceil(_CAPACITY_FACTOR * seq_len / config.num_experts)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         raise ConfigError(
             f"seq_len {seq_len} is above the {positions} positions of model {name_or_dir!r}:"
             f" use --seq-len {positions} or less"
         )
-    config.get_text_config().use_cache = False
+    text.use_cache = False
     if layers is not None:
-        _set_layers(name_or_dir, config, layers)
-    model = _instantiate(name_or_dir, config, dtype=torch.float32)
+        _layers(name_or_dir, config)  # it has some
+        text.num_hidden_layers = layers
+        if kinds := getattr(text, "layer_types", None):
+            text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
+    transformers = import_transformers()
+    pairs = getattr(config, "is_encoder_decoder", False)
+    kind = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
+    model = _built(f"model {name_or_dir!r}", kind.from_config, config)
     if gradient_checkpointing:
         _enable_checkpointing(name_or_dir, model)
-    trained: nn.Module = model.train()
-    return trained
+    return model
+
+
+def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module":
+    """Builds the model of a Hugging Face directory as it says itself, in training mode, its parameters fp32.
+
+    Args:
+        directory: holds a config.json.
+        model_class: a class of transformers, an Auto class or a model's own; by default the first of the
+            config.json's `architectures`, or else `AutoModelForCausalLM`.
+
+    Raises:
+        ConfigError: unusable `config.json`, or transformers is not installed.
+    """
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
+    config = _read_configuration(directory)
+    transformers = import_transformers()
+    if model_class is None:
+        model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    return _built(str(directory), build, config)
 
 
 def is_encoder_decoder(name_or_dir: str) -> bool:
@@ -72,6 +98,16 @@ def is_encoder_decoder(name_or_dir: str) -> bool:
     Raises ConfigError as `build_model`.
     """
     return bool(getattr(_configuration(name_or_dir), "is_encoder_decoder", False))
+
+
+def positions_of(name_or_dir: str) -> int | None:
+    """The most tokens of a sequence, or None where the model does not say.
+
+    Raises ConfigError as `build_model`.
+    """
+    if is_sized_gpt(name_or_dir):
+        return None
+    return getattr(_configuration(name_or_dir).get_text_config(), "max_position_embeddings", None)
 
 
 def layer_count(name_or_dir: str) -> int:
@@ -83,19 +119,6 @@ def layer_count(name_or_dir: str) -> int:
     return _layers(name_or_dir, _configuration(name_or_dir))
 
 
-def parameter_count(name_or_dir: str) -> int:
-    """Parameters of the model, tied ones counted once. Builds it on the meta device, so it needs no memory.
-
-    Raises:
-        ConfigError: as `build_model`.
-    """
-    import torch
-
-    with torch.device("meta"):
-        model = _instantiate(name_or_dir, _configuration(name_or_dir), dtype=torch.float32)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def _layers(name_or_dir: str, config: Any) -> int:
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(layers, int):
@@ -103,15 +126,6 @@ def _layers(name_or_dir: str, config: Any) -> int:
             f"model {name_or_dir!r} (model_type {config.model_type!r}) does not say how many layers it has"
         )
     return layers
-
-
-def _set_layers(name_or_dir: str, config: Any, layers: int) -> None:
-    _layers(name_or_dir, config)
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    kinds = getattr(text, "layer_types", None)
-    if kinds:
-        text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
 
 
 def model_directory(name_or_dir: str) -> Path | None:
@@ -132,40 +146,13 @@ def model_directory(name_or_dir: str) -> Path | None:
     return directory
 
 
-def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module":
-    """Builds the model of a Hugging Face directory as it says itself, in training mode, its parameters fp32.
-
-    Args:
-        directory: holds a config.json.
-        model_class: a class of transformers, an Auto class or a model's own; by default the first of the
-            config.json's `architectures`, or else `AutoModelForCausalLM`.
-
-    Raises:
-        ConfigError: unusable `config.json`, or transformers is not installed.
-    """
-    import torch
-
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
-    config = _read_configuration(directory)
-    transformers = import_transformers()
-    if model_class is None:
-        model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    build = getattr(model_class, "from_config", None) or model_class._from_config
-    try:
-        model: nn.Module = build(config, dtype=torch.float32).train()
-    except Exception as error:  # as in `_instantiate`
-        raise ConfigError(
-            f"{directory} (model_type {config.model_type!r}) cannot be built as {model_class.__name__}:"
-            f" {_first_line(error)}"
-        ) from error
-    return model
-
-
 def _configuration(name_or_dir: str) -> Any:
     """The transformers configuration: a built-in name wins over a directory of the same name."""
     directory = model_directory(name_or_dir)
-    return _shape_configuration(find_shape(name_or_dir)) if directory is None else _read_configuration(directory)
+    if directory is not None:
+        return _read_configuration(directory)
+    shape = find_shape(name_or_dir)
+    return import_transformers().AutoConfig.for_model(shape.family, **shape.settings)
 
 
 def _read_configuration(directory: Path) -> Any:
@@ -184,28 +171,18 @@ def _read_configuration(directory: Path) -> Any:
     return config
 
 
-def _shape_configuration(shape: Shape) -> Any:
-    transformers = import_transformers()
-    return transformers.AutoConfig.for_model(shape.family, **shape.settings)
+def _built(what: str, build: Callable[..., Any], config: Any) -> "nn.Module":
+    """What a class of transformers makes of a configuration, in training mode, in fp32."""
+    import torch
 
-
-def _instantiate(name_or_dir: str, config: Any, **options: Any) -> Any:
-    transformers = import_transformers()
-    pairs = getattr(config, "is_encoder_decoder", False)
-    kind = transformers.AutoModelForSeq2SeqLM if pairs else transformers.AutoModelForCausalLM
     try:
-        return kind.from_config(config, trust_remote_code=False, **options)
+        model: nn.Module = build(config, dtype=torch.float32).train()
     except Exception as error:  # sizes that make no model fail wherever they are used first
-        raise ConfigError(
-            f"model {name_or_dir!r} (model_type {config.model_type!r}) cannot be built as a language model: "
-            f"{_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    """What an error of a library says, with its type where that alone tells what is meant."""
-    said = next(iter(str(error).splitlines()), "")
-    return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
+        said = next(iter(str(error).splitlines()), "")
+        if not isinstance(error, ValueError):  # its type alone tells what is meant
+            said = f"{type(error).__name__}: {said}"
+        raise ConfigError(f"{what} (model_type {config.model_type!r}) cannot be built: {said}") from error
+    return model
 
 
 def _enable_checkpointing(name_or_dir: str, model: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +56,17 @@ class LateTiledHead(TiledLinear):
         return DeferredLogits.of(hidden, self)
 
 
+class _Call(NamedTuple):
+    """A call of a head that is put off."""
+
+    head: LateHead | LateTiledHead
+    dtype: torch.dtype
+    """What it would have computed in."""
+    with_grad: bool
+    step: int
+    """Steps that optimizers had taken then."""
+
+
 class DeferredLogits(torch.Tensor):
     """The output of a `LateHead`, shape [..., V].
 
@@ -64,11 +75,8 @@ class DeferredLogits(torch.Tensor):
     """
 
     hidden: torch.Tensor
-    head: LateHead | LateTiledHead
     maps: tuple[Map, ...]
-    _computes_in: torch.dtype
-    _with_grad: bool
-    _made_in: int
+    call: _Call
     _made: torch.Tensor | None
 
     @staticmethod
@@ -76,7 +84,7 @@ class DeferredLogits(torch.Tensor):
         """Of `hidden` [..., H], in the dtype that the layer would compute in."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        return _late(hidden, head, (), dtype, dtype, torch.is_grad_enabled(), _steps[0])
+        return _late(hidden, dtype, (), _Call(head, dtype, torch.is_grad_enabled(), _steps[0]))
 
     @classmethod
     def __torch_function__(
@@ -113,10 +121,10 @@ class DeferredLogits(torch.Tensor):
             rows: list[torch.Tensor] = []
 
             def take(weight: torch.Tensor, bias: torch.Tensor | None, _first: int) -> None:
-                dtype = self._computes_in
+                dtype = self.call.dtype
                 rows.append(functional.linear(self.hidden.to(dtype), weight.to(dtype), _cast(bias, dtype)))
 
-            with torch.set_grad_enabled(self._with_grad):
+            with torch.set_grad_enabled(self.call.with_grad):
                 self.visit(take)
                 logits = rows[0] if len(rows) == 1 else torch.cat(rows, -1)
                 for each in self.maps:
@@ -126,31 +134,22 @@ class DeferredLogits(torch.Tensor):
 
     def visit(self, rows: Visit) -> None:
         """Call the head for its weight."""
-        if self._made_in != _steps[0]:
+        if self.call.step != _steps[0]:
             raise UsageError(
                 "Logits of a model with pagoda.chunked_loss were read after an optimizer.step(): they are made when "
                 "they are read, and the weights have changed. Read or .detach() them before."
             )
         with torch.autocast(self.hidden.device.type, enabled=False):
-            self.head(self.hidden, rows)
+            self.call.head(self.hidden, rows)
 
 
-def _late(
-    hidden: torch.Tensor,
-    head: LateHead | LateTiledHead,
-    maps: tuple[Map, ...],
-    computes_in: torch.dtype,
-    dtype: torch.dtype,
-    with_grad: bool,
-    made_in: int,
-) -> DeferredLogits:
-    shape = (*hidden.shape[:-1], head.out_features)
+def _late(hidden: torch.Tensor, dtype: torch.dtype, maps: tuple[Map, ...], call: _Call) -> DeferredLogits:
+    shape = (*hidden.shape[:-1], call.head.out_features)
     late: DeferredLogits = torch.Tensor._make_wrapper_subclass(
-        DeferredLogits, shape, dtype=dtype, device=hidden.device, requires_grad=with_grad
+        DeferredLogits, shape, dtype=dtype, device=hidden.device, requires_grad=call.with_grad
     )
-    late.hidden, late.head, late.maps = hidden, head, maps
-    late._computes_in, late._with_grad, late._made_in, late._made = computes_in, with_grad, made_in, None
-    if with_grad:
+    late.hidden, late.maps, late.call, late._made = hidden, maps, call, None
+    if call.with_grad:
         with torch._C.DisableTorchFunctionSubclass():
             late.register_hook(_lost)  # type: ignore[no-untyped-call]
     return late
@@ -164,17 +163,13 @@ def _lost(_grad: torch.Tensor) -> None:
     )
 
 
-def _again(late: DeferredLogits, hidden: torch.Tensor, maps: tuple[Map, ...], dtype: torch.dtype) -> DeferredLogits:
-    return _late(hidden, late.head, maps, late._computes_in, dtype, late._with_grad, late._made_in)
-
-
 def _mapped(late: DeferredLogits, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DeferredLogits | None:
     """The same with one more element-wise function, if nothing but numbers and dtypes goes into it."""
     others = [*args[1:], *kwargs.values()]
     if not all(isinstance(other, int | float | torch.dtype) or other == late.device for other in others):
         return None
-    twin = func(_twin(late), *[other for other in args[1:] if not isinstance(other, torch.device)], **_on_meta(kwargs))
-    return _again(late, late.hidden, (*late.maps, partial(_apply, func, tuple(args[1:]), kwargs)), twin.dtype)
+    dtype = func(torch.empty(0, dtype=late.dtype, device=late.device), *args[1:], **kwargs).dtype
+    return _late(late.hidden, dtype, (*late.maps, partial(_apply, func, tuple(args[1:]), kwargs)), late.call)
 
 
 def _only_widens(each: Map) -> bool:
@@ -191,10 +186,10 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: tor
 
 def _reshaped(late: DeferredLogits, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DeferredLogits | None:
     """The same in another shape, if tokens stay whole: elements keep their order, so the last dimension tells."""
-    shape = func(_twin(late), *args[1:], **kwargs).shape
+    shape = func(torch.empty(late.shape, device="meta"), *args[1:], **kwargs).shape
     if not shape or shape[-1] != late.shape[-1]:
         return None
-    return _again(late, late.hidden.reshape(*shape[:-1], late.hidden.shape[-1]), late.maps, late.dtype)
+    return _late(late.hidden.reshape(*shape[:-1], late.hidden.shape[-1]), late.dtype, late.maps, late.call)
 
 
 def _picked(late: DeferredLogits, index: Any) -> DeferredLogits | None:
@@ -212,7 +207,7 @@ def _picked(late: DeferredLogits, index: Any) -> DeferredLogits | None:
         if not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
             return None
         parts.pop()
-    return _again(late, late.hidden[tuple(parts)], late.maps, late.dtype)
+    return _late(late.hidden[tuple(parts)], late.dtype, late.maps, late.call)
 
 
 def _loss(
@@ -233,7 +228,7 @@ def _loss(
     maps = () if all(map(_only_widens, late.maps)) else late.maps  # the loss is that of fp32 logits anyway
 
     def take(rows: torch.Tensor, bias: torch.Tensor | None, first: int) -> None:
-        dtype = late._computes_in
+        dtype = late.call.dtype
         parts.append(
             reduce_logits(
                 late.hidden.to(dtype),
@@ -259,15 +254,6 @@ def _loss(
 
 def _real(value: Any) -> Any:
     return value.values() if isinstance(value, DeferredLogits) else value
-
-
-def _twin(late: DeferredLogits) -> torch.Tensor:
-    """A tensor without values of the same shape and dtype."""
-    return torch.empty(late.shape, dtype=late.dtype, device="meta")
-
-
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if not isinstance(value, torch.device)}
 
 
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -9,7 +9,6 @@ encoder, decoder and head. With `experts`, every block's MLP is that many MLPs a
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 from pagoda.errors import ConfigError
@@ -89,81 +88,46 @@ def _t5(
 
 
 _PATRICKSTAR = "PatrickStar, arXiv 2108.05818 and its examples/model_builder.py; 16 heads; vocabulary of GPT-2"
-_ANGEL_T5 = (
-    "Angel-PTM, arXiv 2303.02868, gives the size; chosen: the width of gpt-55b, equal encoder and decoder, "
-    "as many layers as the size takes"
+_ANGEL = "Angel-PTM, arXiv 2303.02868, gives the size; chosen"
+_ANGEL_T5 = f"{_ANGEL}: the width of gpt-55b, equal encoder and decoder, as many layers as the size takes"
+_ANGEL_MOE = (
+    "Angel-PTM, arXiv 2303.02868: 16 layers of 2,304 experts, from memory, unverified; chosen: half of them encoder, "
+    "every block with experts, one expert a token as in Switch Transformer"
 )
-
-PAPER_SHAPES: Mapping[str, PaperShape] = MappingProxyType(
-    {
-        shape.name: shape
-        for shape in (
-            #     name         nominal layers hidden heads
-            _gpt("gpt-1b", 1e9, 20, 2_048, 16, _PATRICKSTAR),
-            _gpt("gpt-2b", 2e9, 40, 2_048, 16, _PATRICKSTAR),
-            _gpt("gpt-4b", 4e9, 64, 2_304, 16, _PATRICKSTAR),
-            _gpt("gpt-6b", 6e9, 53, 3_072, 16, _PATRICKSTAR),
-            _gpt("gpt-8b", 8e9, 72, 3_072, 16, _PATRICKSTAR),
-            _gpt("gpt-10b", 10e9, 50, 4_096, 16, _PATRICKSTAR),
-            _gpt("gpt-12b", 12e9, 60, 4_096, 16, _PATRICKSTAR),
-            _gpt("gpt-13b", 13e9, 65, 4_096, 16, f"{_PATRICKSTAR}; stands for the 13B of ZeRO too"),
-            _gpt("gpt-15b", 15e9, 78, 4_096, 16, f"{_PATRICKSTAR}; its layers make 15.7B without the embedding"),
-            _gpt("gpt-18b", 18e9, 90, 4_096, 16, _PATRICKSTAR),
-            _gpt("gpt-20b", 20e9, 25, 8_192, 16, _PATRICKSTAR),
-            _gpt(
-                "gpt-28b", 28e9, 34, 8_192, 64, "Angel-PTM, arXiv 2303.02868, gives the size; chosen: gpt-55b's width"
-            ),
-            _gpt("gpt-30b", 30e9, 37, 8_192, 16, "PatrickStar plots the size; chosen: between its 20B and 40B"),
-            _gpt("gpt-40b", 40e9, 50, 8_192, 16, _PATRICKSTAR),
-            _gpt("gpt-50b", 50e9, 62, 8_192, 16, _PATRICKSTAR),
-            _gpt(
-                "gpt-55b",
-                55e9,
-                68,
-                8_192,
-                64,
-                "Angel-PTM, arXiv 2303.02868, gives the size; chosen: PatrickStar's width between 20B and 60B",
-            ),
-            _gpt("gpt-60b", 60e9, 75, 8_192, 16, _PATRICKSTAR),
-            _gpt("gpt-68b", 68e9, 66, 9_216, 16, _PATRICKSTAR),
-            _gpt("gpt-100b", 100e9, 125, 8_192, 64, "ZeRO and ZeRO-Infinity, from memory, unverified"),
-            _gpt("gpt-170b", 170e9, 212, 8_192, 64, "ZeRO, arXiv 1910.02054, from memory, unverified"),
-            _gpt(
-                "gpt3-175b",
-                175e9,
-                96,
-                12_288,
-                96,
-                "GPT-3, arXiv 2005.14165, table 2.1; PatrickStar trains it at 1,024 tokens",
-                seq_len=2048,
-            ),
-            _gpt("gpt-1t", 1e12, 128, 25_600, 256, "ZeRO-Infinity, arXiv 2104.07857, fig. 2a, from memory, unverified"),
-            _gpt(
-                "gpt-32t",
-                32e12,
-                254,
-                102_400,
-                800,
-                "ZeRO-Infinity gives the size; chosen: between its 10T (195 x 65,536) and 101T (315 x 163,840)",
-            ),
-            _gpt("zero-7.5b", 7.5e9, 65, 3_072, 24, "ZeRO, fig. 1, gives the size; chosen: the width of its 8B"),
-            _gpt("zero-128b", 128e9, 158, 8_192, 64, "ZeRO, table 1, gives the size; chosen: the width of its 170B"),
-            _t5("t5-27b", 27e9, 14, 8_192, 64, 32_768, _ANGEL_T5),
-            _t5("t5-58b", 58e9, 31, 8_192, 64, 32_768, _ANGEL_T5),
-            _t5(
-                "t5-moe-1.2t",
-                1.2e12,
-                8,
-                1_024,
-                16,
-                16_384,
-                "Angel-PTM, arXiv 2303.02868: 16 layers of 2,304 experts, from memory, unverified; chosen: half of "
-                "them encoder, every block with experts, one expert a token as in Switch Transformer",
-                experts=2_304,
-            ),
-        )
-    }
+_GPT3 = "GPT-3, arXiv 2005.14165, table 2.1; PatrickStar trains it at 1,024 tokens"
+_INFINITY = "ZeRO-Infinity gives the size; chosen: between its 10T (195 x 65,536) and 101T (315 x 163,840)"
+_OF_PAPERS = (
+    #     name         nominal layers hidden heads
+    _gpt("gpt-1b", 1e9, 20, 2_048, 16, _PATRICKSTAR),
+    _gpt("gpt-2b", 2e9, 40, 2_048, 16, _PATRICKSTAR),
+    _gpt("gpt-4b", 4e9, 64, 2_304, 16, _PATRICKSTAR),
+    _gpt("gpt-6b", 6e9, 53, 3_072, 16, _PATRICKSTAR),
+    _gpt("gpt-8b", 8e9, 72, 3_072, 16, _PATRICKSTAR),
+    _gpt("gpt-10b", 10e9, 50, 4_096, 16, _PATRICKSTAR),
+    _gpt("gpt-12b", 12e9, 60, 4_096, 16, _PATRICKSTAR),
+    _gpt("gpt-13b", 13e9, 65, 4_096, 16, f"{_PATRICKSTAR}; stands for the 13B of ZeRO too"),
+    _gpt("gpt-15b", 15e9, 78, 4_096, 16, f"{_PATRICKSTAR}; its layers make 15.7B without the embedding"),
+    _gpt("gpt-18b", 18e9, 90, 4_096, 16, _PATRICKSTAR),
+    _gpt("gpt-20b", 20e9, 25, 8_192, 16, _PATRICKSTAR),
+    _gpt("gpt-28b", 28e9, 34, 8_192, 64, f"{_ANGEL}: gpt-55b's width"),
+    _gpt("gpt-30b", 30e9, 37, 8_192, 16, "PatrickStar plots the size; chosen: between its 20B and 40B"),
+    _gpt("gpt-40b", 40e9, 50, 8_192, 16, _PATRICKSTAR),
+    _gpt("gpt-50b", 50e9, 62, 8_192, 16, _PATRICKSTAR),
+    _gpt("gpt-55b", 55e9, 68, 8_192, 64, f"{_ANGEL}: PatrickStar's width between 20B and 60B"),
+    _gpt("gpt-60b", 60e9, 75, 8_192, 16, _PATRICKSTAR),
+    _gpt("gpt-68b", 68e9, 66, 9_216, 16, _PATRICKSTAR),
+    _gpt("gpt-100b", 100e9, 125, 8_192, 64, "ZeRO and ZeRO-Infinity, from memory, unverified"),
+    _gpt("gpt-170b", 170e9, 212, 8_192, 64, "ZeRO, arXiv 1910.02054, from memory, unverified"),
+    _gpt("gpt3-175b", 175e9, 96, 12_288, 96, _GPT3, seq_len=2048),
+    _gpt("gpt-1t", 1e12, 128, 25_600, 256, "ZeRO-Infinity, arXiv 2104.07857, fig. 2a, from memory, unverified"),
+    _gpt("gpt-32t", 32e12, 254, 102_400, 800, _INFINITY),
+    _gpt("zero-7.5b", 7.5e9, 65, 3_072, 24, "ZeRO, fig. 1, gives the size; chosen: the width of its 8B"),
+    _gpt("zero-128b", 128e9, 158, 8_192, 64, "ZeRO, table 1, gives the size; chosen: the width of its 170B"),
+    _t5("t5-27b", 27e9, 14, 8_192, 64, 32_768, _ANGEL_T5),
+    _t5("t5-58b", 58e9, 31, 8_192, 64, 32_768, _ANGEL_T5),
+    _t5("t5-moe-1.2t", 1.2e12, 8, 1_024, 16, 16_384, _ANGEL_MOE, experts=2_304),
 )
+PAPER_SHAPES: Mapping[str, PaperShape] = {shape.name: shape for shape in _OF_PAPERS}
 """The papers' shapes by name."""
 
 

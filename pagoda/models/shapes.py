@@ -2,13 +2,12 @@
 
 Every shape is one of transformers' own classes, so what trains here is what users load elsewhere. The small
 Llama shapes keep a 32,000-entry vocabulary and tie the output projection to the embedding; byte-level text
-uses the first 256 entries. `parameter_count` counts a shape by building it, so no size is written down here.
+uses the first 256 entries. Sizes are counted by building a shape, so none is written down here.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Literal
 
 from pagoda.errors import ConfigError, unknown_name
@@ -21,7 +20,7 @@ _SMALL_VOCAB = 512
 Setting = int | float | bool | str | dict[str, float | str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """A named model size: a transformers family and the settings that differ from its defaults."""
 
@@ -31,35 +30,24 @@ class Shape:
 
 
 def _llama(
-    name: str,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    *,
-    vocab: int = 32_000,
-    tied: bool = True,
-    max_positions: int = 8_192,
-    rope_theta: float = 10_000.0,
+    name: str, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **others: Setting
 ) -> Shape:
     settings: dict[str, Setting] = {
-        "vocab_size": vocab,
+        "vocab_size": 32_000,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "intermediate_size": intermediate,
-        "max_position_embeddings": max_positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
-        "tie_word_embeddings": tied,
+        "max_position_embeddings": 8_192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "tie_word_embeddings": True,
     }
-    return Shape(name=name, family="llama", settings=MappingProxyType(settings))
+    return Shape(name, "llama", {**settings, **others})
 
 
-def _gpt2(name: str, hidden: int, layers: int, heads: int) -> Shape:
-    settings: dict[str, Setting] = {"n_embd": hidden, "n_layer": layers, "n_head": heads}
-    return Shape(name=name, family="gpt2", settings=MappingProxyType(settings))
+def _gpt2(name: str, hidden: int, layers: int, heads: int, **others: Setting) -> Shape:
+    return Shape(name, "gpt2", {"n_embd": hidden, "n_layer": layers, "n_head": heads, **others})
 
 
 def _mixture(
@@ -69,10 +57,6 @@ def _mixture(
     layers: int,
     heads: tuple[int, int],
     experts: tuple[int, int, int],
-    *,
-    vocab: int = _SMALL_VOCAB,
-    tied: bool = True,
-    max_positions: int = 8_192,
     **others: Setting,
 ) -> Shape:
     """A Mixtral or a Qwen3-MoE. `heads`: of queries, of keys; `experts`: how many, of a token, width."""
@@ -82,31 +66,21 @@ def _mixture(
         "qwen3_moe": {"num_experts": count, "moe_intermediate_size": width, "norm_topk_prob": True},
     }
     settings: dict[str, Setting] = {
-        "vocab_size": vocab,
+        "vocab_size": _SMALL_VOCAB,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1],
         "num_experts_per_tok": chosen,
-        "max_position_embeddings": max_positions,
-        "tie_word_embeddings": tied,
+        "max_position_embeddings": 8_192,
+        "tie_word_embeddings": True,
         "output_router_logits": True,  # the loss then has the load-balancing loss
-        **named[family],
-        **others,
     }
-    return Shape(name=name, family=family, settings=MappingProxyType(settings))
+    return Shape(name, family, {**settings, **named[family], **others})
 
 
 def _switch(
-    name: str,
-    hidden: int,
-    layers: int,
-    heads: int,
-    ffn: int,
-    experts: int,
-    *,
-    vocab: int = _SMALL_VOCAB,
-    every: int = 2,
+    name: str, hidden: int, layers: int, heads: int, ffn: int, experts: int, vocab: int = _SMALL_VOCAB, every: int = 2
 ) -> Shape:
     """A T5 with `layers` in the encoder and as many in the decoder, of which each `every`th one has experts."""
     settings: dict[str, Setting] = {
@@ -125,61 +99,44 @@ def _switch(
         "router_jitter_noise": 0.0,
         "router_aux_loss_coef": 0.01,
     }
-    return Shape(name=name, family="switch_transformers", settings=MappingProxyType(settings))
+    return Shape(name, "switch_transformers", settings)
 
 
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {
-        shape.name: shape
-        for shape in (
-            #      name          hidden layers heads kv intermediate
-            _llama("llama-15m", 288, 6, 6, 6, 768),
-            _llama("llama-110m", 768, 12, 12, 12, 2_048),
-            _llama("llama-215m", 1_024, 14, 16, 16, 2_880),
-            _llama("llama-1b", 2_048, 16, 32, 8, 8_192),
-            _llama("llama-3b", 3_072, 28, 24, 8, 8_192),
-            _llama("llama-5b", 4_096, 28, 32, 8, 11_008),
-            _llama("llama-8b", 4_096, 32, 32, 8, 14_336, vocab=128_256, tied=False, rope_theta=500_000.0),
-            _gpt2("gpt2", 768, 12, 12),
-            _gpt2("gpt2-medium", 1_024, 24, 16),
-            _gpt2("gpt2-large", 1_280, 36, 20),
-            _gpt2("gpt2-xl", 1_600, 48, 25),
-            #                     name          hidden layers heads experts
-            _mixture("mixtral", "mixtral-15m", 192, 6, (6, 2), (8, 2, 512)),
-            _mixture("mixtral", "mixtral-120m", 384, 6, (6, 2), (16, 2, 1_024)),
-            _mixture("mixtral", "mixtral-1b", 768, 12, (12, 4), (16, 2, 2_048), vocab=32_000),
-            _mixture(
-                "mixtral",
-                "mixtral-8x7b",
-                4_096,
-                32,
-                (32, 8),
-                (8, 2, 14_336),
-                vocab=32_000,
-                tied=False,
-                max_positions=32_768,
-                rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            ),
-            _mixture("qwen3_moe", "qwen3-moe-15m", 192, 6, (6, 2), (32, 4, 128), head_dim=32),
-            _mixture(
-                "qwen3_moe",
-                "qwen3-moe-30b",
-                2_048,
-                48,
-                (32, 4),
-                (128, 8, 768),
-                vocab=151_936,
-                tied=False,
-                max_positions=40_960,
-                head_dim=128,
-                rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            ),
-            _switch("t5-moe-15m", 192, 4, 6, 896, 8),
-            _switch("t5-moe-120m", 384, 4, 6, 2_048, 16),
-            _switch("t5-moe-1b", 768, 6, 12, 3_072, 32, vocab=T5_VOCAB),
-        )
+def _untied(vocab: int, positions: int, rope_theta: float = 1e6) -> dict[str, Setting]:
+    """What published models have otherwise than the small ones."""
+    return {
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
     }
+
+
+_BUILT_IN = (
+    #      name          hidden layers heads kv intermediate
+    _llama("llama-15m", 288, 6, 6, 6, 768),
+    _llama("llama-110m", 768, 12, 12, 12, 2_048),
+    _llama("llama-215m", 1_024, 14, 16, 16, 2_880),
+    _llama("llama-1b", 2_048, 16, 32, 8, 8_192),
+    _llama("llama-3b", 3_072, 28, 24, 8, 8_192),
+    _llama("llama-5b", 4_096, 28, 32, 8, 11_008),
+    _llama("llama-8b", 4_096, 32, 32, 8, 14_336, **_untied(128_256, 8_192, 500_000.0)),
+    _gpt2("gpt2", 768, 12, 12),
+    _gpt2("gpt2-medium", 1_024, 24, 16),
+    _gpt2("gpt2-large", 1_280, 36, 20),
+    _gpt2("gpt2-xl", 1_600, 48, 25),
+    #                     name          hidden layers heads experts
+    _mixture("mixtral", "mixtral-15m", 192, 6, (6, 2), (8, 2, 512)),
+    _mixture("mixtral", "mixtral-120m", 384, 6, (6, 2), (16, 2, 1_024)),
+    _mixture("mixtral", "mixtral-1b", 768, 12, (12, 4), (16, 2, 2_048), vocab_size=32_000),
+    _mixture("mixtral", "mixtral-8x7b", 4_096, 32, (32, 8), (8, 2, 14_336), **_untied(32_000, 32_768)),
+    _mixture("qwen3_moe", "qwen3-moe-15m", 192, 6, (6, 2), (32, 4, 128), head_dim=32),
+    _mixture("qwen3_moe", "qwen3-moe-30b", 2_048, 48, (32, 4), (128, 8, 768), head_dim=128, **_untied(151_936, 40_960)),
+    _switch("t5-moe-15m", 192, 4, 6, 896, 8),
+    _switch("t5-moe-120m", 384, 4, 6, 2_048, 16),
+    _switch("t5-moe-1b", 768, 6, 12, 3_072, 32, vocab=T5_VOCAB),
 )
+SHAPES: Mapping[str, Shape] = {shape.name: shape for shape in _BUILT_IN}
 """Every built-in shape by name, smallest first within its family."""
 
 
@@ -216,7 +173,6 @@ def find_shape(name: str) -> Shape:
         layers, hidden = int(sized[1]), int(sized[2])
         if hidden % _HEAD_WIDTH:
             raise ConfigError(f"model {name!r}: {hidden} is not a multiple of {_HEAD_WIDTH}, the width of a head")
-        gpt = _gpt2(name, hidden, layers, hidden // _HEAD_WIDTH)
-        return replace(gpt, settings=MappingProxyType({**gpt.settings, "vocab_size": GPT_VOCAB}))
+        return _gpt2(name, hidden, layers, hidden // _HEAD_WIDTH, vocab_size=GPT_VOCAB)
     refusal = f"unknown model {name!r}: neither a built-in shape nor a directory with a config.json."
     raise unknown_name(name, SHAPES, refusal, f"Built-in shapes: {', '.join(SHAPES)}, and gpt-<layers>x<hidden>.")

@@ -2,14 +2,16 @@
 
 ``rule`` is the contract. ``adamw``, ``adam``, ``sgd`` and ``lion`` are element-wise rules: settings, states, and the
 scalars of one step; ``codecs`` says how AdamW keeps its moments. ``adafactor`` and ``muon`` take parameters whole;
-``adapter`` runs any optimizer class of torch, which ``probe`` has looked at. ``kernels`` is the machine code, called by
-address from lane threads; ``flat`` is the checked front of the same code for tensors; ``reference`` is the same math in
-plain torch. The last three are imported by name, so that reading a config does not load Numba.
+``torch_optimizer`` runs any optimizer class of torch, which ``probe`` has looked at.
+
+``arithmetic`` is the code of the contracts, for the CPU and the GPU. ``kernels`` and ``gradient_kernels`` loop over it
+on the CPU, called by address from lane threads; ``flat`` is the same for tensors. The ``triton`` files loop over it on
+a GPU. All these are imported by name, so that reading a config does not load Numba.
 """
 
 from pagoda.optim.adafactor import Adafactor
-from pagoda.optim.adam import Adam
-from pagoda.optim.adamw import MOMENT_NAMES, AdamW, Scalars
+from pagoda.optim.adam import Adam, Scalars
+from pagoda.optim.adamw import MOMENT_NAMES, AdamW
 from pagoda.optim.codecs import Key, Moments
 from pagoda.optim.lion import Lion
 from pagoda.optim.muon import Muon

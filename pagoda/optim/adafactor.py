@@ -20,11 +20,11 @@ the whole moment), RMS(x) the root of the mean square, eps1 of fp32 if None::
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from pagoda.optim.rule import StateSpec, TensorRule, check, is_number
+from pagoda.optim.rule import StateSpec, TensorRule, check, check_not_negative, is_number
 
 
 def _rows(_name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -69,22 +69,13 @@ class Adafactor(TensorRule):
     scale_parameter: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("lr", "weight_decay"):
-            value = getattr(self, field)
-            check(self.name, field, value, is_number(value) and value >= 0, "a finite number >= 0")
+        check_not_negative(self, "lr", "weight_decay")
         check(self.name, "beta2_decay", self.beta2_decay, is_number(self.beta2_decay) and self.beta2_decay <= 0, "<= 0")
         check(self.name, "d", self.d, is_number(self.d) and self.d >= 1, "a finite number >= 1")
         fits = len(self.eps) == 2 and all(e is None or (is_number(e) and e >= 0) for e in self.eps)
         check(self.name, "eps", self.eps, fits and self.eps[1] is not None, "two numbers >= 0, the first possibly None")
         in_range = self.beta1 is None or (is_number(self.beta1) and 0 <= self.beta1 < 1)
         check(self.name, "beta1", self.beta1, in_range, "None or in [0, 1)")
-
-    def with_group(self, group: Mapping[str, Any]) -> "Adafactor":
-        """As `Rule.with_group`; a group has a first moment exactly if the rule has."""
-        rule = super().with_group(group)
-        wanted = "None, as in the rule" if self.beta1 is None else "a number, as in the rule"
-        check(self.name, "beta1", rule.beta1, (rule.beta1 is None) == (self.beta1 is None), wanted)
-        return rule
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The factors, the second moment of vectors, and the first moment if there is one."""
@@ -94,11 +85,6 @@ class Adafactor(TensorRule):
             StateSpec("variance", torch.float32, shape_of=_vectors),
         )
         return states if self.beta1 is None else (*states, StateSpec("exp_avg", torch.float32))
-
-    def defaults(self) -> dict[str, Any]:
-        """Per-group settings for ``torch.optim.Optimizer``."""
-        names = ("lr", "beta2_decay", "eps", "d", "weight_decay", "beta1", "relative_step", "scale_parameter")
-        return {name: getattr(self, name) for name in names}
 
     def update(
         self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]

@@ -12,11 +12,28 @@ Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015).
     w     = w - step_size * (m / denom)
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
-from pagoda.optim.adamw import AdamW, Scalars, check_adam_settings
-from pagoda.optim.rule import ElementwiseRule, StateSpec, fp32
+import torch
+
+from pagoda.optim.rule import ElementwiseRule, StateSpec, check, check_betas, check_not_negative, fp32, is_number
+
+
+class Scalars(NamedTuple):
+    """The scalars of the contract, in the order of the kernels' arguments; each is exactly an fp32 value."""
+
+    grad_scale: float
+    decay: float
+    """AdamW's, or Adam's ``weight_decay``."""
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    bias2_sqrt: float
+    eps: float
+    step_size: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +55,34 @@ class Adam(ElementwiseRule):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_adam_settings(self.name, self.lr, self.betas, self.eps, self.weight_decay)
+        check_not_negative(self, "lr", "weight_decay")
+        check_betas(self, self.betas)
+        # An eps of zero, or one that fp32 rounds to zero, turns a parameter with zero gradient into 0 / 0.
+        fits = is_number(self.eps) and fp32(self.eps) > 0
+        check(self.name, "eps", self.eps, fits, "a finite number > 0 in fp32")
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """Both moments."""
-        return AdamW().own_states()
-
-    def defaults(self) -> dict[str, Any]:
-        """Per-group settings for ``torch.optim.Optimizer``."""
-        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        return StateSpec("exp_avg", torch.float32), StateSpec("exp_avg_sq", torch.float32)
 
     @property
     def kernel_name(self) -> str:
         return "adam"
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> Scalars:
-        """Those of AdamW, whose ``decay`` is ``weight_decay`` here."""
-        decoupled = AdamW(lr=self.lr, betas=self.betas, eps=self.eps).scalars(step, grad_scale)
-        return decoupled._replace(decay=fp32(self.weight_decay))
+        """With t the step, ``step_size = lr / (1 - beta1**t)`` and ``bias2_sqrt = sqrt(1 - beta2**t)`` hold the bias
+        corrections.
+        """
+        beta1, beta2 = self.betas
+        exact = Scalars(
+            grad_scale=grad_scale,
+            decay=self.weight_decay,
+            beta1=beta1,
+            one_minus_beta1=1.0 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1.0 - beta2,
+            bias2_sqrt=math.sqrt(1.0 - beta2**step),
+            eps=self.eps,
+            step_size=self.lr / (1.0 - beta1**step),
+        )
+        return Scalars(*map(fp32, exact))

@@ -18,23 +18,15 @@ block size, thread count, tier or device. The scalars come from
 `AdamW.scalars`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 
-from pagoda.errors import ConfigError
+from pagoda.optim.adam import Adam, Scalars
 from pagoda.optim.codecs import BLOCK, Key, Moments
-from pagoda.optim.rule import ElementwiseRule, StateSpec, check, fp32, is_number
-
-
-def check_moments(moments: str) -> None:
-    """Raises ConfigError unless ``moments`` is one of `Moments`."""
-    if moments not in get_args(Moments):
-        raise ConfigError(f"AdamW moments is {moments!r}; use one of {', '.join(get_args(Moments))}")
-
+from pagoda.optim.rule import StateSpec, check, fp32
 
 # Another codec has other names, so that a checkpoint of one is never taken for one of another.
 _MOMENTS: Mapping[Moments, tuple[StateSpec, ...]] = {
@@ -51,22 +43,8 @@ MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 """The moments as torch names them, whatever they are kept in."""
 
 
-class Scalars(NamedTuple):
-    """The scalars of the contract, in the order of the kernels' arguments; each is exactly an fp32 value."""
-
-    grad_scale: float
-    decay: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    bias2_sqrt: float
-    eps: float
-    step_size: float
-
-
 @dataclass(frozen=True, kw_only=True)
-class AdamW(ElementwiseRule):
+class AdamW(Adam):
     """Settings of AdamW, with the names and defaults of ``torch.optim.AdamW``.
 
     lr: learning rate, >= 0.
@@ -83,16 +61,15 @@ class AdamW(ElementwiseRule):
     """
 
     name: ClassVar[str] = "AdamW"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    fixed: ClassVar[tuple[str, ...]] = ("moments", "seed")
     weight_decay: float = 0.01
     moments: Moments = "fp32"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_adam_settings(self.name, self.lr, self.betas, self.eps, self.weight_decay)
-        check_moments(self.moments)
+        super().__post_init__()
+        known = get_args(Moments)
+        check(self.name, "moments", self.moments, self.moments in known, f"one of {', '.join(known)}")
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """Codes of both moments, then their scales, in the order in which the kernels take them."""
@@ -106,31 +83,13 @@ class AdamW(ElementwiseRule):
         """What a parameter's moments are rounded with at its update number ``step``; None where nothing is random."""
         return Key.of(self.seed, parameter, step) if self.moments == "bf16" else None
 
-    def defaults(self) -> dict[str, Any]:
-        """Per-group settings for ``torch.optim.Optimizer``; schedulers change them in ``param_groups``."""
-        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-
     @property
     def kernel_name(self) -> str:
         return "adamw" if self.moments == "fp32" else f"adamw_moments_{self.moments}"
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> Scalars:
-        """``decay = 1 - lr * weight_decay``; with t the step, ``step_size = lr / (1 - beta1**t)`` and
-        ``bias2_sqrt = sqrt(1 - beta2**t)`` hold the bias corrections.
-        """
-        beta1, beta2 = self.betas
-        exact = Scalars(
-            grad_scale=grad_scale,
-            decay=1.0 - self.lr * self.weight_decay,
-            beta1=beta1,
-            one_minus_beta1=1.0 - beta1,
-            beta2=beta2,
-            one_minus_beta2=1.0 - beta2,
-            bias2_sqrt=math.sqrt(1.0 - beta2**step),
-            eps=self.eps,
-            step_size=self.lr / (1.0 - beta1**step),
-        )
-        return Scalars(*map(fp32, exact))
+        """Those of Adam, with ``decay = 1 - lr * weight_decay``."""
+        return super().scalars(step, grad_scale)._replace(decay=fp32(1.0 - self.lr * self.weight_decay))
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """As torch's AdamW has it: moments in fp32, whatever they are kept in."""
@@ -155,14 +114,3 @@ class AdamW(ElementwiseRule):
             for spec, codes in zip(specs, encode_moment(name, flat, self.moments), strict=True):
                 kept[spec.name] = codes.view(spec.shape(parameter, shape) or shape)
         return kept
-
-
-def check_adam_settings(rule: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raises ConfigError, naming the setting, for one that no step of Adam can be taken with."""
-    check(rule, "lr", lr, is_number(lr) and lr >= 0, "a finite number >= 0")
-    check(rule, "betas", betas, len(betas) == 2, "two numbers")
-    for index, beta in enumerate(betas):
-        check(rule, f"betas[{index}]", beta, is_number(beta) and 0 <= beta < 1, "in [0, 1)")
-    # An eps of zero, or one that fp32 rounds to zero, turns a parameter with zero gradient into 0 / 0.
-    check(rule, "eps", eps, is_number(eps) and fp32(eps) > 0, "a finite number > 0 in fp32")
-    check(rule, "weight_decay", weight_decay, is_number(weight_decay) and weight_decay >= 0, "a finite number >= 0")

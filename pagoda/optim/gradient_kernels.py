@@ -4,8 +4,6 @@ Squares of fp32 values are exact in float64 and cannot overflow there, so a sum 
 an element is. It is kept in LANES partial sums. In each row of 4 * LANES elements, the four that share a lane are added
 first, then go to the lane. So the number of elements alone fixes the order, not the width of the CPU's vectors.
 (64 lanes spread the stores of one row so far apart that fp32 copies lost a fifth of their rate.)
-
-The loops are spelled out because Numba does not cache a kernel that passes another as an argument.
 """
 
 from collections.abc import Callable
@@ -13,21 +11,19 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import carray
 
 from pagoda.jit import kernel, part
-from pagoda.optim.elements import BF16, FP32, half_of, value_of, views
-from pagoda.optim.jit import (
-    LANES,
-    ROW,
-    bf16_to_fp32,
-    bits_to_fp32,
-    lane_sums,
-    pointer,
-    round_to_bf16,
-    square_bits,
-    sum_of,
-)
+from pagoda.optim.arithmetic import BF16, FORMS, FP32, bf16_to_fp32, fp16_to_fp32, fp32_to_fp16
+from pagoda.optim.elements import load, values_at
+from pagoda.optim.jit import add, bit_and, bit_or, bits_of, float_of, on_stack, pointer, shift_right
+
+LANES = 32
+"""Partial sums of squares."""
+ROW = 4 * LANES
+"""Elements that are summed in one row; the four that share a lane are added first."""
+_HIGH = 0xFFFF0000
 
 
 class GradientKernels(NamedTuple):
@@ -39,13 +35,19 @@ class GradientKernels(NamedTuple):
     add_gradient: Callable[[int, int, int], float]
 
 
-@cache
-def gradient_kernels(kept: int, arriving: int) -> GradientKernels:
-    """Kernels for gradients that arrive in one form (`elements`) and are kept in the same, or in FP32."""
-    return GradientKernels(
-        _store_gradient(kept, arriving),
-        add_gradient_bf16 if kept == arriving == BF16 else _add_gradient(kept, arriving),
-    )
+def arriving_dtype(kept: torch.dtype, weight: torch.dtype) -> torch.dtype:
+    """What a gradient of weights in `weight` has when it is stored or added to one in `kept`.
+
+    It is converted before only where that makes it no longer.
+    """
+    return weight if kept in (torch.float32, weight) else kept
+
+
+def gradient_kernels(kept: torch.dtype, arriving: torch.dtype | None = None) -> GradientKernels:
+    """What stores and what adds gradients in `arriving` to ones in `kept`, which is the same or fp32."""
+    forms = FORMS[kept], FORMS[arriving or kept]
+    adding = _add_bf16 if forms == (BF16, BF16) else compiled(*forms, True)
+    return GradientKernels(compiled(*forms, False), adding)
 
 
 @part
@@ -54,89 +56,67 @@ def _square(value: Any) -> Any:
     return x * x
 
 
-def _store_gradient(kept: int, arriving: int) -> Callable[[int, int, int], float]:
-    @kernel
-    def store_gradient(dst: int, src: int, n: int) -> float:
-        to, to_half = views(dst, n)
-        source, half = views(src, n)
-        lanes = carray(lane_sums(), LANES)
-        for j in range(LANES):
-            lanes[j] = 0.0
-        for row in range(n // ROW):
-            for j in range(LANES):
-                squares = 0.0
-                for k in range(4):
-                    i = row * ROW + j + k * LANES
-                    value = value_of(arriving, source[i], half[i])
-                    if kept == FP32:
-                        to[i] = value
-                    else:
-                        to_half[i] = half[i]
-                    squares += _square(value)
-                lanes[j] += squares
-        for i in range(n // ROW * ROW, n):
-            value = value_of(arriving, source[i], half[i])
-            if kept == FP32:
-                to[i] = value
-            else:
-                to_half[i] = half[i]
-            lanes[i % LANES] += _square(value)
-        return sum_of(lanes)
-
-    return store_gradient
-
-
-def _add_gradient(kept: int, arriving: int) -> Callable[[int, int, int], float]:
-    @kernel
-    def add_gradient(dst: int, src: int, n: int) -> float:
-        to, to_half = views(dst, n)
-        source, half = views(src, n)
-        lanes = carray(lane_sums(), LANES)
-        for j in range(LANES):
-            lanes[j] = 0.0
-        for row in range(n // ROW):
-            for j in range(LANES):
-                squares = 0.0
-                for k in range(4):
-                    i = row * ROW + j + k * LANES
-                    total = value_of(kept, to[i], to_half[i]) + value_of(arriving, source[i], half[i])
-                    if kept == FP32:
-                        to[i] = total
-                    else:
-                        rounded = half_of(kept, total)
-                        to_half[i] = rounded
-                        total = value_of(kept, total, rounded)
-                    squares += _square(total)
-                lanes[j] += squares
-        for i in range(n // ROW * ROW, n):
-            total = value_of(kept, to[i], to_half[i]) + value_of(arriving, source[i], half[i])
-            if kept == FP32:
-                to[i] = total
-            else:
-                rounded = half_of(kept, total)
-                to_half[i] = rounded
-                total = value_of(kept, total, rounded)
-            lanes[i % LANES] += _square(total)
-        return sum_of(lanes)
-
-    return add_gradient
+@part
+def _sum_of(lanes: Any) -> float:
+    total = 0.0
+    for j in range(LANES):
+        total += lanes[j]
+    return total
 
 
 @part
-def _add_words(a: Any, b: Any) -> Any:
-    # Two bf16 sums, of the low and of the high halves, each as fp32 bits.
-    mask = np.uint32(0xFFFF0000)
-    low = bits_to_fp32(np.uint32(a << 16)) + bits_to_fp32(np.uint32(b << 16))
-    high = bits_to_fp32(np.uint32(a & mask)) + bits_to_fp32(np.uint32(b & mask))
-    return round_to_bf16(low), round_to_bf16(high)
+def _take(kept: Any, arriving: Any, adding: Any, to: Any, source: Any, i: Any) -> Any:
+    """Store or add one element; returns the square of what is then there."""
+    value = load(arriving, source, i)
+    if adding:
+        value = load(kept, to, i) + value
+    if kept == FP32:
+        to[0][i] = value
+    elif adding:
+        to[1][i] = half = fp32_to_fp16(value)
+        value = fp16_to_fp32(half)
+    else:
+        to[1][i] = source[1][i]
+    return _square(value)
+
+
+@cache
+def compiled(kept: int, arriving: int, adding: bool) -> Callable[[int, int, int], float]:
+    """The kernel for gradients that arrive in one form (`arithmetic`) and are kept in the same, or in FP32."""
+
+    @kernel
+    def take_gradient(dst: int, src: int, n: int) -> float:
+        to, source = values_at(dst, n), values_at(src, n)
+        lanes = carray(on_stack(np.float64, LANES), LANES)
+        for j in range(LANES):
+            lanes[j] = 0.0
+        for row in range(n // ROW):
+            for j in range(LANES):
+                squares = 0.0
+                for k in range(4):
+                    squares += _take(kept, arriving, adding, to, source, row * ROW + j + k * LANES)
+                lanes[j] += squares
+        for i in range(n // ROW * ROW, n):
+            lanes[i % LANES] += _take(kept, arriving, adding, to, source, i)
+        return _sum_of(lanes)
+
+    return take_gradient
+
+
+@part
+def bf16_bits(value: Any) -> Any:
+    """The bits of fp32 that is rounded to bf16, to nearest, ties to even, as torch rounds."""
+    # A NaN stays one if its low 16 bits are zero, as in every NaN that adding two bf16 values makes; testing for NaN
+    # would cost a tenth.
+    bits = bits_of(value)
+    return bit_and(add(add(bits, 0x7FFF), bit_and(shift_right(bits, 16), 1)), 0xFFFF0000)
 
 
 @kernel
-def add_gradient_bf16(dst: int, src: int, n: int) -> float:
-    """Takes elements in pairs, as 32-bit words: a third faster than widening each to 32 bits."""
-    to = carray(pointer(dst, np.uint32), n // 2)
-    source = carray(pointer(src, np.uint32), n // 2)
-    lanes = carray(lane_sums(), LANES)
+def _add_bf16(dst: int, src: int, n: int) -> float:
+    """Takes elements in pairs, as words: a third faster than widening each to 32 bits."""
+    to, source = carray(pointer(dst, np.uint32), n // 2), carray(pointer(src, np.uint32), n // 2)
+    lanes = carray(on_stack(np.float64, LANES), LANES)
     for j in range(LANES):
         lanes[j] = 0.0
     for row in range(n // ROW):
@@ -144,14 +124,14 @@ def add_gradient_bf16(dst: int, src: int, n: int) -> float:
             squares = 0.0
             for k in range(2):
                 i = row * (ROW // 2) + j + k * LANES
-                low, high = _add_words(to[i], source[i])
-                to[i] = np.uint32(high | (low >> 16))
-                squares += square_bits(low) + square_bits(high)
+                low = bf16_bits(bf16_to_fp32(to[i]) + bf16_to_fp32(source[i]))
+                high = bf16_bits(float_of(bit_and(to[i], _HIGH)) + float_of(bit_and(source[i], _HIGH)))
+                to[i] = bit_or(high, shift_right(low, 16))
+                squares += _square(float_of(low)) + _square(float_of(high))
             lanes[j] += squares
-    last_to = carray(pointer(dst, np.uint16), n)
-    last_source = carray(pointer(src, np.uint16), n)
+    last_to, last_source = carray(pointer(dst, np.uint16), n), carray(pointer(src, np.uint16), n)
     for i in range(n // ROW * ROW, n):
-        total = round_to_bf16(bf16_to_fp32(last_to[i]) + bf16_to_fp32(last_source[i]))
-        last_to[i] = np.uint16(total >> 16)
-        lanes[i % LANES] += square_bits(total)
-    return sum_of(lanes)
+        total = bf16_bits(bf16_to_fp32(last_to[i]) + bf16_to_fp32(last_source[i]))
+        last_to[i] = shift_right(total, 16)
+        lanes[i % LANES] += _square(float_of(total))
+    return _sum_of(lanes)

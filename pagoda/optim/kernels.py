@@ -2,77 +2,177 @@
 
 This is the hot path. A kernel takes addresses (``Tensor.data_ptr()``, or a page's address plus an offset in
 bytes) and an element count, checks nothing, and touches no Python object, so lane threads run it side by
-side (``nogil``) block by block, and a call costs about a microsecond. `flat` is the checked front, and `formats` says
-which kernels weights and gradients need.
+side (``nogil``) block by block, and a call costs about a microsecond. `flat` is the same on tensors.
 
 Invariants the caller keeps: each address is the start of ``n`` elements of the stated type that stay alive
 and unshared during the call; regions do not overlap; scalars are Python floats; the thread does not flush
 denormals (``torch.set_flush_denormal``), as that changes bits. Any alignment is correct; 64 bytes is best.
 
-A kernel is compiled for the forms (`elements`) of the master and of the gradient, once a process. A rule computes in
-fp32 whatever is stored, so the bits are those that the same values in fp32 would give.
+A kernel is compiled for the forms (`arithmetic`) of the master and of the gradient, once a process. A rule computes in
+fp32 whatever is stored, so the bits are those that the same values in fp32 would give. Which of several rules a kernel
+is for is a constant of it, too: Numba does not cache a kernel that is given a function.
 
-The kernels of rules are in `momentum_kernels`, and for moments that are not fp32 in `codec_kernels`; what takes
-gradients is in `gradient_kernels`, and what all are made of in `jit` and `elements`.
+Here are the kernels of rules, those that split and join masters, and the codec of 8-bit moments by itself.
+`gradient_kernels` has what takes gradients.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from numba import carray
 
 from pagoda.config.training import Precision
-from pagoda.jit import kernel
-from pagoda.optim import codec_kernels, momentum_kernels
-from pagoda.optim.elements import FORMS
-from pagoda.optim.jit import high_half, joined, low_half, pointer
-from pagoda.optim.rule import ElementwiseRule, gradient_dtype
+from pagoda.jit import kernel, part
+from pagoda.optim.arithmetic import (
+    ADAMW,
+    BF16,
+    FORMS,
+    FP32,
+    LION,
+    PLAIN,
+    SGD,
+    SGD_MOMENTUM,
+    adam_element,
+    decode,
+    encode,
+    lion_element,
+    magnitude,
+    noise_bits,
+    round_noisily,
+    scale_of,
+    sgd_element,
+)
+from pagoda.optim.codecs import BLOCK
+from pagoda.optim.elements import load, load_master, masters_at, store_master, values_at
+from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
+from pagoda.optim.jit import add, bit_and, on_stack, pointer, rounded, shift_right
+from pagoda.optim.rule import ElementwiseRule, Rule, TensorRule, gradient_dtype
 
 UpdateKernel = Callable[..., None]
 """``(*addresses of the rule's states in their order, gradient address, n, *noise, *scalars)``, where noise is nothing,
 or where states are rounded at random the first element's index in its parameter and the `Key`'s two numbers."""
 
 
-@kernel
-def split(master: int, weight: int, weight_low: int, n: int) -> None:
-    """Splits ``n`` fp32 elements into bf16 high and int16 low halves; lossless for every bit pattern."""
-    whole = carray(pointer(master, np.float32), n)
-    high = carray(pointer(weight, np.uint16), n)
-    low = carray(pointer(weight_low, np.int16), n)
-    for i in range(n):
-        high[i] = high_half(whole[i])
-        low[i] = low_half(whole[i])
+@part
+def _noise_of(key: Any, i: Any) -> Any:
+    """16 random bits for each moment."""
+    index, low, high = key
+    bits = noise_bits(add(index, i), low, high)
+    return bit_and(bits, 0xFFFF), shift_right(bits, 16)
 
 
-@kernel
-def join(weight: int, weight_low: int, master: int, n: int) -> None:
-    """Inverse of `split`: ``n`` fp32 elements from their halves."""
-    high = carray(pointer(weight, np.uint16), n)
-    low = carray(pointer(weight_low, np.int16), n)
-    whole = carray(pointer(master, np.float32), n)
-    for i in range(n):
-        whole[i] = joined(high[i], low[i])
+def _plain(rule: int, noisy: bool, weights: int, gradients: int) -> UpdateKernel:
+    """The kernel of one of `PLAIN`. It does not use the addresses beyond the states of its rule.
+
+    With bf16 weights, AdamW moves 26 bytes per element (14 read, 12 written), or 18 (10, 8) with bf16 moments; rules
+    with one moment 18 (10, 8), with none 10 (6, 4).
+    """
+    moments, decoupled = BF16 if noisy else FP32, rule == ADAMW
+
+    @kernel
+    def update(weight: int, weight_low: int, first: int, second: int, gradient: int, n: int, *numbers: float) -> None:
+        masters, grads = masters_at(weight, weight_low, n), values_at(gradient, n)
+        avg, avg_sq = values_at(first, n), values_at(second, n)
+        if noisy:
+            key, scalars = numbers[:3], rounded(numbers[3:])
+        else:
+            scalars = rounded(numbers)
+        for i in range(n):
+            w, g = load_master(weights, masters, i), load(gradients, grads, i)
+            if rule == SGD:
+                w, _ = sgd_element(w, w, g, scalars, False)
+            elif rule == SGD_MOMENTUM:
+                w, m = sgd_element(w, avg[0][i], g, scalars, True)
+                avg[0][i] = m
+            elif rule == LION:
+                w, m = lion_element(w, avg[0][i], g, scalars)
+                avg[0][i] = m
+            else:
+                m, v = load(moments, avg, i), load(moments, avg_sq, i)
+                w, m, v = adam_element(w, m, v, g, scalars, decoupled)
+                if noisy:
+                    noise, noise_sq = _noise_of(key, i)
+                    avg[1][i] = round_noisily(m, noise)
+                    avg_sq[1][i] = round_noisily(v, noise_sq)
+                else:
+                    avg[0][i] = m
+                    avg_sq[0][i] = v
+            store_master(weights, masters, i, w)
+
+    return update
 
 
-_UPDATES: dict[str, Callable[[int, int], UpdateKernel]] = {
-    "adamw": partial(momentum_kernels.two_moments, True),
-    "adamw_moments_bf16": codec_kernels.adamw_moments_bf16,
-    "adamw_moments_8bit": codec_kernels.adamw_moments_8bit,
-    "adam": partial(momentum_kernels.two_moments, False),
-    "sgd": momentum_kernels.sgd,
-    "sgd_momentum": partial(momentum_kernels.one_moment, False),
-    "lion": partial(momentum_kernels.one_moment, True),
-}
-"""`ElementwiseRule.kernel_name` -> what makes the rule's kernel of the forms of weights and gradients. It takes the
-address of what is kept beside a weight, whether there is such or not."""
+@part
+def _encode_block(values: Any, codes: Any, count: Any, top: Any, signed: Any) -> Any:
+    """Encode one block of exp_avg, which is `signed`, or exp_avg_sq, whose largest magnitude has the bits `top`;
+    returns its scale."""
+    scale = scale_of(top)
+    if scale > np.float32(0):
+        inverse = np.float32(1) / scale
+        for i in range(count):
+            codes[i] = encode(values[i], inverse, signed)
+    else:
+        for i in range(count):
+            codes[i] = np.uint8(0)
+    return scale
+
+
+def _adamw_8bit(weights: int, gradients: int) -> UpdateKernel:
+    """AdamW in place with 8-bit moments; the first element is the first of a block.
+
+    With bf16 weights it moves 14 bytes per element (8 read, 6 written) and 16 per block.
+    """
+    # Every block has arrays of its own, indexed from 0: where an index is a sum, Numba tests each for being below zero,
+    # and LLVM reads and writes element by element.
+    weight_bytes, gradient_bytes = (4 if form == FP32 else 2 for form in (weights, gradients))
+
+    @kernel
+    def update(
+        weight: int,
+        weight_low: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        exp_avg_scale: int,
+        exp_avg_sq_scale: int,
+        gradient: int,
+        n: int,
+        *numbers: float,
+    ) -> None:
+        blocks = (n + BLOCK - 1) // BLOCK
+        scale = carray(pointer(exp_avg_scale, np.float32), blocks)
+        scale_sq = carray(pointer(exp_avg_sq_scale, np.float32), blocks)
+        avg, avg_sq = carray(on_stack(np.float32, BLOCK), BLOCK), carray(on_stack(np.float32, BLOCK), BLOCK)
+        scalars = rounded(numbers)
+        for block in range(blocks):
+            first = block * BLOCK
+            count = min(BLOCK, n - first)
+            masters = masters_at(weight + weight_bytes * first, weight_low + 2 * first, count)
+            grads = values_at(gradient + gradient_bytes * first, count)
+            codes = carray(pointer(exp_avg + first, np.uint8), count)
+            codes_sq = carray(pointer(exp_avg_sq + first, np.uint8), count)
+            top, top_sq = np.uint32(0), np.uint32(0)
+            for i in range(count):
+                w, g = load_master(weights, masters, i), load(gradients, grads, i)
+                m, v = decode(codes[i], True) * scale[block], decode(codes_sq[i], False) * scale_sq[block]
+                w, m, v = adam_element(w, m, v, g, scalars, True)
+                avg[i] = m
+                avg_sq[i] = v
+                top, top_sq = max(top, magnitude(m)), max(top_sq, magnitude(v))
+                store_master(weights, masters, i, w)
+            scale[block] = _encode_block(avg, codes, count, top, True)
+            scale_sq[block] = _encode_block(avg_sq, codes_sq, count, top_sq, False)
+
+    return update
 
 
 @cache
 def compiled(kernel_name: str, weights: int, gradients: int) -> UpdateKernel:
-    """The compiled kernel of a rule for weights and gradients of these forms."""
-    return _UPDATES[kernel_name](weights, gradients)
+    """The compiled kernel of a rule for weights and gradients of these forms, which takes all addresses."""
+    plain = PLAIN.get(kernel_name)
+    return _adamw_8bit(weights, gradients) if plain is None else _plain(*plain, weights, gradients)
 
 
 def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> UpdateKernel:
@@ -82,20 +182,86 @@ def update_kernel(rule: ElementwiseRule, precision: Precision, gradient: torch.d
     """
     weight = gradient_dtype(precision)
     update = compiled(rule.kernel_name, FORMS[weight], FORMS[gradient or weight])
-    if precision != "fp32":
+    states, own = len(rule.states(precision)), len(rule.own_states())
+    no_low, no_moments = 2 - (states - own), max(0, 2 - own)
+    if not no_low and not no_moments:
         return update
 
-    def whole(weight: int, *others: float) -> None:
-        update(weight, weight, *others)
+    def padded(weight: int, *others: float) -> None:
+        kept, rest = others[: states - 1], others[states - 1 :]
+        update(weight, *(weight,) * no_low, *kept, *(weight,) * no_moments, *rest)
 
-    return whole
+    return padded
 
 
-def warm_up(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> None:
-    """Compiles a rule's kernel, or loads it from Numba's cache, so that no step waits for it."""
+@cache
+def halves(weight: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What splits a master into weights of 16 bits and what is kept beside them, and what joins the two.
+
+    `split(master, weight, weight_low, n)` and `join(weight, weight_low, master, n)`, all but n addresses.
+    """
+    form = FORMS[weight]
+
+    @kernel
+    def split(master: int, weight: int, weight_low: int, n: int) -> None:
+        whole, masters = carray(pointer(master, np.float32), n), masters_at(weight, weight_low, n)
+        for i in range(n):
+            store_master(form, masters, i, whole[i])
+
+    @kernel
+    def join(weight: int, weight_low: int, master: int, n: int) -> None:
+        whole, masters = carray(pointer(master, np.float32), n), masters_at(weight, weight_low, n)
+        for i in range(n):
+            whole[i] = load_master(form, masters, i)
+
+    return split, join
+
+
+@kernel
+def encode_moment(values: int, codes: int, scales: int, n: int, signed: bool) -> None:
+    """``n`` fp32 elements of exp_avg, which is `signed`, or exp_avg_sq, whose elements are not below zero, to 8-bit
+    codes and a scale for each block; the first is the first of a block."""
+    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    for block in range(len(scale)):
+        first = block * BLOCK
+        count = min(BLOCK, n - first)
+        value = carray(pointer(values + 4 * first, np.float32), count)
+        code = carray(pointer(codes + first, np.uint8), count)
+        top = np.uint32(0)
+        for i in range(count):
+            top = max(top, magnitude(value[i]))
+        scale[block] = _encode_block(value, code, count, top, signed)
+
+
+@kernel
+def decode_moment(codes: int, scales: int, values: int, n: int, signed: bool) -> None:
+    """The reverse of `encode_moment`."""
+    scale = carray(pointer(scales, np.float32), (n + BLOCK - 1) // BLOCK)
+    code, value = carray(pointer(codes, np.uint8), n), carray(pointer(values, np.float32), n)
+    for i in range(n):
+        value[i] = decode(code[i], signed) * scale[i // BLOCK]
+
+
+def warm_up(rule: Rule, precision: Precision, gradient: torch.dtype | None = None) -> None:
+    """Compiles, or loads from Numba's cache, all that is used with these, so that no step waits for it."""
+    weight = gradient_dtype(precision)
+    kept = gradient or weight
+    # The types of the arguments select the compiled version, hence calls on nothing rather than signatures.
+    for take in gradient_kernels(kept, arriving_dtype(kept, weight)):
+        take(0, 0, 0)
+    for convert in halves(weight) if precision != "fp32" else ():
+        convert(0, 0, 0, 0)
+    if isinstance(rule, ElementwiseRule):
+        _warm_up_update(rule, precision, gradient)
+    elif isinstance(rule, TensorRule):
+        for beside in rule.beside():
+            _warm_up_update(beside, "fp32")
+
+
+def _warm_up_update(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype | None = None) -> None:
     addresses = len(rule.states(precision)) + 1
     noise = () if rule.noise("", 1) is None else (0, 0, 0)
-    # The types of the arguments select the compiled version, hence calls on nothing rather than signatures.
     update_kernel(rule, precision, gradient)(*[0] * addresses, 0, *noise, *rule.scalars(1))
     if any(state.dtype is torch.uint8 for state in rule.own_states()):
-        codec_kernels.warm_up()
+        encode_moment(0, 0, 0, 0, True)
+        decode_moment(0, 0, 0, 0, True)

@@ -6,109 +6,73 @@ nearest, ties to even). So the mean is a function of the gradients and their ord
 thread count or device can change a bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
 from numba import carray
 
 from pagoda.jit import kernel
-from pagoda.optim.jit import bf16_to_fp32, pointer, round_to_bf16
+from pagoda.optim.arithmetic import BF16, FORMS, FP32, fp32_to_fp16
+from pagoda.optim.elements import values_at
+from pagoda.optim.gradient_kernels import bf16_bits, gradient_kernels
+from pagoda.optim.jit import pointer, shift_right
 
 _BLOCK = 1 << 14
 """Elements at a time: the running sum then stays in the first-level cache."""
 
 
-@kernel
-def start_sum_bf16(total: int, src: int, n: int) -> None:
-    """``total = src`` on ``n`` bf16 elements, as fp32."""
-    sums = carray(pointer(total, np.float32), n)
-    source = carray(pointer(src, np.uint16), n)
-    for i in range(n):
-        sums[i] = bf16_to_fp32(source[i])
+@cache
+def _divide(form: int) -> Callable[[int, int, int, float], None]:
+    """Rounds the quotient of a sum: (address of the mean, of the sum, elements, divisor)."""
 
+    @kernel
+    def divide_sum(dst: int, total: int, n: int, divisor: float) -> None:
+        (whole, half), sums = values_at(dst, n), carray(pointer(total, np.float32), n)
+        by = np.float32(divisor)
+        for i in range(n):
+            value = sums[i] / by
+            if form == FP32:
+                whole[i] = value
+            elif form == BF16:
+                half[i] = shift_right(bf16_bits(value), 16)
+            else:
+                half[i] = fp32_to_fp16(value)
 
-@kernel
-def add_to_sum_bf16(total: int, src: int, n: int) -> None:
-    """``total += src`` on ``n`` bf16 elements, in fp32."""
-    sums = carray(pointer(total, np.float32), n)
-    source = carray(pointer(src, np.uint16), n)
-    for i in range(n):
-        sums[i] = sums[i] + bf16_to_fp32(source[i])
-
-
-@kernel
-def start_sum_fp32(total: int, src: int, n: int) -> None:
-    """``total = src`` on ``n`` fp32 elements."""
-    sums = carray(pointer(total, np.float32), n)
-    source = carray(pointer(src, np.float32), n)
-    for i in range(n):
-        sums[i] = source[i]
-
-
-@kernel
-def add_to_sum_fp32(total: int, src: int, n: int) -> None:
-    """``total += src`` on ``n`` fp32 elements."""
-    sums = carray(pointer(total, np.float32), n)
-    source = carray(pointer(src, np.float32), n)
-    for i in range(n):
-        sums[i] = sums[i] + source[i]
-
-
-@kernel
-def mean_to_bf16(dst: int, total: int, n: int, divisor: float) -> None:
-    """``dst = total / divisor`` on ``n`` elements, rounded to bf16."""
-    to = carray(pointer(dst, np.uint16), n)
-    sums = carray(pointer(total, np.float32), n)
-    by = np.float32(divisor)
-    for i in range(n):
-        to[i] = np.uint16(round_to_bf16(sums[i] / by) >> 16)
-
-
-@kernel
-def mean_to_fp32(dst: int, total: int, n: int, divisor: float) -> None:
-    """``dst = total / divisor`` on ``n`` fp32 elements."""
-    to = carray(pointer(dst, np.float32), n)
-    sums = carray(pointer(total, np.float32), n)
-    by = np.float32(divisor)
-    for i in range(n):
-        to[i] = sums[i] / by
-
-
-_SUMS = {torch.bfloat16: (start_sum_bf16, add_to_sum_bf16), torch.float32: (start_sum_fp32, add_to_sum_fp32)}
-_MEANS = {torch.bfloat16: mean_to_bf16, torch.float32: mean_to_fp32}
+    return divide_sum
 
 
 def sum_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Make `total`, fp32 [n], the sum of `parts`, each [n] of one dtype, in their order; zeros where there are none."""
     if not parts:
         total.zero_()
-    elif total.is_cuda or parts[0].dtype not in _SUMS:
+    elif total.is_cuda:
         total.copy_(parts[0])
         for part in parts[1:]:
             total += part
     else:
-        start, add = _SUMS[parts[0].dtype]
+        start, add = gradient_kernels(torch.float32, parts[0].dtype)
         for at in range(0, total.numel(), _BLOCK):
             count = min(_BLOCK, total.numel() - at)
-            first, *others = (part.data_ptr() + at * part.element_size() for part in parts)
-            address = total.data_ptr() + at * total.element_size()
+            first, *others = (part.data_ptr() + at * part.itemsize for part in parts)
+            address = total.data_ptr() + at * total.itemsize
             start(address, first, count)
             for other in others:
                 add(address, other, count)
 
 
 def mean_into(mean: torch.Tensor, total: torch.Tensor, divisor: int) -> None:
-    """Make `mean`, bf16 or fp32 [n], `total`, fp32 [n], divided by a number of ranks."""
-    if mean.is_cuda or mean.dtype not in _MEANS:
-        mean.copy_(total / divisor)
+    """Make `mean`, [n] of any dtype of gradients, `total`, fp32 [n], divided by a number of ranks."""
+    if mean.is_cuda:
+        # By a tensor: torch multiplies by the inverse of a number on CUDA.
+        mean.copy_(total / torch.full_like(total[:1], divisor))
     else:
-        _MEANS[mean.dtype](mean.data_ptr(), total.data_ptr(), mean.numel(), float(divisor))
+        _divide(FORMS[mean.dtype])(mean.data_ptr(), total.data_ptr(), mean.numel(), float(divisor))
 
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile, or load from Numba's cache, what gradients of `dtype` need."""
-    for kernel_of in (*_SUMS.get(dtype, ()), *_SUMS[torch.float32]):
-        kernel_of(0, 0, 0)
-    if dtype in _MEANS:
-        _MEANS[dtype](0, 0, 0, 1.0)
+    for take in (*gradient_kernels(torch.float32, dtype), *gradient_kernels(torch.float32)):
+        take(0, 0, 0)
+    _divide(FORMS[dtype])(0, 0, 0, 1.0)

@@ -39,6 +39,7 @@ class Muon(TensorRule):
     """
 
     name: ClassVar[str] = "Muon"
+    fixed: ClassVar[tuple[str, ...]] = ("adamw_for",)
     lr: float = 1e-3
     weight_decay: float = 0.1
     momentum: float = 0.95
@@ -75,11 +76,6 @@ class Muon(TensorRule):
             StateSpec("exp_avg", torch.float32, shape_of=self._of_others),
             StateSpec("exp_avg_sq", torch.float32, shape_of=self._of_others),
         )
-
-    def defaults(self) -> dict[str, Any]:
-        """Per-group settings for ``torch.optim.Optimizer``."""
-        names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-        return {name: getattr(self, name) for name in (*names, "betas", "adamw_eps")}
 
     def update(
         self, step: int, weight: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]

@@ -89,10 +89,10 @@ class Probe:
             runs = []
             for sizes in _SIZES:
                 try:
-                    runs.append(_Run(self._make, tuple(1 if k == 0 else sizes[k - 1] for k in kind)))
+                    runs.append(_Run(self.label, self._make, tuple(1 if k == 0 else sizes[k - 1] for k in kind)))
                 except Exception as error:
                     return f"it raises {type(error).__name__}: {error}"
-            runs[0].check(self.label)
+            runs[0].check()
         first, second = (run.states for run in runs)
         if first.keys() != second.keys():
             raise ConfigError(f"{self.label} cannot be run: what it keeps depends on a parameter's size.")
@@ -123,46 +123,42 @@ class Probe:
 class _Run:
     """A few steps of the class on one tiny parameter."""
 
-    def __init__(self, make: Make, shape: tuple[int, ...]) -> None:
+    def __init__(self, label: str, make: Make, shape: tuple[int, ...]) -> None:
         self.shape = shape
+        self._refused = f"{label} cannot be run unit by unit"
         self._make = make
         self._param = _parameter(shape, 0)
         optimizer = make([self._param])
-        groups = _numbers_of(optimizer)
-        before = torch.get_rng_state()
+        groups, before = _numbers_of(optimizer), torch.get_rng_state()
         for step in range(_STEPS):
             _take(optimizer, [self._param], step)
         self._random = not torch.equal(before, torch.get_rng_state())
         self._changed = sorted(key for key, value in _numbers_of(optimizer).items() if groups.get(key) != value)
         self.states = kept_in(optimizer, self._param)
 
-    def check(self, label: str) -> None:
+    def check(self) -> None:
         """Raises ConfigError unless states and gradient alone make a parameter's update, whatever else is updated."""
         if self._random:
-            raise ConfigError(f"{label} cannot be run unit by unit: its step draws random numbers.")
+            raise ConfigError(f"{self._refused}: its step draws random numbers.")
         if self._changed:
             raise ConfigError(
-                f"{label} cannot be run unit by unit: its step changes {self._changed} in param_groups, which all "
-                "parameters share. It needs every parameter at once."
+                f"{self._refused}: its step changes {self._changed} in param_groups, which all parameters share. It "
+                "needs every parameter at once."
             )
         beside = [_parameter(self.shape, 0), _parameter(self.shape, 1)]
-        together = self._make(beside)
-        for step in range(_STEPS):
-            _take(together, beside, step)
-        if not torch.equal(beside[0], self._param):
-            raise ConfigError(f"{label} cannot be run unit by unit: a parameter's update depends on the others.")
-        param = _parameter(self.shape, 0)
+        together, alone = self._make(beside), _parameter(self.shape, 0)
         states: dict[str, Any] = {}
         for step in range(_STEPS):
-            resumed = self._make([param])
+            _take(together, beside, step)
+            resumed = self._make([alone])
             if step:
-                resumed.state[param] = states
-            _take(resumed, [param], step)
-            states = kept_in(resumed, param)
-        if not torch.equal(param, self._param):
-            raise ConfigError(
-                f"{label} cannot be run unit by unit: it keeps something outside `state`, so it cannot be resumed."
-            )
+                resumed.state[alone] = states
+            _take(resumed, [alone], step)
+            states = kept_in(resumed, alone)
+        if not torch.equal(beside[0], self._param):
+            raise ConfigError(f"{self._refused}: a parameter's update depends on the others.")
+        if not torch.equal(alone, self._param):
+            raise ConfigError(f"{self._refused}: it keeps something outside `state`, so it cannot be resumed.")
 
 
 def kind_of(shape: tuple[int, ...]) -> Kind:

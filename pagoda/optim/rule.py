@@ -16,14 +16,23 @@ bits as an unsigned integer, modulo 2**32::
     weight_low = bits - (weight << 16)      int16
     bits       = (weight << 16) + weight_low
 
-This is lossless for every bit pattern. (Ties to even is not: int16 holds -0x8000 but not 0x8000.) `fp16` says how it is
-kept in precision "fp16".
+This is lossless for every bit pattern. (Ties to even is not: int16 holds -0x8000 but not 0x8000.) In precision "fp16"::
+
+    weight     = fp16(master)                            to nearest, ties to even; 65,520 and more become infinity
+    unit       = 2 ** (max(E, 1) - 40)                   E: the biased exponent of weight
+    weight_low = int16(rint((master - weight) / unit))   at most 2 ** 14 in magnitude
+    master     = weight + weight_low * unit
+
+fp16 has fewer exponents than fp32, so the bits of the master cannot be cut in two: kept beside is the distance to the
+weight, in units of its last place / 2 ** 15. That is exact from 2 ** -16 (1.5e-5) on in magnitude; below, where fp16
+itself is denormal, the master is rounded to a multiple of 2 ** -39 (1.8e-12). What was joined is kept exactly when it
+is split again.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -105,6 +114,10 @@ class Rule(ABC):
 
     name: ClassVar[str]
     """What messages call it."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Settings that all param groups have in common."""
+    counts_steps: ClassVar[bool] = True
+    """Whether torch's class keeps a count of a parameter's updates."""
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:
         """States of a parameter: the weights', then the rule's own. The gradient is not one."""
@@ -114,27 +127,42 @@ class Rule(ABC):
     def own_states(self) -> tuple[StateSpec, ...]:
         """States beside the weights. A fresh parameter's are zero."""
 
-    @abstractmethod
     def defaults(self) -> dict[str, Any]:
         """Per-group settings for ``torch.optim.Optimizer``; users and schedulers change them in ``param_groups``."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self.fixed}
 
     def with_group(self, group: Mapping[str, Any]) -> Self:
         """The rule with the settings of a torch ``param_groups`` entry as it stands now.
 
-        Numbers may be one-element tensors. Raises ConfigError for values no step can be taken with.
+        Numbers may be one-element tensors. Raises ConfigError for values no step can be taken with, and for those with
+        which parameters have other states than with the rule's.
         """
-        return replace(self, **{key: plain_setting(group[key], old) for key, old in self.defaults().items()})
+        rule = replace(self, **{key: plain_setting(group[key], old) for key, old in self.defaults().items()})
+        kept, wanted = ([state.name for state in each.own_states()] for each in (self, rule))
+        if kept != wanted:
+            mine = self.defaults()
+            changed = {key: value for key, value in rule.defaults().items() if value != mine[key]}
+            raise ConfigError(
+                f"{self.name} keeps {kept or 'no states'}, and a param group with {changed} needs {wanted or 'none'}: "
+                "these settings decide on states, so give them to the rule, for all groups"
+            )
+        return rule
 
     def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """A parameter's entry in a torch ``state_dict``.
 
         step: updates that the parameter has had; kept: what it has of `own_states`, each in the shape of its spec.
         """
-        return {"step": torch.tensor(float(step)), **kept}
+        return {"step": torch.tensor(float(step)), **kept} if self.counts_steps else dict(kept)
 
     def steps_in(self, state: Mapping[str, Any]) -> int:
-        """Updates that the parameter of such an entry has had; 0 for an empty one."""
-        return int(state.get("step", 0))
+        """Updates that the parameter of such an entry has had; 0 for an empty one.
+
+        Where they are not counted, 1 stands for all: how many there were does not matter after the first.
+        """
+        if self.counts_steps:
+            return int(state.get("step", 0))
+        return int(any(state.get(spec.name) is not None for spec in self.own_states()))
 
     def kept_states(self, state: Mapping[str, Any], parameter: str, shape: Shape) -> dict[str, torch.Tensor]:
         """What a parameter keeps, in the dtypes and shapes of its specs, of an entry of a ``state_dict``.
@@ -251,6 +279,20 @@ def check(rule: str, name: str, value: object, holds: bool, wanted: str) -> None
     """Raises ConfigError, naming the setting, unless ``holds``."""
     if not holds:
         raise ConfigError(f"{rule} {name} is {value!r}; it must be {wanted}".lstrip())
+
+
+def check_not_negative(rule: Rule, *names: str) -> None:
+    """Raises ConfigError for one of these settings that is not a number, or below zero."""
+    for name in names:
+        value = getattr(rule, name)
+        check(rule.name, name, value, is_number(value) and value >= 0, "a finite number >= 0")
+
+
+def check_betas(rule: Rule, betas: tuple[float, float]) -> None:
+    """Raises ConfigError unless both rates are shares of moments that can be carried on."""
+    check(rule.name, "betas", betas, len(betas) == 2, "two numbers")
+    for index, beta in enumerate(betas):
+        check(rule.name, f"betas[{index}]", beta, is_number(beta) and 0 <= beta < 1, "in [0, 1)")
 
 
 def fp32(value: float) -> float:

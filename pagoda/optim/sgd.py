@@ -18,27 +18,14 @@ torch's where the products are exact, as with settings that are powers of two, a
 a rounding of torch's.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
-from pagoda.optim.rule import ElementwiseRule, StateSpec, check, fp32, is_number
+from pagoda.optim.rule import ElementwiseRule, StateSpec, check, check_not_negative, fp32, is_number
 
 BUFFER = "momentum_buffer"
-
-
-class SGDScalars(NamedTuple):
-    """The scalars of the contract, in the order of the kernels' arguments; each is exactly an fp32 value."""
-
-    grad_scale: float
-    weight_decay: float
-    carried: float
-    taken: float
-    momentum: float
-    nesterov: float
-    lr: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +43,7 @@ class SGD(ElementwiseRule):
     """
 
     name: ClassVar[str] = "SGD"
+    counts_steps: ClassVar[bool] = False
     lr: float = 1e-3
     momentum: float = 0.0
     dampening: float = 0.0
@@ -63,56 +51,21 @@ class SGD(ElementwiseRule):
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("lr", "momentum", "weight_decay"):
-            value = getattr(self, field)
-            check(self.name, field, value, is_number(value) and value >= 0, "a finite number >= 0")
+        check_not_negative(self, "lr", "momentum", "weight_decay")
         check(self.name, "dampening", self.dampening, is_number(self.dampening), "a finite number")
         allowed = not self.nesterov or (self.momentum > 0 and self.dampening == 0)
         check(self.name, "nesterov", self.nesterov, allowed, "False without momentum, and with dampening")
-
-    def with_group(self, group: Mapping[str, Any]) -> "SGD":
-        """As `Rule.with_group`; a group has the rule's kernel, so it has momentum exactly if the rule has."""
-        rule = super().with_group(group)
-        wanted = "above 0, as in the rule" if self.momentum else "0: pagoda.SGD was given none, so it has no buffers"
-        check(self.name, "momentum", rule.momentum, bool(rule.momentum) == bool(self.momentum), wanted)
-        return rule
 
     def own_states(self) -> tuple[StateSpec, ...]:
         """The buffer, where there is momentum."""
         return (StateSpec(BUFFER, torch.float32),) if self.momentum else ()
 
-    def defaults(self) -> dict[str, Any]:
-        """Per-group settings for ``torch.optim.Optimizer``."""
-        return {
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "dampening": self.dampening,
-            "weight_decay": self.weight_decay,
-            "nesterov": self.nesterov,
-        }
-
     @property
     def kernel_name(self) -> str:
         return "sgd_momentum" if self.momentum else "sgd"
 
-    def scalars(self, step: int, grad_scale: float = 1.0) -> SGDScalars:
-        """As the contract says."""
-        first = step == 1
-        exact = SGDScalars(
-            grad_scale=grad_scale,
-            weight_decay=self.weight_decay,
-            carried=-0.0 if first else self.momentum,
-            taken=1.0 if first else 1.0 - self.dampening,
-            momentum=self.momentum,
-            nesterov=float(self.nesterov),
-            lr=self.lr,
-        )
-        return SGDScalars(*map(fp32, exact))
-
-    def torch_state(self, step: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """As torch's SGD has it: the buffer, and no count of steps."""
-        return dict(kept)
-
-    def steps_in(self, state: Mapping[str, Any]) -> int:
-        """0 before the first update, which makes the buffer; how many there were matters no more."""
-        return int(state.get(BUFFER) is not None)
+    def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
+        """grad_scale, weight_decay, carried, taken, momentum, nesterov and lr."""
+        carried, taken = (-0.0, 1.0) if step == 1 else (self.momentum, 1.0 - self.dampening)
+        exact = (grad_scale, self.weight_decay, carried, taken, self.momentum, float(self.nesterov), self.lr)
+        return tuple(map(fp32, exact))

@@ -1,6 +1,7 @@
 """Any `torch.optim.Optimizer` class as a rule: its own code, run on one parameter after another."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -40,7 +41,7 @@ class Optim(TensorRule):
             raise ConfigError(f"pagoda.Optim wants a class of optimizers, such as torch.optim.Adagrad, not {kind!r}.")
         label = f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
         check_steps_without_closure(label, kind)
-        self._set(kind, settings, {}, Probe(label, lambda params: kind(params, **settings)))
+        probe = Probe(label, lambda params: kind(params, **settings))
         made = None
         for shape in ((4, 5), (4,)):
             try:
@@ -49,13 +50,13 @@ class Optim(TensorRule):
                 continue
         assert made is not None, "the probe has made one"
         plain = {key: value for key, value in made.param_groups[0].items() if key != "params" and _is_plain(value)}
-        object.__setattr__(self, "group", plain)
+        for name, value in (("kind", kind), ("settings", settings), ("group", plain), ("_probe", probe)):
+            object.__setattr__(self, name, value)
 
     def with_group(self, group: Mapping[str, Any]) -> "Optim":
         """The rule with the settings of a param group as it stands now."""
-        other = object.__new__(Optim)
-        now = {key: plain_setting(group[key], old) for key, old in self.group.items()}
-        other._set(self.kind, self.settings, now, self._probe)
+        other = copy(self)
+        object.__setattr__(other, "group", {key: plain_setting(group[key], old) for key, old in self.group.items()})
         return other
 
     def own_states(self) -> tuple[StateSpec, ...]:
@@ -105,12 +106,6 @@ class Optim(TensorRule):
         """Numbers become tensors of one element."""
         tensors = {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
         return super().kept_states(tensors, parameter, shape)
-
-    def _set(
-        self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], probe: Probe
-    ) -> None:
-        for name, value in (("kind", kind), ("settings", settings), ("group", group), ("_probe", probe)):
-            object.__setattr__(self, name, value)
 
     def _shape_of(self, state: str, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         form = self._probe.of(parameter, shape).get(state)

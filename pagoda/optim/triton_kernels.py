@@ -4,13 +4,14 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton import cdiv, next_power_of_2
 
 from pagoda.config.training import Precision
-from pagoda.optim import triton_adamw, triton_momentum, triton_parts, triton_squares
+from pagoda.optim import triton_squares, triton_updates
+from pagoda.optim.arithmetic import FORMS, PLAIN
 from pagoda.optim.codecs import BLOCK
 from pagoda.optim.rule import ElementwiseRule, gradient_dtype
 
@@ -25,44 +26,28 @@ _STRICT = {"enable_fp_fusion": False}
 _SIZE = 1024
 """Elements of a program."""
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_SPLIT = {torch.bfloat16: triton_parts.BF16, torch.float16: triton_parts.FP16, torch.float32: triton_parts.NOT_SPLIT}
-"""By the dtype of weights and gradients."""
-
-
-class _Kernel(NamedTuple):
-    """A compiled function, how many numbers of noise it takes before its scalars, and its constants."""
-
-    function: Any
-    noise: int = 0
-    constants: tuple[tuple[str, bool], ...] = ()
-
-
-_UPDATES = {
-    "adamw": _Kernel(triton_adamw.adamw, 3, (("noisy", False), ("decoupled", True))),
-    "adamw_moments_bf16": _Kernel(triton_adamw.adamw, 3, (("noisy", True), ("decoupled", True))),
-    "adamw_moments_8bit": _Kernel(triton_adamw.adamw_8bit),
-    "adam": _Kernel(triton_adamw.adamw, 3, (("noisy", False), ("decoupled", False))),
-    "sgd": _Kernel(triton_momentum.sgd),
-    "sgd_momentum": _Kernel(triton_momentum.sgd_momentum),
-    "lion": _Kernel(triton_momentum.lion),
-}
-"""By `ElementwiseRule.kernel_name`, as in `kernels`."""
 
 
 def update_kernel(rule: ElementwiseRule, precision: Precision) -> DeviceKernel:
     """The kernel of a rule; raises ConfigError for a precision that is not known."""
-    kernel, split = _UPDATES[rule.kernel_name], _SPLIT[gradient_dtype(precision)]
-    constants = {**dict(kernel.constants), "split": split, "size": _SIZE}
-    random = constants.get("noisy", False)
+    plain = PLAIN.get(rule.kernel_name)
+    function: Any = triton_updates.adamw_8bit if plain is None else triton_updates.update
+    constants = {} if plain is None else {"rule": plain[0], "noisy": plain[1]}
+    form = FORMS[gradient_dtype(precision)]
+    count = len(rule.scalars(1))
 
     def update(states: Sequence[torch.Tensor], gradient: torch.Tensor, arguments: Sequence[float]) -> None:
         n = gradient.numel()
-        noise = tuple(map(_as_int32, arguments[:3])) if random else (0,) * kernel.noise
-        scalars = arguments[3:] if random else arguments
+        random = len(arguments) - count
+        noise = (*map(_as_int32, arguments[:random]), 0, 0, 0)[:3] if plain else ()
+        scalars = tuple(arguments[random:])
         tensors = [_bits(state) for state in states]
-        if not split:
+        if precision == "fp32":
             tensors.insert(0, tensors[0])  # there is no low half: its pointer is not used
-        kernel.function[(cdiv(n, _SIZE),)](*tensors, _bits(gradient), n, *noise, *scalars, **constants, **_STRICT)
+        if plain:
+            tensors = [*tensors, tensors[0], tensors[0]][:4]  # nor are those of moments that the rule has not
+        grid = (cdiv(n, _SIZE),)
+        function[grid](*tensors, _bits(gradient), n, *noise, scalars, **constants, form=form, size=_SIZE, **_STRICT)
 
     return update
 
@@ -74,10 +59,10 @@ def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
     """
     assert piece == next_power_of_2(piece)
     n = gradient.numel()
-    half = _SPLIT[gradient.dtype]
+    form = FORMS[gradient.dtype]
     # One warp, so that a lane is a thread.
     triton_squares.square_sums[(cdiv(n, piece),)](
-        _bits(gradient), into, n, piece=piece, half=half, num_warps=1, **_STRICT
+        _bits(gradient), into, n, piece=piece, form=form, num_warps=1, **_STRICT
     )
 
 

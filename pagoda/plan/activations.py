@@ -6,7 +6,12 @@ from enum import StrEnum
 from math import inf
 
 from pagoda.config.training import ActivationMode
+from pagoda.errors import BudgetError
+from pagoda.memory.sizes import format_bytes
+from pagoda.plan.layout import Layout
 from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.placement import ACTIVATIONS, Budgets, Placement
+from pagoda.plan.units import ModuleSpec, Use, is_within, layers_of
 
 LEAST_OFFLOADED_BYTES = 64 << 10
 """A smaller storage stays, and pages of offloaded ones are of this size, unless the plan's pages are smaller."""
@@ -292,6 +297,58 @@ def _fits(sizes: StepSizes, policies: Sequence[Policy], room: Room, in_time: boo
     peak = peak_of(sizes, policies, room.host)
     late = in_time and (peak.host > room.movable_host or peak.ssd > room.movable_ssd)
     return peak.kept <= room.kept and peak.ssd <= room.ssd and not late
+
+
+def offload_room(layout: Layout, placement: Placement, budgets: Budgets) -> dict[str, int]:
+    """tier -> bytes that pages leave to offloaded activations: RAM where compute has a memory of its own, and SSD where
+    there are buffers on the way to it."""
+    room = dict.fromkeys((HOST, SSD), 0)
+    if budgets.device is not None:
+        room[HOST] = budgets.host - sum(placement.lines.get(HOST, {}).values()) * layout.page_bytes
+    if placement.pages(HOST, ACTIVATIONS) and budgets.ssd is not None:
+        room[SSD] = budgets.ssd - sum(placement.lines.get(SSD, {}).values()) * layout.page_bytes
+    return room
+
+
+def plan_activations(
+    root: ModuleSpec, uses: Sequence[Use], saved: SavedBlocks, room: Mapping[str, int]
+) -> ActivationPlan:
+    """What policies take, and where what they offload goes in a forward that has the given uses of units.
+
+    Raises BudgetError where that has no room.
+    """
+    peak = peak_of(saved.sizes, saved.policies, room[HOST])
+    if peak.ssd > room[SSD]:
+        tier = SSD if room[SSD] else HOST
+        raise BudgetError(
+            f"Offloaded activations do not fit: they take {format_bytes(peak.host + peak.ssd)}, and beside the "
+            f"training state {HOST} has {format_bytes(room[HOST])} and {SSD} {format_bytes(room[SSD])}. Raise "
+            f"memory.{tier}, or use activations='recompute'.",
+            tier=tier,
+        )
+    moves = []
+    left = room[HOST]
+    blocks = zip(saved.sizes.blocks, saved.policies, _uses_of_blocks(root, uses), strict=True)
+    for block, policy, at in blocks:
+        away = block.away(policy)
+        host = min(away, left)
+        left -= host
+        for index, use in enumerate(at):
+            for tier, total in ((HOST, host), (SSD, away - host)):
+                nbytes = total * (index + 1) // len(at) - total * index // len(at)  # as evenly as can be
+                if nbytes:
+                    moves.append(Move(use, tier, nbytes))
+    return ActivationPlan(saved.policies, peak, saved.sizes, tuple(moves))
+
+
+def _uses_of_blocks(root: ModuleSpec, uses: Sequence[Use]) -> list[tuple[int, ...]]:
+    """The uses inside each of the model's layers; where a unit holds more than a layer, the one around it."""
+    found = []
+    for layer in layers_of(root):
+        inside = tuple(i for i, use in enumerate(uses) if is_within(use.module, (layer.name,)))
+        around = (i for i, use in enumerate(uses) if is_within(layer.name, (use.module,)))
+        found.append(inside or (next(around, 0),))
+    return found
 
 
 Bucket = tuple[tuple[int, ...], ...]

@@ -9,10 +9,8 @@ from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec, align
 
 MESSAGE_BYTES = 4 << 20
 """A slice on SSD is handed on in messages of at most this many bytes."""
-NUMBER_BYTES = 4
-"""Of a header, beside a bit and another for each parameter."""
 _HEADER_BYTES = 256
-"""A header is a multiple of this, so that what follows it is aligned."""
+"""A header, which has a byte for each parameter, is a multiple of this, so that what follows it is aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ def reduce_buffers(layout: Layout) -> ReduceBuffers | None:
     if ranks is None or ranks.data_parallel == 1:
         return None
     most_slots = max(len(unit.slots) for unit in layout.units)
-    header = -(-(2 * -(-most_slots // 8) + NUMBER_BYTES) // _HEADER_BYTES) * _HEADER_BYTES
+    header = -(-most_slots // _HEADER_BYTES) * _HEADER_BYTES
     widest = 0
     for unit in layout.units:
         group = layout.group(unit)

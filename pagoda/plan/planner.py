@@ -1,6 +1,6 @@
 """The planner: from a module tree, an optimizer's states and budgets to an immutable plan."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -9,12 +9,11 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.page import PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
-from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks, recomputes
+from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks, offload_room, plan_activations
 from pagoda.plan.collective import reduce_buffers
 from pagoda.plan.device_updates import why_no_device_updates
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
-from pagoda.plan.offloading import move_ops, offload_room, plan_activations
-from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD, Op, exchange_ops
+from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import ACTIVATIONS, LEASES, LINES_AFTER_STATES, Budgets, Placement
@@ -82,17 +81,6 @@ class Plan:
     def peak_bytes(self) -> Mapping[str, int]:
         """tier -> bytes: the sum of its lines."""
         return {tier: sum(lines.values()) for tier, lines in self.bytes.items()}
-
-    @cached_property
-    def exchanges_at(self) -> Mapping[int, tuple[Op, ...]]:
-        """tick -> ALL_TO_ALL ops of that access."""
-        return _by_tick(exchange_ops(self.units, self.exchanges, self.trace, recomputes(self.options.activations)))
-
-    @cached_property
-    def activations_at(self) -> Mapping[int, tuple[Op, ...]]:
-        """tick -> SAVE or RETURN ops of that access."""
-        activations = self.activations
-        return {} if activations is None or not activations.moves else _by_tick(move_ops(activations, self.trace))
 
     @property
     def ranks(self) -> Ranks | None:
@@ -196,19 +184,12 @@ def make_plan(
     return Plan(layout, budgets, placement, options, trace, reasons, activations, dict(exchanges or {}))
 
 
-def _by_tick(ops: Iterable[Op]) -> Mapping[int, tuple[Op, ...]]:
-    ticks: dict[int, list[Op]] = {}
-    for op in ops:
-        ticks.setdefault(op.tick, []).append(op)
-    return {tick: tuple(of_tick) for tick, of_tick in ticks.items()}
-
-
 def _units_that_fit(
     root: ModuleSpec, states: tuple[StateSpec, ...], budgets: Budgets, options: Options, ranks: Ranks | None
 ) -> tuple[int, Layout, Placement]:
     """A placement of units as large as fit, and the limit in bytes that they were made with."""
     itemsize = states[0].dtype.itemsize
-    total = sum(param.numel for param in root.walk()) * itemsize
+    total = root.numel * itemsize
     limit = options.unit_limit or max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, total // _UNITS_WANTED))
     expert_modules = frozenset(root.experts())
     refusals: list[BudgetError] = []

@@ -1,14 +1,17 @@
 """What each operation on a unit moves: the bytes of a plan, without when they move."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
+from pagoda.plan.activations import OFFLOAD_LANES, recomputes
 from pagoda.plan.device_updates import state_bytes
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import DEVICE, SSD
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
-from pagoda.plan.trace import gradients_of
-from pagoda.plan.units import UnitSpec
+from pagoda.plan.trace import Phase, gradients_of
+from pagoda.plan.units import UnitSpec, is_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,41 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     )
 
 
+def activations_at(plan: Plan) -> Mapping[int, Sequence[tuple[str, int]]]:
+    """tick -> (lane, bytes) of the activations that leave in an access of forward, or must be back for one of backward;
+    in the order of ticks."""
+    moves = () if plan.activations is None else plan.activations.moves
+    at: dict[int, list[tuple[str, int]]] = {}
+    accesses = enumerate(plan.trace.accesses[:-1])
+    passes = (
+        [[tick for tick, _ in run] for _, run in groupby(accesses, lambda access: access[1].phase)] if moves else []
+    )
+    for forward, backward in zip(passes[::2], passes[1::2], strict=True):
+        for move in moves:
+            out, back = OFFLOAD_LANES[move.tier]
+            at.setdefault(forward[move.use], []).append((out, move.nbytes))
+            at.setdefault(backward[-1 - move.use], []).append((back, move.nbytes))
+    return dict(sorted(at.items()))
+
+
+def exchanges_at(plan: Plan) -> Mapping[int, Sequence[int]]:
+    """tick -> bytes of each exchange of tokens that this rank has with the ranks that have other experts.
+
+    Tokens go there and come back at the first access of a row of experts in each pass; where blocks are recomputed,
+    twice in backward.
+    """
+    at: dict[int, list[int]] = {}
+    before = None
+    for tick, access in enumerate(plan.trace.accesses[:-1]) if plan.exchanges else ():
+        module = plan.units[access.unit].module
+        experts = next((row for row in plan.exchanges if is_within(module, (row,))), None)
+        if experts is not None and (experts, access.phase) != before:
+            again = access.phase is Phase.BACKWARD and recomputes(plan.options.activations)
+            at[tick] = [plan.exchanges[experts]] * (4 if again else 2)
+        before = (experts, access.phase)
+    return at
+
+
 def bytes_written_to_ssd(plan: Plan) -> int:
     """What one rank writes to SSD in a step at most: states; gradients, unless they are used as soon as they are
     complete; and activations."""
@@ -85,5 +123,5 @@ def bytes_written_to_ssd(plan: Plan) -> int:
     under_backward = plan.options.update_under_backward
     made = (g for g in gradients_of(plan.trace, trained) if not (under_backward and g.last))
     gradients = sum(traffic[g.unit].buffer for g in made if placement.home(g.unit, GRAD) == SSD)
-    ops = (op for at_tick in plan.activations_at.values() for op in at_tick)
-    return states + gradients + sum(op.nbytes for op in ops if op.lane == "ssd_write")
+    moves = (move for of_tick in activations_at(plan).values() for move in of_tick)
+    return states + gradients + sum(nbytes for lane, nbytes in moves if lane == "ssd_write")

@@ -90,11 +90,20 @@ class ModuleSpec:
     routed: bool = False
     """Whether its children are experts: each forward uses those that a router chose."""
 
+    def modules(self) -> Iterator["ModuleSpec"]:
+        """Every module of the subtree, in pre-order."""
+        yield self
+        for child in self.children:
+            yield from child.modules()
+
     def walk(self) -> Iterator[ParamSpec]:
         """Every parameter of the subtree, in pre-order."""
-        yield from self.params
-        for child in self.children:
-            yield from child.walk()
+        return (param for module in self.modules() for param in module.params)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters of the subtree."""
+        return sum(param.numel for param in self.walk())
 
     @property
     def is_split(self) -> bool:
@@ -103,10 +112,7 @@ class ModuleSpec:
 
     def experts(self) -> Iterator[str]:
         """Names of all experts in the subtree."""
-        for child in self.children:
-            if self.routed:
-                yield child.name
-            yield from child.experts()
+        return (child.name for module in self.modules() if module.routed for child in module.children)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +19,6 @@ from pagoda.runtime.store import Store
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.scheduler import Scheduler
-
-
-@dataclass
-class _Observed:
-    """Staleness of one unit at its first use in each step so far."""
-
-    last: int = 0
-    most: int = 0
-    total: int = 0
-    steps: int = 0
-
-    def note(self, staleness: int) -> None:
-        self.last = staleness
-        self.most = max(self.most, staleness)
-        self.total += staleness
-        self.steps += 1
 
 
 class Accesses:
@@ -74,7 +57,8 @@ class Accesses:
         """Called before each access, with whether that is part of a step."""
         self.owner: object = None
         """Lives as long as anything, such as a graph, can access weights."""
-        self._observed = {unit.index: _Observed() for unit in units if unit.trainable}
+        self.staleness: dict[str, Staleness] = {}
+        """unit -> how far its weights lagged at its first use in each step, where updates are asynchronous."""
         self._used: set[int] = set()
         """Units used in this step, where updates are asynchronous."""
 
@@ -211,22 +195,12 @@ class Accesses:
         self._executor.poll()
         self._driver.wait(lambda: self._scheduler.idle, lambda: None)
 
-    def staleness(self) -> dict[str, Staleness]:
-        """By name of unit."""
-        return {
-            self._units[index].spec.name: Staleness(seen.last, seen.most, seen.total / seen.steps)
-            for index, seen in self._observed.items()
-            if seen.steps
-        }
-
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures
-        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, self._store.update_lane(index))
-        if not scheduler.ready(index) and not self._leases.in_place(unit):
-            lane = self._lane_of_fetch(unit)
-            self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
-        else:
-            self.wait(lambda: scheduler.ready(index), self._store.update_lane(index))
+        updates = self._store.update_lane(index)
+        self.wait(lambda: not scheduler.awaits_update(index) or index in failures, updates)
+        lane = updates if self._leases.in_place(unit) else self._lane_of_fetch(unit)
+        self.wait(lambda: scheduler.ready(index) or index in failures, lane, lambda: self._refuse(unit))
         if not scheduler.ready(index) and (error := failures.pop(index, None)) is not None:
             raise error
 
@@ -252,8 +226,9 @@ class Accesses:
             recorder.leased(self._scheduler.leases.frames.in_use * self._leases.region.page_bytes)
 
     def _note_staleness(self, unit: LiveUnit, phase: Phase) -> None:
-        if unit.index not in self._used and phase is Phase.FORWARD and unit.index in self._observed:
-            self._observed[unit.index].note(self._scheduler.versions.of[unit.index].lag)
+        if unit.index not in self._used and phase is Phase.FORWARD and unit.trainable:
+            before = self.staleness.get(unit.spec.name, Staleness())
+            self.staleness[unit.spec.name] = before.and_one(self._scheduler.versions.of[unit.index].lag)
         self._used.add(unit.index)
 
     def _find_way_out(self, until: Callable[[], bool], refuse: Callable[[], None]) -> None:
@@ -276,7 +251,6 @@ class Accesses:
         names = ", ".join(repr(self._units[holder].spec.name) for holder in self._scheduler.leases.holders())
         raise BudgetError(
             f"No room on {tier} for the weights of unit {unit.spec.name!r}: in use at once are {names}. Raise "
-            f"memory.{tier}, or lower memory.unit_limit; with gradient checkpointing, everything inside one checkpoint "
-            "is in use at once.",
+            f"memory.{tier}, or lower memory.unit_limit.",
             tier=tier,
         )

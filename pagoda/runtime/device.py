@@ -17,8 +17,8 @@ import torch
 from pagoda.config.training import Precision
 from pagoda.memory.arena import Arena
 from pagoda.memory.cuda import CudaArena, PinnedArena
-from pagoda.optim.formats import update_kernel
-from pagoda.optim.jit import LANES
+from pagoda.optim.gradient_kernels import LANES
+from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule
 from pagoda.plan.device_updates import DEVICE_SLOTS as PIPES
 from pagoda.plan.placement import BOUNCE_ELEMENTS
@@ -115,12 +115,12 @@ class Device:
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         """Start copying RAM to the device once compute has passed `after`; returns when that has ended."""
-        _copy(target, source)
+        self.copy(target, source)
         return PAST
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
         """Start copying the device to RAM once compute has passed `after`; returns when that has ended."""
-        _copy(target, source)
+        self.copy(target, source)
         return PAST
 
     def store_gradient(
@@ -163,8 +163,13 @@ class Device:
         return PAST
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in either direction, inside `pipe`."""
-        _copy(target, source)
+        """Copy in either direction, inside `pipe`.
+
+        One plain memcpy, without the GIL, of contiguous tensors of the same bytes: torch's copy_ would start a team of
+        threads for the lane that calls it, and they would spin beside the computation.
+        """
+        assert target.nbytes == source.nbytes
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 class CudaDevice(Device):
@@ -212,8 +217,7 @@ class CudaDevice(Device):
         return event
 
     def wait_for(self, event: Event) -> None:
-        if isinstance(event, torch.cuda.Event):
-            torch.cuda.current_stream(self.torch_device).wait_event(event)
+        self._behind(torch.cuda.current_stream(self.torch_device), event)
 
     def as_compute(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(torch.cuda.current_stream(self.torch_device))
@@ -295,15 +299,6 @@ class CudaDevice(Device):
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """One plain memcpy, without the GIL, of contiguous tensors of the same bytes.
-
-    torch's copy_ would start a team of threads for the lane that calls it, and they would spin beside the computation.
-    """
-    assert target.nbytes == source.nbytes
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def open_device(device: torch.device) -> Device:

@@ -13,30 +13,32 @@ import torch
 
 from pagoda.config.training import Precision
 from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.shards import Shards
 from pagoda.distributed.transport import Transport
 from pagoda.errors import StorageError, UsageError
 from pagoda.memory.page import Run
-from pagoda.optim.formats import arriving_dtype, gradient_kernels, warm_up
+from pagoda.optim.gradient_kernels import arriving_dtype, gradient_kernels
+from pagoda.optim.kernels import warm_up
 from pagoda.optim.rule import ElementwiseRule, Rule
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.ops import COLLECTIVE, DEVICE, HOST, LANES, SSD
-from pagoda.plan.placement import LEASES
+from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.process import forks
 from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.activations.graph_memory import GraphMemory
 from pagoda.runtime.active_forwards import ActiveForwards
 from pagoda.runtime.capture import Capture, Piece
 from pagoda.runtime.device import Device
 from pagoda.runtime.executor import Executor, open_feeders
 from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.gradients import Gradients
-from pagoda.runtime.graph_memory import GraphMemory
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.lanes import open_lanes
+from pagoda.runtime.leases import Leases
 from pagoda.runtime.loss_scale import LossScaler
 from pagoda.runtime.rank_group import RankGroup
-from pagoda.runtime.regions import open_buffers, open_leases, open_staging
 from pagoda.runtime.saver import Saver
 from pagoda.runtime.shutdown import Threads, end_dropped, give_back
 from pagoda.runtime.stats import Meter, StepStats
@@ -102,15 +104,16 @@ class Engine:
         if plan.layout.has_device_kernels:
             assert isinstance(rule, ElementwiseRule)
             device.warm_up(rule, precision)
+        staging = plan.placement.pages(HOST, STAGING)
         self.gradients = Gradients(
             self.store,
-            open_staging(self.store),
+            self.store.host.take(staging) if staging else None,
             gradient_kernels(kept, arriving_dtype(kept, plan.layout.weight.dtype)),
             self._lanes,
             device,
             self._meter.stalled,
         )
-        self.leases = open_leases(self.store, device, units, Fetcher(self.store, self._lanes, device))
+        self.leases = Leases(self.store, units, device, Fetcher(self.store, self._lanes, device))
         feeders = open_feeders(self.store, self._lanes, rule, precision, device)
         self.scheduler = open_scheduler(plan, None if ranks is None else ranks[0].rank)
         self.plan = plan
@@ -120,27 +123,10 @@ class Engine:
             self.scheduler, self.store, units, self.leases, self.gradients, feeders, self._lanes, device
         )
         self.damage = self._executor.damage
-        self.rank_group: RankGroup | None = None
-        """The dealings with other ranks, where there are any."""
-        if ranks is not None:
-            reduces = reduce_pages(plan.layout) > 0
-            self.rank_group = RankGroup(
-                *ranks,
-                self.store,
-                units,
-                self.gradients,
-                open_buffers(self.store, self.gradients.arriving) if reduces else None,
-                device,
-                self._lanes["d2h"],
-                self._executor,
-                self._meter.stalled,
-            )
-            self._lanes[COLLECTIVE] = self.rank_group.collectives.lane
-            self.leases.gather = self.rank_group.gather
         self.accesses = Accesses(self.store, units, self._executor, self.leases, device, self._meter)
         self.accesses.owner = self
-        if self.rank_group is not None:
-            self.accesses.before = self.rank_group.collectives.begin_access
+        self.rank_group = None if ranks is None else self._join(*ranks)
+        """The dealings with other ranks, where there are any."""
         self.graphs = GraphMemory(
             self.leases,
             self.accesses,
@@ -182,7 +168,6 @@ class Engine:
 
     def step(self) -> None:
         """Queue every update whose gradients have arrived; they run ahead of the next forward."""
-        self.active_forwards.drop_interrupted()
         if self._meter.recorder is not None:
             self._meter.recorder.access("step")
         self.check_usable()
@@ -197,7 +182,7 @@ class Engine:
     def drain(self) -> None:
         """Wait until every state is as the last `step()` left it, in its home."""
         self.check_open()
-        self._end_updates()
+        self.accesses.drain()
         self.damage.check()
 
     def check_between_steps(self) -> None:
@@ -219,7 +204,7 @@ class Engine:
         self.check_open()
         if not self.damage.found:
             with suppress(Exception):  # damage stays until the end; `step()` finds what is not finite once more
-                self._end_updates()
+                self.accesses.drain()
         if self.damage.found:
             self.stepper.drop_step()
         else:
@@ -308,7 +293,7 @@ class Engine:
             stack.callback(self.graphs.close)
             self._threads.end(stack)
             with suppress(Exception) if self.damage.seen else nullcontext():
-                self._end_updates()
+                self.accesses.drain()
 
     # --- a recording ----------------------------------------------------------------------------------------
 
@@ -336,10 +321,27 @@ class Engine:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _end_updates(self) -> None:
-        """Wait until every update has ended; raises the first error that nobody has seen."""
-        self.active_forwards.drop_interrupted()
-        self.accesses.drain()
+    def _join(self, mesh: Mesh, transport: Transport) -> RankGroup:
+        """Let leases, accesses and gradients deal with the other ranks."""
+        reduces = reduce_pages(self.plan.layout) > 0
+        rank_group = RankGroup(
+            mesh,
+            transport,
+            self.store,
+            self.units,
+            self.gradients,
+            Buffers.open(self.store.device or self.store.host, self.plan.layout, self.gradients.arriving)
+            if reduces
+            else None,
+            self.device,
+            self._lanes["d2h"],
+            self._executor,
+            self._meter.stalled,
+        )
+        self._lanes[COLLECTIVE] = rank_group.collectives.lane
+        self.leases.gather = rank_group.gather
+        self.accesses.before = rank_group.collectives.begin_access
+        return rank_group
 
     def _take_stats(self, norms: Norms | None, loss_scale: float, replanned: bool) -> None:
         """`norms` are None where the step was skipped."""
@@ -360,7 +362,7 @@ class Engine:
             peak_bytes=self.peak_bytes(),
             accesses={found.value: count for found, count in meter.accesses.items()},
             replanned=replanned,
-            staleness=self.accesses.staleness(),
+            staleness=dict(self.accesses.staleness),
             updates_kept=kept - self._speculations[0],
             updates_undone=undone - self._speculations[1],
             activation_bytes=activations,

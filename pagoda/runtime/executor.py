@@ -6,9 +6,9 @@ from functools import partial
 from pagoda.config.training import Precision
 from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
-from pagoda.optim.formats import update_kernel
+from pagoda.optim.kernels import update_kernel
 from pagoda.optim.rule import ElementwiseRule, Rule
-from pagoda.plan.layout import WEIGHT, WEIGHT_BACK
+from pagoda.plan.layout import WEIGHT_BACK
 from pagoda.runtime.capture import Capture
 from pagoda.runtime.damage import Damage
 from pagoda.runtime.device import Device
@@ -269,7 +269,7 @@ class Executor:
         self._store.swap(operation.unit)
         unit.version += 1
         if self._leases.in_place(unit):
-            self._leases.add_home(unit, self._store.in_place(operation.unit, WEIGHT, unit.spec.numel))
+            self._leases.lease_home(unit)
 
 
 def open_feeders(

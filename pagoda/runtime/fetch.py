@@ -1,5 +1,8 @@
 """Fetching: weights from their home to the frames of a lease."""
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 
 from pagoda.memory.page import pages_for
@@ -17,6 +20,13 @@ _PIECE_BYTES = 8 << 20
 """A fetch from SSD into host frames is cut into pieces of about this size, for the lane's threads to share."""
 
 
+class _Part(NamedTuple):
+    """Bytes of a lease, and the byte at which they begin in an extent, or in a piece of it."""
+
+    target: torch.Tensor
+    start: int
+
+
 class Fetcher:
     """Fills leases over the lanes.
 
@@ -28,89 +38,64 @@ class Fetcher:
         self._store = store
         self._lanes = lanes
         self._device = device
-        plan = store.plan
-        self._separate = plan.budgets.device is not None
-        pages = plan.placement.pages(HOST, FETCH_RING)
-        self._piece_bytes = (
-            pages // FETCH_SLOTS * plan.page_bytes
-            if pages
-            else pages_for(_PIECE_BYTES, plan.page_bytes) * plan.page_bytes
-        )
-        self._ring = Ring(store.host.take(pages // FETCH_SLOTS) for _ in range(FETCH_SLOTS if pages else 0))
+        self._page_bytes = page = store.plan.page_bytes
+        pages = store.plan.placement.pages(HOST, FETCH_RING) // FETCH_SLOTS
+        self._piece_bytes = page * (pages or pages_for(_PIECE_BYTES, page))
+        self._ring = Ring(store.host.take(pages) for _ in range(FETCH_SLOTS if pages else 0))
 
     def fill(self, unit: LiveUnit, into: torch.Tensor, free: Event, after: tuple[Handle, ...]) -> Handle:
-        """Start bringing a unit's weights into `into`, uint8, whole pages long, once compute has passed `free` and
-        `after` have ended."""
+        """Start bringing a unit's weights, or this rank's slice of them, into `into`, uint8, whole pages long, once
+        compute has passed `free` and `after` have ended."""
         label = f"fetch {unit.spec.name}"
         home = self._store.tensor(unit.index, WEIGHT)
-        if self._store.shards.is_cut(unit.spec, WEIGHT):
-            return self._slice(unit, home, into, after, free, label)
-        if home is not None:
-            source = home.view(torch.uint8)[: into.numel()]
-            return self._lanes["h2d"].submit(
-                lambda: self._device.copy_in(into, source, free), after, into.nbytes, label
-            )
-        pieces = [(at, into[at : at + self._piece_bytes]) for at in range(0, into.nbytes, self._piece_bytes)]
-        if self._separate:
-            fills = [self._through_ring(unit, [(piece, 0)], at, after, free, label) for at, piece in pieces]
-        else:
-            fills = [self._straight(unit, memoryview(piece.numpy().data), at, after, label) for at, piece in pieces]
-        return all_of(fills)
-
-    def _straight(self, unit: LiveUnit, into: memoryview, at: int, after: tuple[Handle, ...], label: str) -> Handle:
-        return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, into), after, into.nbytes, label)
-
-    def _slice(
-        self,
-        unit: LiveUnit,
-        home: torch.Tensor | None,
-        into: torch.Tensor,
-        after: tuple[Handle, ...],
-        free: Event,
-        label: str,
-    ) -> Handle:
-        """This rank's slice of a unit's weights, to where it belongs in the whole."""
-        itemsize = self._store.dtype(WEIGHT).itemsize
-        parts = [
-            (into[span.start * itemsize : span.stop * itemsize], span.at * itemsize)
-            for span in self._store.shards.spans(unit.spec, WEIGHT)
-        ]
-        """(bytes of the whole, byte of the extent at which they begin)"""
+        is_cut = self._store.shards.is_cut(unit.spec, WEIGHT)
+        parts = self._slices(unit, into) if is_cut else [_Part(into, 0)]
         if home is not None:
             extent = home.view(torch.uint8)
-
-            def copy() -> Event:
-                copies = [self._device.copy_in(part, extent[at : at + part.numel()], free) for part, at in parts]
-                return copies[-1] if copies else PAST
-
-            return self._lanes["h2d"].submit(copy, after, sum(part.nbytes for part, _ in parts), label)
+            nbytes = sum(part.target.nbytes for part in parts)
+            return self._lanes["h2d"].submit(lambda: self._copy(parts, extent, free), after, nbytes, label)
+        straight = self._store.plan.budgets.device is None and not is_cut
         fills = []
-        for at in range(
-            0, self._store.plan.layout.pages(unit.spec, WEIGHT) * self._store.plan.page_bytes, self._piece_bytes
-        ):
-            held = []
-            for part, begin in parts:
-                first, last = max(at, begin), min(at + self._piece_bytes, begin + part.numel())
-                if first < last:
-                    held.append((part[first - begin : last - begin], first - at))
-            if held:
-                fills.append(self._through_ring(unit, held, at, after, free, label))
+        for start, held in self._pieces(parts):
+            if straight:
+                (piece,) = held
+                fills.append(self._straight(unit, piece.target, start, after, label))
+            else:
+                fills.append(self._through_ring(unit, held, start, after, free, label))
         return all_of(fills)
 
+    def _slices(self, unit: LiveUnit, whole: torch.Tensor) -> list[_Part]:
+        """This rank's slice of a unit's weights, where it belongs in the whole."""
+        itemsize = self._store.dtype(WEIGHT).itemsize
+        return [
+            _Part(whole[span.start * itemsize : span.stop * itemsize], span.at * itemsize)
+            for span in self._store.shards.spans(unit.spec, WEIGHT)
+        ]
+
+    def _pieces(self, parts: Sequence[_Part]) -> Iterator[tuple[int, list[_Part]]]:
+        """The pieces of an extent that have bytes of some part: byte at which one begins, and what it has of parts."""
+        end = max((start + target.numel() for target, start in parts), default=0)
+        for at in range(0, end, self._piece_bytes):
+            held = []
+            for target, start in parts:
+                first, last = max(at, start), min(at + self._piece_bytes, start + target.numel())
+                if first < last:
+                    held.append(_Part(target[first - start : last - start], first - at))
+            if held:
+                yield at, held
+
+    def _straight(self, unit: LiveUnit, into: torch.Tensor, at: int, after: tuple[Handle, ...], label: str) -> Handle:
+        view = memoryview(into.numpy().data)
+        return self._lanes["ssd_read"].submit(lambda: self._load(unit, at, view), after, into.nbytes, label)
+
     def _through_ring(
-        self,
-        unit: LiveUnit,
-        parts: list[tuple[torch.Tensor, int]],
-        at: int,
-        after: tuple[Handle, ...],
-        free: Event,
-        label: str,
+        self, unit: LiveUnit, parts: Sequence[_Part], at: int, after: tuple[Handle, ...], free: Event, label: str
     ) -> Handle:
-        """Bytes of an extent from `at` on, in whole pages; `parts` are targets, and where their bytes begin therein."""
+        """Bring bytes of an extent from `at` on, in whole pages, to parts that begin in that piece."""
         taken: list[Region] = []
-        nbytes = sum(part.numel() for part, _ in parts)
-        page = self._store.plan.page_bytes
-        whole = pages_for(max(begin + part.numel() for part, begin in parts), page) * page
+        nbytes = sum(part.target.numel() for part in parts)
+        end = max(start + target.numel() for target, start in parts)
+        whole = pages_for(end, self._page_bytes) * self._page_bytes
 
         def view() -> memoryview:
             return taken[0].view(0, whole)
@@ -119,19 +104,23 @@ class Fetcher:
             taken.append(self._ring.take())
             self._load(unit, at, view())
 
-        def copy() -> Event:
-            piece = torch.frombuffer(view(), dtype=torch.uint8)
-            copies = [self._device.copy_in(p, piece[begin : begin + p.numel()], free) for p, begin in parts]
-            return copies[-1]
-
         def copied(_: BaseException | None) -> None:
             for slot in taken:
                 self._ring.give_back(slot)
 
         read_handle = self._lanes["ssd_read"].submit(read, after, nbytes, label)
-        handle = self._lanes["h2d"].submit(copy, (read_handle,), nbytes, label)
+        handle = self._lanes["h2d"].submit(
+            lambda: self._copy(parts, torch.frombuffer(view(), dtype=torch.uint8), free), (read_handle,), nbytes, label
+        )
         handle.then(copied)
         return handle
+
+    def _copy(self, parts: Sequence[_Part], source: torch.Tensor, free: Event) -> Event:
+        """Start copying to all parts; returns when the last has come, behind which all have."""
+        event = PAST
+        for target, start in parts:
+            event = self._device.copy_in(target, source[start : start + target.numel()], free)
+        return event
 
     def _load(self, unit: LiveUnit, at: int, into: memoryview) -> None:
         run, ssd = self._store.run(unit.index, WEIGHT), self._store.ssd

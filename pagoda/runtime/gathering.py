@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from pagoda.distributed.agreement import Call, CollectiveKind
+from pagoda.distributed.order import CollectiveKind
 from pagoda.distributed.service import Service
 from pagoda.distributed.world import rank_timeout_s
 from pagoda.errors import NonFiniteGradientError, RankError
@@ -16,10 +16,9 @@ from pagoda.plan.collective import MESSAGE_BYTES
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.ops import HOST
 from pagoda.plan.placement import SERVING
-from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
-from pagoda.runtime.device import Device, Event
+from pagoda.runtime.device import Event
 from pagoda.runtime.executor import Executor
 from pagoda.runtime.lanes import Handle
 from pagoda.runtime.store import Store
@@ -35,58 +34,51 @@ class Gathering:
         collectives: Collectives,
         store: Store,
         units: Sequence[LiveUnit],
-        device: Device,
         executor: Executor,
         landing: torch.Tensor | None,
-        early: bool,
     ) -> None:
-        """Weights that this rank has no use for arrive in `landing`, uint8. `early`: units are updated under backward,
-        of which ranks may have others then."""
+        """Weights that this rank has no use for arrive in `landing`, uint8."""
         self._collectives = collectives
         self._shards = collectives.shards
         self._store = store
         self._units = units
-        self._device = device
         self._executor = executor
         self._landing = landing
-        self._early = early
         self._dtype = store.dtype(WEIGHT)
+        self._most = MESSAGE_BYTES // self._dtype.itemsize
+        """Elements of a message."""
         pages = store.plan.placement.pages(HOST, SERVING)
         self._window = store.host.take(pages).view() if pages else None
         """What a slice on SSD passes, message by message: one has been sent before the next is read."""
         self._reading = threading.Lock()
         self._updated: dict[int, Handle] = {}
         """unit -> this rank's latest update of a slice that is shared."""
-        collectives.serve(CollectiveKind.GATHER, self._take_part)
-        collectives.serve(CollectiveKind.SHARE, self._take_part_in_sharing)
+        collectives.take_part |= {CollectiveKind.GATHER: self._give, CollectiveKind.SHARE: self._share_unasked}
         mesh = collectives.mesh
         self._service = Service(collectives.transport, self._answer) if mesh.ranks.shards_weights else None
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
         """Complete a lease, shape [numel], in which this rank's slice lies once `own` has ended, and which others'
         slices may overwrite once compute has passed `free`."""
-        spec, version = unit.spec, unit.version
+        version = unit.version
 
-        def work(rank_group: bool) -> None:
+        def work(together: bool) -> None:
             free.synchronize()
-            if rank_group:
-                self._complete(spec, weights)
+            if together:
+                self._complete(unit.spec, weights)
             else:
                 self._ask(unit, version, weights)
 
-        sent = ring_bytes(weights.nbytes, len(self._shards.sharers(spec)))
-        call = Call(CollectiveKind.GATHER, unit.index, version)
-        return self._collectives.submit(call, work, (own,), sent, f"gather {spec.name}")
+        return self._collectives.submit(CollectiveKind.GATHER, unit, work, (own,), weights.nbytes)
 
     def share(self, unit: LiveUnit, updated: Handle) -> Handle:
         """Have every rank's updated slice of a unit's weights in this rank's home, once its own is `updated`."""
-        spec = unit.spec
         self._updated[unit.index] = updated
-        sent = ring_bytes(spec.trainable_numel * self._dtype.itemsize, len(self._shards.sharers(spec)))
-        call = Call(CollectiveKind.SHARE, unit.index, unit.version)
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
-        alike, label = not self._early, f"share {spec.name}"
-        return self._collectives.submit(call, lambda _: self._share(unit), (updated,), sent, label, alike)
+        # Under backward, ranks may update others.
+        alike = not self._store.plan.options.update_under_backward
+        kind, nbytes = CollectiveKind.SHARE, unit.spec.trainable_numel * self._dtype.itemsize
+        return self._collectives.submit(kind, unit, lambda _: self._share(unit), (updated,), nbytes, alike)
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -96,23 +88,23 @@ class Gathering:
     def _complete(self, spec: UnitSpec, whole: torch.Tensor) -> None:
         """Have all slices of a unit, of which this rank's lies in `whole`, shape [numel or more]. What is frozen comes
         first: the padding of the trained slices lies there."""
-        group = self._collectives.sharing(spec)
+        group = self._collectives.sharers(spec)
         for spans in (self._shards.frozen_slices(spec), self._shards.trained_slices(spec)):
             group.gather(whole, [(span.start, span.stop) for span in spans])
 
-    def _take_part(self, unit: LiveUnit, version: int | None) -> None:
+    def _give(self, unit: LiveUnit, version: int | None) -> None:
         """Give the others this rank's slice of a unit, in weights that it has no use for."""
-        spec, plan = unit.spec, self._store.plan
         assert self._landing is not None
         assert version is not None
-        pages = math.ceil(spec.numel * self._dtype.itemsize / plan.page_bytes)
-        whole = self._landing[: pages * plan.page_bytes].view(self._dtype)  # as long as a lease
-        if self._collectives.failed:
+        page = self._store.plan.page_bytes
+        pages = math.ceil(unit.spec.numel * self._dtype.itemsize / page)
+        whole = self._landing[: pages * page].view(self._dtype)  # as long as a lease
+        if self._collectives.order.failed:
             whole.fill_(math.nan)
         else:
             for start, message in self._messages(unit, version):
                 whole[start : start + message.numel()].copy_(message)
-        self._complete(spec, whole)
+        self._complete(unit.spec, whole)
 
     # --- weights of all ranks ---
 
@@ -120,12 +112,13 @@ class Gathering:
         home = self._store.tensor(unit.index, WEIGHT)
         assert home is not None, "ranks that have all weights have them in RAM"
         spans = [(span.start, span.stop) for span in self._shards.trained_slices(unit.spec)]
-        self._collectives.sharing(unit.spec).gather(home, spans)
+        self._collectives.sharers(unit.spec).gather(home, spans)
 
-    def _take_part_in_sharing(self, unit: LiveUnit, version: int | None) -> None:
+    def _share_unasked(self, unit: LiveUnit, version: int | None) -> None:
+        """Share a unit that other ranks have updated, and this one may be about to."""
         if version is None:
             return
-        if not self._collectives.failed:
+        if not self._collectives.order.failed:
             # This rank's compute is about to queue the same update, unless it waits for what comes after this.
             self._await_version(unit, version, lambda: self._collectives.awaited)
             _end(self._updated.get(unit.index))
@@ -137,12 +130,11 @@ class Gathering:
     def _ask(self, unit: LiveUnit, version: int, whole: torch.Tensor) -> None:
         """Have the other ranks' slices of a unit after `version` updates from their services."""
         assert self._service is not None
-        most, targets = MESSAGE_BYTES // self._dtype.itemsize, []
+        targets = []
         for rank in self._shards.sharers(unit.spec):
             if rank != self._shards.rank:
                 spans = self._shards.spans(unit.spec, WEIGHT, rank)
-                pieces = [piece for span in spans for piece in whole[span.start : span.stop].split(most)]  # type: ignore[no-untyped-call]
-                targets.append((rank, [piece for piece in pieces if piece.numel()]))
+                targets.append((rank, [m for span in spans for m in whole[span.start : span.stop].split(self._most)]))  # type: ignore[no-untyped-call]
         self._service.ask(unit.index, version, targets)
         if whole.is_cuda:
             torch.cuda.current_stream(whole.device).synchronize()
@@ -159,11 +151,10 @@ class Gathering:
         self._check_version(unit, version)
         if unit.version == version:
             _end(self._executor.updated(unit))
-        home, itemsize = self._store.tensor(unit.index, WEIGHT), self._dtype.itemsize
-        most = MESSAGE_BYTES // itemsize
+        home = self._store.tensor(unit.index, WEIGHT)
         for span in self._shards.spans(unit.spec, WEIGHT):
-            for start in range(0, len(span), most):
-                count, at = min(most, len(span) - start), span.at + start
+            for start in range(0, len(span), self._most):
+                count, at = min(self._most, len(span) - start), span.at + start
                 if home is not None:
                     yield span.start + start, home[at : at + count]
                     continue

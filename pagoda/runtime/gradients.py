@@ -14,8 +14,7 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.memory.page import Run
 from pagoda.memory.region import Region
 from pagoda.memory.sizes import format_bytes
-from pagoda.optim.formats import arriving_dtype
-from pagoda.optim.gradient_kernels import GradientKernels
+from pagoda.optim.gradient_kernels import GradientKernels, arriving_dtype
 from pagoda.optim.rule import Hyper
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.ops import HOST

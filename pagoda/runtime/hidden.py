@@ -131,12 +131,5 @@ def outside_use(name: str, what: str = "used") -> str:
 
 
 def _refuse(operation: str, args: Any) -> NoReturn:
-    raise UsageError(outside_use(_first_name(args) or "?", f"used ({operation})"))
-
-
-def _first_name(args: Any) -> str | None:
-    """The name of the first hidden tensor among arguments."""
-    if isinstance(args, Hidden):
-        return name_of(args)
-    inner = args.values() if isinstance(args, dict) else args if isinstance(args, tuple | list) else ()
-    return next((name for each in inner if (name := _first_name(each)) is not None), None)
+    names = [name_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Hidden)]
+    raise UsageError(outside_use(names[0] if names else "?", f"used ({operation})"))

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
-from pagoda.runtime.announcing import Announcing
-from pagoda.runtime.blocks import Block, find_blocks, refuse_compiling
+from pagoda.runtime.activations.blocks import Block, find_blocks, refuse_compiling
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.markers import GradientMarker
@@ -20,16 +19,27 @@ from pagoda.runtime.reads import has_forward, methods_reading_params, params_rea
 from pagoda.runtime.unit import LiveUnit
 
 
+class Announcing(nn.Module):
+    """A module that says which children are about to run, so that their weights are fetched before they are used."""
+
+    coming: Callable[[Sequence[nn.Module], Sequence[nn.Module]], None] | None = None
+    """Set by the runtime. A forward calls it with the children that are about to run, in that order, and with those
+    that get a gradient of zeros without running."""
+
+    def pieces(self) -> list[tuple[nn.Module, int]]:
+        """The children to choose from, in order, and how many experts each holds."""
+        raise NotImplementedError
+
+
 class ModelHooks:
     """Everything installed on a model. After `close` it refuses every use.
 
-    A unit's forward is bracketed at the module that is its root, so that it is leased once for all of it, and again
-    at every module that holds one of its parameters: tied weights are used far from their root, and a checkpoint
-    inside the root's own call (as transformers' layers have it) recomputes without calling the root.
-    The outermost bracket also packs what graphs save.
+    A unit is leased around the call of the module that is its root, and again around every module that reads one of its
+    parameters: tied weights are used far from their root, and a checkpoint inside the root's own call (as transformers'
+    layers have it) recomputes without calling the root. The outermost call also packs what graphs save.
 
-    Inside a compiled module nothing is hooked, as hooks would be compiled too: it is bracketed from outside, with the
-    units of all that it holds.
+    Nothing is installed inside a compiled module, as it would be compiled too: the units of all that it holds are
+    leased around its call.
     """
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
@@ -42,20 +52,11 @@ class ModelHooks:
         engine.graphs.packing.leave_alone(model.buffers())
         needed = _units_of_modules(model, engine.units)
         needed.setdefault(model, [])
-        for module, units in needed.items():
-            if module._compiled_call_impl is None:
-                self._bracket(module, units, root=module is model)
-            else:
-                self._bracket_compiled(module, module._compiled_call_impl, units, root=module is model)
-        inside_compiled = {
-            inner for module in model.modules() if module._compiled_call_impl for inner in module.modules()
-        }
-        owner = {id(param): unit for unit in engine.units for param in unit.params}
-        for module in model.modules():
-            if module not in inside_compiled:
-                self._bracket_methods(module, owner)
         for block in find_blocks(model):
             self._follow(block, needed.get(block.module, []))
+        self._bracket_methods(model)
+        for module, units in needed.items():
+            self._bracket(module, units, is_root=module is model)
         for unit in engine.units:
             unit.markers = [self._marker(unit, slot) for slot in range(unit.trainable)]
             for slot in range(unit.trainable):
@@ -75,54 +76,44 @@ class ModelHooks:
         self._accumulators.clear()
         self._kept.clear()
 
-    def _bracket(self, module: nn.Module, units: list[LiveUnit], root: bool) -> None:
-        # No closures: copying or pickling a hooked module then reaches the engine, which refuses it.
-        module.register_forward_pre_hook(partial(self._before, units, root), prepend=True, with_kwargs=True)
-        # always_call: a forward also ends by an exception, such as a checkpoint stopping its recomputation early.
-        module.register_forward_hook(self._after, always_call=True)
+    def _bracket(self, module: nn.Module, units: list[LiveUnit], is_root: bool) -> None:
+        """Lease units around every call of a module, its own hooks included. torch calls `_compiled_call_impl` in place
+        of all else, if there is one."""
+        call = module._compiled_call_impl
+        if call is None:
+            call = module._call_impl
+            # A method, so that copying or pickling the module reaches the engine, which refuses it.
+            module.register_forward_pre_hook(self._refuse_compiling, prepend=True)
+        module.__dict__["_compiled_call_impl"] = partial(self._run, units, is_root, call)
 
-    def _before(self, units: list[LiveUnit], root: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _run(self, units: list[LiveUnit], is_root: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_compiling()
+        active_forwards = self._engine.active_forwards
+        if is_root and not active_forwards.in_forward and torch.is_grad_enabled():
+            self._engine.graphs.begin_forward((args, kwargs))
+        return active_forwards.run(units, call, *args, **kwargs)
+
+    def _refuse_compiling(self, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             refuse_compiling()
-        if root:
-            self._begin(module, args, kwargs)
-        self._engine.active_forwards.open(module, units)
 
-    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A forward of the whole model begins, or of it within itself."""
-        active_forwards = self._engine.active_forwards
-        active_forwards.drop_interrupted(calling=model)
-        if not active_forwards.in_forward and torch.is_grad_enabled():
-            self._engine.graphs.begin_forward((args, kwargs))
-
-    def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        self._engine.active_forwards.close(module)
-
-    def _bracket_compiled(self, module: nn.Module, call: Callable[..., Any], units: list[LiveUnit], root: bool) -> None:
-        """Bracket a module that was compiled in place, whose own hooks are part of what was compiled."""
-        module.__dict__["_compiled_call_impl"] = partial(self._run_compiled, module, call, units, root)
-
-    def _run_compiled(
-        self, module: nn.Module, call: Callable[..., Any], units: list[LiveUnit], root: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        if root:
-            self._begin(module, args, kwargs)
-        return self._engine.active_forwards.run(module, units, call, *args, **kwargs)
-
-    def _bracket_methods(self, module: nn.Module, owner: dict[int, LiveUnit]) -> None:
+    def _bracket_methods(self, model: nn.Module) -> None:
         """Bracket the methods that read parameters: they may be called outside every forward, as `encode` often is."""
-        for name, params in methods_reading_params(module).items():
-            method = getattr(module, name)
-            units = list(dict.fromkeys(owner[id(param)] for param in params if id(param) in owner))
-            bracketed = partial(self._engine.active_forwards.run_method, module, units, method)
-            module.__dict__[name] = update_wrapper(bracketed, method)
+        owner = {id(param): unit for unit in self._engine.units for param in unit.params}
+        compiled = {inner for module in model.modules() if module._compiled_call_impl for inner in module.modules()}
+        for module in model.modules():
+            for name, params in () if module in compiled else methods_reading_params(module).items():
+                method = getattr(module, name)
+                units = list(dict.fromkeys(owner[id(param)] for param in params if id(param) in owner))
+                bracketed = partial(self._engine.active_forwards.run_method, units, method)
+                module.__dict__[name] = update_wrapper(bracketed, method)
 
     def _follow(self, block: Block, units: list[LiveUnit]) -> None:
         """Let activations run a block's forward, and lease its units when backward repeats that: no hook sees it."""
         active_forwards, graphs = self._engine.active_forwards, self._engine.graphs
 
         def run(block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            again = partial(active_forwards.run, block.module, units, forward)
+            again = partial(active_forwards.run, units, forward)
             return graphs.run(block, forward, args, kwargs, again)
 
         block.wrap(run)

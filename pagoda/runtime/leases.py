@@ -1,14 +1,17 @@
 """Leases: weights where compute can reach them, for as long as something uses them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from pagoda.memory.arena import FRESH_USE_COUNT, storage_use_count
-from pagoda.memory.page import Run
-from pagoda.memory.region import Region
+from pagoda.memory.page import Run, pages_for
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.placement import LEASES
 from pagoda.runtime.device import PAST, Device, Event
+from pagoda.runtime.fetch import Fetcher
 from pagoda.runtime.lanes import Handle
+from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.schedule.operations import Operation
 
@@ -44,55 +47,53 @@ class Lease:
 class Leases:
     """The tensors of every lease that the scheduler has asked for.
 
-    Host-resident weights on a machine whose device is host RAM are leased in place, once and for good. All other leases
-    are of frames of `region`. The scheduler decides which; `find` is compute's, everything else is called under the
-    driver's lock.
+    Weights whose home compute can read are leased in place, once and for good. All other leases are of frames of
+    `region`. The scheduler decides which; `find` is compute's, everything else is called under the driver's lock.
     """
 
-    def __init__(
-        self,
-        region: Region | None,
-        dtype: torch.dtype,
-        device: Device,
-        fill: Callable[[LiveUnit, torch.Tensor, Event, tuple[Handle, ...]], Handle],
-    ) -> None:
-        """`fill` starts filling frames from the home of a unit's weights, once compute has passed an event and handles
-        have ended."""
-        self.region = region
-        self._dtype = dtype
+    def __init__(self, store: Store, units: Iterable[LiveUnit], device: Device, fetcher: Fetcher) -> None:
+        """Take the frames that the plan has for leases."""
+        plan = store.plan
+        self.region = None
+        if plan.lease_tier is not None:
+            self.region = (store.device or store.host).take(plan.placement.pages(plan.lease_tier, LEASES))
+        self._store = store
         self._device = device
-        self._fill = fill
+        self._fetcher = fetcher
         self.gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None = None
         """Brings the other ranks' slices of a lease beside this rank's; set where there are any."""
         self._freed = PAST
         """What compute had been given when frames were last freed: nothing after it reads their old values."""
-        self._homes: dict[int, Lease] = {}
         self._latest: dict[int, Lease] = {}
-        """unit -> its latest lease of frames."""
+        """unit -> its lease in place, or its latest lease of frames, ready or not, ended or not."""
         self._by_run: dict[int, Lease] = {}
         self._by_storage: dict[int, Lease] = {}
         self._filling: list[tuple[Run, Handle]] = []
         """Frames that were given back while they were being filled: what fills them next waits for that."""
+        in_frames = plan.leased_pages()
+        for unit in units:
+            if unit.index not in in_frames:
+                self.lease_home(unit)
 
-    def add_home(self, unit: LiveUnit, base: torch.Tensor) -> None:
+    def lease_home(self, unit: LiveUnit) -> None:
         """Lease a unit in place; whatever still holds another place that it had may see that change."""
-        before = self._homes.get(unit.index)
+        before = self._latest.get(unit.index)
         if before is not None:
             del self._by_storage[before.storage]
-        lease = self._homes[unit.index] = Lease(unit, base, None, None)
-        self._by_storage[lease.storage] = lease
+        self._add(Lease(unit, self._store.in_place(unit.index, WEIGHT, unit.spec.numel), None, None))
 
     def get(self, unit: LiveUnit) -> Lease:
         """The lease of a unit that compute has accessed and found ready."""
-        return self._homes.get(unit.index) or self._latest[unit.index]
+        return self._latest[unit.index]
 
     def latest(self, unit: LiveUnit) -> Lease | None:
-        """The last lease of frames that a unit has had, ready or not, ended or not."""
+        """The last lease that a unit has had, ready or not, ended or not."""
         return self._latest.get(unit.index)
 
     def in_place(self, unit: LiveUnit) -> bool:
         """Whether a unit is leased in its home."""
-        return unit.index in self._homes
+        lease = self._latest.get(unit.index)
+        return lease is not None and lease.run is None
 
     def find(self, storage: int) -> Lease | None:
         """The lease whose storage this is, ended ones included."""
@@ -103,26 +104,25 @@ class Leases:
         run = operation.run
         assert self.region is not None
         assert run is not None
-        nbytes = unit.spec.numel * self._dtype.itemsize
-        whole_pages = -(-nbytes // self.region.page_bytes) * self.region.page_bytes
+        dtype, page = self._store.dtype(WEIGHT), self.region.page_bytes
+        whole_pages = pages_for(unit.spec.numel * dtype.itemsize, page) * page
         self._filling = [(taken, handle) for taken, handle in self._filling if not handle.done]
         earlier = tuple(h for taken, h in self._filling if taken.start < run.stop and run.start < taken.stop)
         with torch.inference_mode(False):  # a lease may outlive the inference that asked for it
             frames = self.region.part(run)
-            base = frames.tensor(self._dtype, unit.spec.numel)
+            base = frames.tensor(dtype, unit.spec.numel)
             target = frames.tensor(torch.uint8, whole_pages)
-            ready = self._fill(unit, target, self._freed, (*after, *earlier))
+            ready = self._fetcher.fill(unit, target, self._freed, (*after, *earlier))
             if self.gather is not None:
-                ready = self.gather(unit, frames.tensor(self._dtype), ready, self._freed)
-        lease = self._latest[unit.index] = self._by_run[run.start] = Lease(unit, base, run, ready)
-        self._by_storage[lease.storage] = lease
+                ready = self.gather(unit, frames.tensor(dtype), ready, self._freed)
+        self._by_run[run.start] = self._add(Lease(unit, base, run, ready))
         return ready
 
     def reclaim(self, operation: Operation, unit: LiveUnit) -> bool:
         """Whether nothing refers to what a RECLAIM asks for. Frames are given back then."""
         if operation.run is None:
-            lease = self._homes.get(unit.index) or self._latest.get(unit.index)
-            return not (unit.packed or unit.active or (lease is not None and lease.held))
+            latest = self._latest.get(unit.index)
+            return not (unit.packed or unit.active or (latest is not None and latest.held))
         lease = self._by_run[operation.run.start]
         if lease.held:
             return False
@@ -147,6 +147,10 @@ class Leases:
     def close(self) -> bool:
         """End every lease; returns whether someone still holds weights of one."""
         held = any(lease.held for lease in self._by_storage.values())
-        for leases in (self._homes, self._latest, self._by_run, self._by_storage):
+        for leases in (self._latest, self._by_run, self._by_storage):
             leases.clear()
         return held
+
+    def _add(self, lease: Lease) -> Lease:
+        self._latest[lease.unit.index] = self._by_storage[lease.storage] = lease
+        return lease

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import TypeVar
 
 import torch
 
-from pagoda.distributed.exact import exact_parts
 from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.reduction import Buffers
 from pagoda.distributed.transport import Transport
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.layout import WEIGHT
+from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device, Event
@@ -19,11 +22,10 @@ from pagoda.runtime.gathering import Gathering
 from pagoda.runtime.gradients import Gradients, UnitGradient
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.reducing import Reducer
-from pagoda.runtime.rows import Buffers
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 
-_MESSAGE_ELEMENTS = 1 << 20
+T = TypeVar("T")
 
 Counts = Callable[[UnitSpec, int], bool]
 """Whether a norm counts what this rank has of a unit's parameter."""
@@ -36,13 +38,13 @@ class NormTerms:
     """Terms of a global norm."""
 
     square_sums: list[list[float]]
-    """By param group: what they add up to, exactly, the square sums of all ranks do."""
+    """By param group: the square sums of all ranks."""
     non_finite: str | None
     """Name of the first parameter whose gradient is NaN or infinite on some rank."""
 
 
 class RankGroup:
-    """One engine's dealings with those of other ranks. See `Collectives` for their order."""
+    """One engine's dealings with those of other ranks. See `Order` for which comes when."""
 
     def __init__(
         self,
@@ -59,21 +61,20 @@ class RankGroup:
     ) -> None:
         """`buffers` are for gradients of several ranks; None where no two have any of the same elements."""
         self._store = store
+        self._shards = store.shards
         self._units = units
         self._gradients = gradients
         transport.connect(device.torch_device)
-        early = store.plan.options.update_under_backward
         driver = executor.driver
         # Which experts a rank uses, and in which order, is its own.
         listed = not store.plan.layout.expert_units
         self.collectives = Collectives(mesh, transport, store.shards, device, units, driver.scheduler, listed)
         landing = buffers.landing if buffers is not None else None
-        self._gathering = Gathering(self.collectives, store, units, device, executor, landing, early)
-        self._reducer = (
-            None
-            if buffers is None
-            else Reducer(self.collectives, gradients, units, buffers, device, copies, driver, stalled, early)
-        )
+        self._gathering = Gathering(self.collectives, store, units, executor, landing)
+        self._reducer: Reducer | None = None
+        if buffers is not None:
+            early = store.plan.options.update_under_backward
+            self._reducer = Reducer(self.collectives, gradients, buffers, device, copies, driver, stalled, early)
         self.saver_transport = Transport(mesh.world)
         """For the thread that writes checkpoints."""
         store.assemble = self._assemble
@@ -98,19 +99,10 @@ class RankGroup:
         found: list[torch.Tensor] = []
         if self.rank in receivers:
             found = [mine if part == part_of_mine else torch.empty_like(mine) for part in range(parts)]
-
-        def messages(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-            return torch.split(tensor.view(-1), _MESSAGE_ELEMENTS)
-
-        def work(_: object) -> None:
-            others = [rank for rank in receivers if rank % parts != part_of_mine and self.rank < parts]
-            sends = [(rank, message) for rank in others for message in messages(mine)]
-            coming = [(part, tensor) for part, tensor in enumerate(found) if part != part_of_mine]
-            self.collectives.transport.trade(
-                sends, [(part, message) for part, each in coming for message in messages(each)]
-            )
-
-        self.collectives.on_all_ranks(what, work)
+        others = [rank for rank in receivers if rank % parts != part_of_mine and self.rank < parts]
+        sends = [(rank, mine) for rank in others]
+        receives = [(part, tensor) for part, tensor in enumerate(found) if part != part_of_mine]
+        self.collectives.on_all_ranks(what, lambda: self.collectives.transport.trade(sends, receives))
         return found
 
     @property
@@ -128,15 +120,15 @@ class RankGroup:
         if self._reducer is not None:
             self._reducer.flush(last)
 
-    def announce(self, what: str, data: bytes) -> list[bytes]:
-        """Every rank's bytes, which each of them gives at the same point of its program."""
-        found: list[bytes] = []
-        self.collectives.on_all_ranks(what, lambda _: found.extend(self.collectives.transport.announce_bytes(data)))
+    def announce(self, what: str, value: T) -> list[T]:
+        """Every rank's value, which each of them gives at the same point of its program."""
+        found: list[T] = []
+        self.collectives.on_all_ranks(what, lambda: found.extend(self.collectives.transport.announce(value)))
         return found
 
     def gather(self, unit: LiveUnit, weights: torch.Tensor, own: Handle, free: Event) -> Handle:
         """Complete a lease of this rank's slice, if ranks have slices; see `Gathering.gather`."""
-        if not self._store.shards.is_cut(unit.spec, WEIGHT):
+        if not self._shards.is_cut(unit.spec, WEIGHT):
             return own
         return self._gathering.gather(unit, weights, own, free)
 
@@ -154,15 +146,16 @@ class RankGroup:
         self.flush()
         found: list[NormTerms] = []
 
-        def work(_: object) -> None:
+        def work() -> None:
             records = {**terms, **{r.unit.index: r for r in self._gradients.records()}}
             for record in records.values():
                 self._mark(record)
-            transport = self.collectives.transport
-            of_groups = square_sums(records.values(), self._store.shards.counts)
-            finite = [[s for s in sums if math.isfinite(s)] for sums in of_groups]
-            sums = [transport.announce_floats(exact_parts(of_group)) for of_group in finite]
-            found.append(NormTerms(sums, self._first_non_finite(records.values())))
+            mine = [[*filter(math.isfinite, sums)] for sums in square_sums(records.values(), self._shards.counts)]
+            bad = ((at[0], r.unit.index, at[1]) for r in records.values() if (at := r.non_finite()))
+            by_rank = self.collectives.transport.announce((mine, min(bad, default=None)))
+            of_groups = [[*chain(*of_ranks)] for of_ranks in zip(*(sums for sums, _ in by_rank), strict=True)]
+            first = min((bad for _, bad in by_rank if bad is not None), default=None)
+            found.append(NormTerms(of_groups, None if first is None else self._units[first[1]].name(first[2])))
 
         self.collectives.on_all_ranks(what, work, step=True)
         return found[0]
@@ -172,22 +165,12 @@ class RankGroup:
         if self._reducer is None or (self._reducer.is_empty and not self._gradients.records()):
             return
         self._reducer.drop()
-        self.collectives.on_all_ranks("optimizer.zero_grad() with gradients to drop", lambda _: None, step=False)
+        self.collectives.on_all_ranks("optimizer.zero_grad() with gradients to drop", lambda: None, step=False)
 
     def close(self) -> None:
         """Leave the others."""
         self.collectives.close()
         self._gathering.close()
-
-    def _first_non_finite(self, records: Iterable[UnitGradient]) -> str | None:
-        """Name of the parameter whose gradient was the first on any rank that is NaN or infinite."""
-        here = [(at[0], record.unit.index, at[1]) for record in records if (at := record.non_finite())]
-        everywhere = self.collectives.transport.announce(min(here, default=(-1, -1, -1)))
-        found = [(order, unit, slot) for order, unit, slot in everywhere if unit >= 0]
-        if not found:
-            return None
-        _, unit, slot = min(found)
-        return self._units[unit].name(slot)
 
     def _mark(self, record: UnitGradient) -> None:
         """Let parameters show a gradient that has arrived on other ranks only: this step updates them."""
@@ -198,19 +181,12 @@ class RankGroup:
 
     def _assemble(self, spec: UnitSpec, state: StateSpec, start: int, out: torch.Tensor) -> None:
         """Elements of a state from `start` on: this rank's lie in `out`, the others' come."""
-        shards = self._store.shards
+        group, stop = self.collectives.sharers(spec), start + out.numel()
+        by_place = [self._shards.held(spec, state.name, rank) for rank in group.ranks]
 
-        def parts(rank: int) -> list[torch.Tensor]:
-            found: list[torch.Tensor] = []
-            for span in shards.held(spec, state.name, rank):
-                part = span.within(start, start + out.numel())
-                if part is not None:
-                    found.extend(torch.split(out[part.start - start : part.stop - start], _MESSAGE_ELEMENTS))
-            return found
-
-        def work(_: object) -> None:
-            others = [rank for rank in shards.sharers(spec) if rank != shards.rank]
-            sends = [(rank, part) for rank in others for part in parts(shards.rank)]
-            self.collectives.transport.trade(sends, [(rank, part) for rank in others for part in parts(rank)])
+        def work() -> None:
+            for spans in zip_longest(*by_place, fillvalue=Span(start, start)):
+                parts = [span.within(start, stop) or Span(start, start) for span in spans]
+                group.gather(out, [(part.start - start, part.stop - start) for part in parts])
 
         self.collectives.on_all_ranks(f"reading {state.name} of unit {spec.index} from element {start}", work)

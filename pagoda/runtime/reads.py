@@ -43,11 +43,8 @@ def methods_reading_params(module: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Public methods of a module's class, other than torch's and `forward`, that read parameters of its own or below
     it, and write to none: name -> those that they read."""
     kind: type = type(module)
-    shorts = {name.rpartition(".")[2] for name, _ in module.named_parameters()}
     found: dict[str, list[nn.Parameter]] = {}
     for method in _public_methods(kind):
-        if shorts.isdisjoint(_names_in(kind, method)):
-            continue  # a look at the source takes longer
         paths = _paths_read_by(kind, method)
         read = {path: param for path in paths if (param := _param_at(module, path)) is not None}
         written = [path for path in read for other in paths if other.startswith(f"{path}.") and other.endswith("_")]
@@ -71,21 +68,6 @@ def _public_methods(kind: type) -> tuple[str, ...]:
         and not inspect.isgeneratorfunction(method)
         and not inspect.iscoroutinefunction(method)
     )
-
-
-@cache
-def _names_in(kind: type, method: str) -> frozenset[str]:
-    """Names in the code of a method, and of those methods of the class that it names."""
-    names: dict[str, None] = {}
-    methods = [method]
-    for known in methods:  # which grows
-        function = inspect.unwrap(getattr(kind, known))
-        codes = [function.__code__] if inspect.isfunction(function) else []
-        for code in codes:  # which grows
-            names.update(dict.fromkeys(code.co_names))
-            codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
-        methods += [name for name in names if name not in methods and inspect.isfunction(getattr(kind, name, None))]
-    return frozenset(names)
 
 
 def _param_at(module: nn.Module, path: str) -> nn.Parameter | None:

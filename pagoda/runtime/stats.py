@@ -14,12 +14,19 @@ from pagoda.runtime.timeline_recorder import TimelineRecorder
 class Staleness:
     """Steps whose gradients were not in a unit's weights when forward first used them in a step."""
 
-    last: int
+    last: int = 0
     """In the last step."""
-    max: int
+    max: int = 0
     """Since `wrap()`."""
-    mean: float
+    mean: float = 0.0
     """Over the steps since `wrap()`."""
+    steps: int = 0
+    """How many steps those are."""
+
+    def and_one(self, lag: int) -> "Staleness":
+        """The same with one step more."""
+        steps = self.steps + 1
+        return Staleness(lag, max(self.max, lag), self.mean + (lag - self.mean) / steps, steps)
 
 
 class Found(StrEnum):

@@ -2,7 +2,7 @@
 
 import torch
 
-from pagoda.optim.formats import halves
+from pagoda.optim.kernels import halves
 from pagoda.optim.rule import StateSpec, TensorRule
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.packed import ShapedSpan

@@ -37,10 +37,6 @@ class ShownParameter(nn.Parameter):
             raise UsageError(written_in_forward(name_of(self)))
 
 
-_SHOWN: dict[type, type] = {nn.Parameter: ShownParameter}
-"""Class of a parameter -> its class while it is shown; others keep theirs."""
-
-
 def written_in_forward(name: str) -> str:
     """The message for a parameter whose weights a forward has written to."""
     return (
@@ -87,10 +83,8 @@ class LiveUnit:
         """Slots whose parameters are in a param group: only they are updated."""
         self.steps = [0] * self.trainable
         """Updates each of those parameters has had."""
-        self._replaced: list[int] = []
-        """Slots for which the modules hold a new object while the unit is shown."""
-        self._shown: list[tuple[int, nn.Parameter, int]] = []
-        """(slot, parameter or what replaces it, its version) while the unit is shown: writing in place counts on."""
+        self._versions: list[int] = []
+        """That of each parameter when the unit was shown: writing in place counts on."""
         self._kinds = [type(param) for param in params]
         """The classes of the parameters while they are not hidden."""
         self.markers: list[torch.Tensor] = []
@@ -172,41 +166,29 @@ class LiveUnit:
     def show(self, base: torch.Tensor) -> None:
         """Point the parameters into a lease. `base`: the unit's weights, shape [numel].
 
-        A trainable parameter must stay the leaf that autograd knows, so its data is swapped. A frozen one is replaced
-        in its modules by a new object: graphs keep frozen tensors themselves, not copies of their handles, and would
-        see the placeholder later; a new object holds the lease's storage instead. Its data is swapped too, for whatever
-        else holds it.
-
-        Raises UsageError where a parameter was moved or cast.
+        They must stay the leaves that autograd knows, so their data is swapped. Raises UsageError where one was moved
+        or cast.
         """
         for slot, (placed, strides, param) in enumerate(zip(self.spec.slots, self._strides, self.params, strict=True)):
-            kind = param.__class__ = self._kinds[slot]
+            param.__class__ = self._kinds[slot]
             self._check_unmoved(slot)
-            view = base.as_strided(placed.param.shape, strides, base.storage_offset() + placed.offset)
-            self.set_part(slot, view)
-            self._shown.append((slot, param, param._version))
-            if not param.requires_grad:
-                made = self.new_param(slot, view)
-                self._shown.append((slot, made, made._version))
-                self._install(slot, made)
-                self._replaced.append(slot)
-                made.__class__ = _SHOWN.get(kind, kind)
-            param.__class__ = _SHOWN.get(kind, kind)
+            self.set_part(slot, base.as_strided(placed.param.shape, strides, base.storage_offset() + placed.offset))
+            self._versions.append(param._version)
+            if type(param) is nn.Parameter:  # others keep their class
+                param.__class__ = ShownParameter
 
     def hide(self) -> str | None:
         """Hide the parameters again; returns the name of one that was written to since they were shown."""
         written = None
-        for slot, param, version in self._shown:
+        for slot, version in enumerate(self._versions):
+            param = self.params[slot]
             param.__class__ = self._kinds[slot]
             given = param.__dict__.pop("_data_given", ())
             if param._version != version or any(data._version for data in given):
                 written = self.name(slot)
-        self._shown.clear()
+        self._versions.clear()
         for slot in range(len(self.params)):
             self.hide_slot(slot)
-        for slot in self._replaced:
-            self._install(slot, self.params[slot])
-        self._replaced.clear()
         return written
 
     def hide_slot(self, slot: int) -> None:
@@ -232,10 +214,3 @@ class LiveUnit:
             "modify=True):`, where its weights are not in memory. Write inside such a block; the dtype is "
             "wrap(precision=...)'s, and the device memory.device's."
         )
-
-    def _install(self, slot: int, param: nn.Parameter) -> None:
-        for module, name in self.owners[slot]:
-            if isinstance(module, nn.RNNBase):  # has a list of them too, which would hold the lease
-                setattr(module, name, param)
-            else:
-                module._parameters[name] = param

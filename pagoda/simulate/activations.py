@@ -4,24 +4,25 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from pagoda.plan.activations import BUFFERED
-from pagoda.plan.ops import Op, OpKind
 from pagoda.plan.planner import Plan
+from pagoda.plan.trace import Phase
+from pagoda.plan.traffic import activations_at
 from pagoda.simulate.lanes import SimulatedLanes, Task, Work
 from pagoda.simulate.rates import Rates
 
 
 class SimulatedActivations:
-    """Follows a plan's SAVE and RETURN ops, whose bytes compute makes and uses bit by bit during their access."""
+    """Moves what a plan offloads, whose bytes compute makes and uses bit by bit during their access."""
 
     def __init__(self, plan: Plan, lanes: SimulatedLanes, rates: Rates, wait: Callable[[Task], None]) -> None:
         """`wait` lets compute wait for a task."""
-        self._at = plan.activations_at
+        self._at = activations_at(plan)
         self._lanes = lanes
         self._rates = rates
         self._wait = wait
-        returns = [tick for tick, ops in self._at.items() if ops[0].kind is OpKind.RETURN]
-        self._following = dict(pairwise(returns))
-        """tick of returns -> the next such tick"""
+        self._returns = {tick for tick in self._at if plan.trace.accesses[tick].phase is Phase.BACKWARD}
+        self._following = {tick: later for tick, later in pairwise(self._at) if {tick, later} <= self._returns}
+        """tick of returns -> the next such tick of the same pass"""
         activations = plan.activations
         blocks = activations.sizes.blocks if activations is not None and activations.sizes is not None else ()
         self._window = BUFFERED * max((part.largest for b in blocks for part in (b.inputs, b.inner)), default=0)
@@ -31,15 +32,15 @@ class SimulatedActivations:
 
     def begin(self, tick: int) -> None:
         """Compute turns to an access: what it saves starts to leave; what it needs must be there."""
-        ops = self._at.get(tick, ())
-        if not ops:
+        if tick not in self._at:
             return
-        if ops[0].kind is OpKind.SAVE:
-            self._leaving += [self._moved(op, "save activation", []) for op in ops]
+        if tick not in self._returns:
+            self._leaving += self._moved(tick, "save activation", [])
             return
-        self._fetch(tick)
-        if (following := self._following.get(tick)) is not None:
-            self._fetch(following)
+        for coming in (tick, self._following.get(tick)):
+            if coming is not None and coming not in self._coming:
+                leaving = [task for task in self._leaving if not task.done]
+                self._coming[coming] = self._moved(coming, "return activation", leaving)
         for task in self._coming.pop(tick):
             self._wait(task)
 
@@ -50,10 +51,6 @@ class SimulatedActivations:
             while sum(task.work.nbytes for task in self._leaving) > self._window:
                 self._wait(self._leaving.pop(0))
 
-    def _fetch(self, tick: int) -> None:
-        if tick not in self._coming:
-            leaving = [task for task in self._leaving if not task.done]
-            self._coming[tick] = [self._moved(op, "return activation", leaving) for op in self._at[tick]]
-
-    def _moved(self, op: Op, name: str, after: list[Task]) -> Task:
-        return self._lanes.submit(Work(op.lane, name, op.nbytes, self._rates.seconds(op.lane, op.nbytes)), after)
+    def _moved(self, tick: int, name: str, after: list[Task]) -> list[Task]:
+        works = (Work(lane, name, nbytes, self._rates.seconds(lane, nbytes)) for lane, nbytes in self._at[tick])
+        return [self._lanes.submit(work, after) for work in works]

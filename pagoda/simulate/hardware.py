@@ -8,12 +8,11 @@ as JSON.
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Literal
 
+from pagoda.config.decode import decoded
 from pagoda.errors import ConfigError
 from pagoda.plan.ops import LARGE_TRANSFER_BYTES
 
@@ -22,8 +21,6 @@ VERSION = 5
 """Of the JSON file; a file of another version is refused, because measuring again takes a minute."""
 
 MatmulType = Literal["bf16", "fp32"]
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +244,8 @@ class Hardware:
                 raise ConfigError(f'it is not JSON with "format": "{FORMAT}"')
             if data.get("version") != VERSION:
                 raise ConfigError(f"it is of version {data.get('version')}; this Pagoda reads version {VERSION}")
-            return _read(cls, data.get("hardware"), "hardware")
-        except (json.JSONDecodeError, OverflowError, ConfigError) as error:
+            return decoded(cls, data.get("hardware"), of="it")
+        except (json.JSONDecodeError, ConfigError) as error:
             raise ConfigError(f"{origin} cannot be used: {error}. Run `pagoda calibrate` to write it anew.") from error
 
 
@@ -283,34 +280,3 @@ def read_hardware(path: Path) -> Hardware:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hardware file {path} cannot be read: {error}") from error
     return Hardware.from_json(text, f"hardware file {path}")
-
-
-def _read(kind: type[_T], data: Any, where: str) -> _T:
-    """A dataclass of this module from its `asdict`; `where` is the path to it in the file."""
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where} is not an object")
-    assert is_dataclass(kind)
-    hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind)]
-    if set(data) != set(names):
-        missing = [name for name in names if name not in data]
-        unknown = [name for name in data if name not in names]
-        raise ConfigError(f"{where} lacks {missing} and has the unknown {unknown}")
-    values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in names}
-    try:
-        return kind(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _value(hint: Any, data: Any, where: str) -> Any:
-    if isinstance(hint, UnionType):
-        if data is None:
-            return None
-        (hint,) = (each for each in get_args(hint) if each is not NoneType)
-    if is_dataclass(hint):
-        return _read(hint, data, where)  # type: ignore[arg-type]
-    accepted = (int, float) if hint is float else hint
-    if isinstance(data, bool) or not isinstance(data, accepted):
-        raise ConfigError(f"{where} is {data!r}, not {hint.__name__}")
-    return float(data) if hint is float else data

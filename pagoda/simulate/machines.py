@@ -129,8 +129,13 @@ def _dgx(
     )
 
 
-def _share(node: Figure, of: int) -> Figure:
-    return Figure(node.value / of, f"1/{of} of the node: {node.source}")
+def _share(node: Cpu, of: int) -> Cpu:
+    """An equal part of a node's processors and RAM."""
+    memory, bandwidth, update = (
+        Figure(whole.value / of, f"1/{of} of the node: {whole.source}")
+        for whole in (node.memory_bytes, node.memory_bytes_per_s, node.update_params_per_s)
+    )
+    return Cpu(node.cores // of, memory, bandwidth, update)
 
 
 _V100 = _device(
@@ -228,12 +233,7 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
             _H200_NODE,
             Hardware(
                 name="h200-x1",
-                cpu=Cpu(
-                    cores=_H200_NODE.cpu.cores // 8,
-                    memory_bytes=_share(_H200_NODE.cpu.memory_bytes, 8),
-                    memory_bytes_per_s=_share(_H200_NODE.cpu.memory_bytes_per_s, 8),
-                    update_params_per_s=_share(_H200_NODE.cpu.update_params_per_s, 8),
-                ),
+                cpu=_share(_H200_NODE.cpu, 8),
                 device=_H200,
                 link=_GEN5_LINK,
                 ssd=_gen4_drives(1, "1/8 of an NVIDIA DGX H200"),

@@ -88,13 +88,15 @@ class Rates:
         """
         if group == 1:
             return 0.0
-        inside = self._members(group)
+        ranks = self._ranks()
+        inside = ranks.members_per_node(group)
         whole = sent * group / (group - 1)
         nodes = group // inside
         seconds = [sent / self._inside()] if inside > 1 else []
         if nodes > 1:
             # Groups that are spread over nodes in the same way share the network.
-            seconds.append(whole * (nodes - 1) / nodes * self._groups_beside(inside) / self._across())
+            groups = max(1, min(ranks.per_node, ranks.count) // inside)
+            seconds.append(whole * (nodes - 1) / nodes * groups / self._across())
         return max(seconds)
 
     def exchange_seconds(self, sent: int, group: int) -> float:
@@ -115,14 +117,6 @@ class Rates:
     def _ranks(self) -> Ranks:
         assert self._shared_by is not None, "only a plan of several ranks has collectives"
         return self._shared_by
-
-    def _members(self, group: int) -> int:
-        return self._ranks().members_per_node(group)
-
-    def _groups_beside(self, inside: int) -> int:
-        """Groups with ranks on one node, each with `inside` of them."""
-        ranks = self._ranks()
-        return max(1, min(ranks.per_node, ranks.count) // inside)
 
     def _inside(self) -> float:
         return _known(self._hardware.intra_node_bytes_per_s, self._hardware, "collectives inside a node")

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from pagoda.plan.ops import COLLECTIVE, HOST, LANES, Op
+from pagoda.plan.ops import COLLECTIVE, HOST, LANES
 from pagoda.plan.placement import LEASES, STAGING
 from pagoda.plan.planner import Plan
 from pagoda.plan.trace import Access, Gradient, Phase, gradients_of
+from pagoda.plan.traffic import exchanges_at
 from pagoda.plan.units import enclosing
 from pagoda.schedule.from_plan import schedule_plan
 from pagoda.schedule.scheduler import Scheduler
@@ -86,6 +87,7 @@ class Simulation:
         self._scheduler = Scheduler(replace(scheduled, units=units))
         self._execution = Execution(plan, self._scheduler, self._lanes, rates)
         self._activations = SimulatedActivations(plan, self._lanes, rates, self._wait_for)
+        self._exchanges = exchanges_at(plan)
         self._gradients: dict[int, list[Gradient]] = {}
         for gradient in gradients_of(plan.trace, frozenset(u.index for u in plan.units if u.trainable_numel)):
             self._gradients.setdefault(gradient.tick, []).append(gradient)
@@ -129,8 +131,8 @@ class Simulation:
         """One more step, until compute is through with it."""
         for tick, access in enumerate(self._plan.trace.accesses[:-1]):
             self._use(access)
-            for exchange in self._plan.exchanges_at.get(tick, ()):
-                self._wait_for(self._exchange(exchange))
+            for nbytes in self._exchanges.get(tick, ()):
+                self._wait_for(self._exchange(access.unit, nbytes))
             self._activations.begin(tick)
             self._compute(self._compute_at[tick])
             self._activations.end(tick)
@@ -191,12 +193,11 @@ class Simulation:
         while offloads and (offloads[0][0].done or sum(nbytes for _, nbytes in offloads) > most):
             self._wait_for(offloads.popleft()[0])
 
-    def _exchange(self, op: Op) -> Task:
+    def _exchange(self, unit: int, nbytes: int) -> Task:
         ranks = self._plan.ranks
         assert ranks is not None
-        name = f"tokens {self._plan.units[op.unit].name}"
-        seconds = self._rates.exchange_seconds(op.nbytes, ranks.expert_parallel)
-        return self._lanes.submit(Work(COLLECTIVE, name, op.nbytes, seconds))
+        seconds = self._rates.exchange_seconds(nbytes, ranks.expert_parallel)
+        return self._lanes.submit(Work(COLLECTIVE, f"tokens {self._plan.units[unit].name}", nbytes, seconds))
 
     def _wait_for(self, task: Task) -> None:
         self._wait(lambda: task.done, lambda: task.work.lane)

@@ -13,28 +13,33 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pagoda.config.decode import decoded
 from pagoda.config.run import Checkpoints, Run, Sharding, StatesConfig
 from pagoda.config.settings import flag, require, require_count
 from pagoda.errors import ConfigError
 from pagoda.models.lora import LoraConfig
-from pagoda.train.decode import decoded
 
 if TYPE_CHECKING:
     from pagoda.optim import Rule
 
 _FREE_ON_RESUME = frozenset(
     {field.name for concern in (Checkpoints, Sharding) for field in fields(concern)}
-    | {"steps", "out", "save_at_end", "data", "resume", "plan", "trace", "trace_step", "speculate"}
+    | {"steps", "out", "save_at_end", "resume", "plan", "trace", "trace_step", "speculate"}
+    | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
+    | {"sample_every", "prompt", "sample_tokens", "log"}
 )
-"""`data` may have moved: a checkpoint knows the bytes of its text. What is under `memory` is free too."""
+"""`data` and `tokenizer` may have moved: a checkpoint knows its tokens. What is under `memory` is free too."""
+_LR = 3e-4
+_EVALUATIONS = 10
+"""In a run, if it is not said how many steps there are between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(StatesConfig):
     """Settings of the optimizer, and its learning rate over the run."""
 
-    lr: float = 3e-4
-    """Peak learning rate."""
+    lr: float | None = None
+    """Peak learning rate. By default 3e-4 for random weights, 2e-5 for all of a pretrained model, 2e-4 for adapters."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment. By default 0.9 and 0.95 for adamw, else the optimizer's own."""
     eps: float | None = None
@@ -52,7 +57,7 @@ class OptimConfig(StatesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "above 0")
+        require(self.lr is None or (self.lr > 0 and math.isfinite(self.lr)), "optim.lr", self.lr, "above 0")
         require(all(0 <= beta < 1 for beta in self.betas or ()), "optim.betas", self.betas, "in [0, 1)")
         require(self.eps is None or self.eps > 0, "optim.eps", self.eps, "above 0")
         decay = self.weight_decay
@@ -69,7 +74,7 @@ class OptimConfig(StatesConfig):
         from pagoda.optim.named import parsed_options, rule_named
 
         given = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        settings: dict[str, Any] = {"lr": self.lr, **{name: v for name, v in given.items() if v is not None}}
+        settings: dict[str, Any] = {"lr": self.lr or _LR, **{name: v for name, v in given.items() if v is not None}}
         if optimizer == "adamw":
             settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "moments": self.moments, "seed": seed}
         else:
@@ -97,7 +102,36 @@ class TrainConfig(Run):
     or a directory with a Hugging Face config.json, which starts from the safetensors files beside it, or without any
     from random weights."""
     data: str = "stdlib"
-    """Byte-level text: stdlib (Python's own standard library), a file, or a folder of text files."""
+    """What to train on: a file, a folder, a glob in quotes, or stdlib (Python's own standard library). Text files, or
+    records (JSON Lines, JSON, CSV, Parquet, Arrow) of texts (text, content) or conversations (messages, conversations;
+    instruction and output), of which the loss counts what assistants write."""
+    column: str | None = None
+    """Of records, the column with the text or the messages. By default the first that is known."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, or bytes, which makes a token of every byte. By default that of the model's
+    directory, and bytes where there is none."""
+    cache: Path | None = None
+    """Directory that keeps the tokens of data sets, 2 or 4 bytes each, for this run and others. By default one in the
+    user's cache directory."""
+    eval_data: str | None = None
+    """What to evaluate on: as --data, with the same tokenizer. A run says its loss on that before its first step, and
+    keeps the checkpoint with the lowest one."""
+    eval_share: float = 0.0
+    """Share of the sequences of --data to evaluate on, which are not trained on."""
+    eval_every: int = 0
+    """Evaluate every so many steps; 0: ten times in the run."""
+    eval_rows: int = 256
+    """Most sequences of an evaluation."""
+    patience: int = 0
+    """Stop after so many evaluations in a row that were not better than the best one; 0: never."""
+    keep_best: bool = True
+    """Keep the checkpoint with the lowest evaluation loss, beside the last ones."""
+    sample_every: int = 0
+    """Show what the model writes every so many steps; 0: never."""
+    prompt: str = "The"
+    """What samples go on with; of conversations, what the user says."""
+    sample_tokens: int = 48
+    """Most tokens of a sample."""
     steps: int
     """Optimizer steps in all, counted from the start of the run even when it is resumed."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -109,6 +143,9 @@ class TrainConfig(Run):
     resume: bool = False
     """Continue the run in --out from its last checkpoint that is whole, or from the beginning if it has none yet;
     settings not given are those of the run."""
+    log: str | None = None
+    """Other places for figures, with commas between: tensorboard (in the run directory), wandb, trackio. jsonl is
+    written in any case."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
     trace_step: int = 3
@@ -119,9 +156,37 @@ class TrainConfig(Run):
         super().__post_init__()
         require_count("steps", self.steps, 1)
         require_count("trace_step", self.trace_step, 1)
+        require(0 <= self.eval_share < 1, "eval_share", self.eval_share, "at least 0, and below 1")
+        if self.eval_data is not None and self.eval_share:
+            raise ConfigError("give --eval-data, or --eval-share to hold out a part of --data, not both")
+        for name, least in (
+            ("eval_every", 0),
+            ("eval_rows", 1),
+            ("patience", 0),
+            ("sample_every", 0),
+            ("sample_tokens", 1),
+        ):
+            require_count(name, getattr(self, name), least)
+        if self.patience and not self.evaluates:
+            raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
         if self.lora.rank is not None:
             self._check_adapters()
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.eval_data is not None or self.eval_share > 0
+
+    @property
+    def evaluates_every(self) -> int:
+        """Steps from one evaluation to the next."""
+        return self.eval_every or max(1, self.steps // _EVALUATIONS)
+
+    @property
+    def checkpoints_on_ssd(self) -> int:
+        """Checkpoints whose pages on SSD are kept in place where they are at all: the last ones, and the best one."""
+        return self.keep_checkpoints + (self.evaluates and self.keep_best)
 
     def _check_adapters(self) -> None:
         """Raises ConfigError for what cannot be had together with adapters."""

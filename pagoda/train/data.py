@@ -1,141 +1,172 @@
-"""Byte-level text and its order: which bytes a training step reads, as a pure function of seed and step.
+"""The order of training: which tokens a step reads, as a pure function of seed and step.
 
-The text is one array of bytes; each byte is a token (ids 0 to 255). It is cut into consecutive windows of
-`seq_len` bytes (twice as many for a model that reads a text and says how it goes on); the last incomplete one is left
-out. An epoch visits every window once, in an order keyed by (seed, epoch). Sample number
-g = ((step * accumulation_steps + index) * ranks + rank) * batch_size + row is window g % windows of epoch
-g // windows: of each forward pass, ranks have consecutive rows of the batch that one rank would have. So a resumed run
+The tokens of a data set are cut into rows of at most `seq_len` (twice as many for a model that reads a text and says
+how it goes on). Texts run on: rows are consecutive windows, and the last incomplete one is left out. Conversations are
+kept whole: a row has as many as fit, and is padded. In a row, attention and loss end where a document does: positions
+begin again, and no token is predicted from another document.
+
+An epoch visits every row once, in an order keyed by (seed, epoch). Sample number
+g = ((step * accumulation_steps + index) * ranks + rank) * batch_size + position is row g % rows of epoch
+g // rows: of each forward pass, ranks have consecutive parts of the batch that one rank would have. So a resumed run
 needs only the number of steps done (`first_step`, `first_sample` where it has other ranks than before), and the order
 never depends on a library's random generator, the batch that came before, or where memory lies.
 """
 
-import hashlib
-import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pagoda.errors import ConfigError
+from pagoda.train.tokens import Tokens
 
-STDLIB = "stdlib"
-VOCABULARY = 256
-"""Token ids that byte-level text uses."""
-
-_RECORDS = {
-    ".arrow": "Arrow",
-    ".feather": "Arrow",
-    ".parquet": "Parquet",
-    ".jsonl": "JSON Lines",
-    ".ndjson": "JSON Lines",
-}
-"""Formats of data sets: a folder that has any of them is a data set."""
-_COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4"})
-_TABLES = {".json": "JSON", ".csv": "CSV", ".tsv": "CSV"}
-"""Formats that also lie about among text, such as source code: a data set where most of the text is of them."""
-_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+IGNORED = -100
+"""The label of a token that the loss does not count."""
+_HELD_OUT = 1 << 32
+"""In place of an epoch, in the key of the order that decides which rows are held out."""
 _FEISTEL_ROUNDS = 6
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A file of the folder that is not part of the text."""
-
-    path: Path
-    reason: str
-
-
 @dataclass(frozen=True, eq=False)
-class ByteText:
-    """A text held in RAM as bytes, uint8 [N], read once."""
+class Rows:
+    """Sequences: consecutive parts of the tokens, row i from `starts[i]` to `stops[i]`."""
 
-    source: str
-    tokens: npt.NDArray[np.uint8]
-    files: int
-    skipped: tuple[Skipped, ...] = ()
+    tokens: Tokens
+    length: int
+    """Tokens that each row is padded to."""
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+    cut: int = 0
+    """Conversations of more than `length` tokens, which are cut there."""
+    longest: int = 0
+    """Tokens of the longest conversation."""
+    dropped: int = 0
+    """Conversations that were left out, as an assistant speaks only after the cut."""
 
     @staticmethod
-    def open(source: str) -> "ByteText":
-        """Reads `"stdlib"` (the running Python's standard library, without its tests), a file, or a folder.
-
-        Files are joined by a newline in the order of their relative paths. A folder's hidden entries are
-        ignored; files that are not UTF-8 text are left out and listed in `skipped`.
+    def of(tokens: Tokens, length: int) -> "Rows":
+        """Every row of the tokens.
 
         Raises:
-            ConfigError: the path does not exist, a single file is not text, there is no text at all, or it is a data
-                set whose text is in fields of records: Arrow, Parquet, JSON Lines, or mostly JSON or CSV.
+            ConfigError: there is none.
         """
-        if source == STDLIB:
-            root = Path(sysconfig.get_path("stdlib"))
-            paths = (p for p in root.rglob("*.py") if not _STDLIB_SKIPPED & set(p.relative_to(root).parts))
-            return _read(source, root, paths)
-        path = Path(source)
-        if not path.exists():
-            raise ConfigError(f"data {source!r} does not exist: give a text file, a folder of text files, or 'stdlib'")
-        if path.is_file():
-            return _read(source, path.parent, [path])
-        visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        return _read(source, path, visible)
+        rows = _whole_documents(tokens, length) if tokens.about.chats else _windows(tokens, length)
+        if not len(rows):
+            about, unit = tokens.about, "tokens" if tokens.about.separates else "bytes"
+            if about.chats:
+                raise ConfigError(
+                    f"data {about.source!r} has no conversation in which an assistant speaks within --seq-len {length} "
+                    f"tokens: use a larger --seq-len; the longest has {rows.longest}"
+                )
+            raise ConfigError(
+                f"data {about.source!r} holds {len(tokens)} {unit}, less than one sequence of {length}: use a longer "
+                "text or a smaller --seq-len"
+            )
+        return rows
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.starts)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash of the bytes: a resumed run checks that it reads the text it started with."""
-        return hashlib.blake2b(self.tokens.data, digest_size=16).hexdigest()
+    def held_out(self, count: int, seed: int) -> "tuple[Rows, Rows]":
+        """These rows without `count` of them, and those, chosen by the seed."""
+        order = _permuted(np.arange(len(self), dtype=np.int64), len(self), (seed, _HELD_OUT))
+        chosen, kept = np.sort(order[:count]), np.sort(order[count:])
+        first, second = (Rows(self.tokens, self.length, self.starts[at], self.stops[at]) for at in (kept, chosen))
+        return first, second
+
+    @property
+    def padding(self) -> float:
+        """Share of padding in all rows."""
+        return 1 - float((self.stops - self.starts).sum()) / (len(self) * self.length)
+
+    def ids_and_labels(self, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The token ids and the labels of rows, both int64 [rows, length]. Padding is id 0, without a label."""
+        ids = np.zeros((len(chosen), self.length), dtype=np.int64)
+        labels = np.full_like(ids, IGNORED)
+        for at, row in enumerate(chosen):
+            start, stop = self.starts[row], self.stops[row]
+            found = self.tokens.ids[start:stop].astype(np.int64)
+            ids[at, : stop - start] = np.where(found < 0, ~found, found)
+            labels[at, : stop - start] = np.where(found < 0, IGNORED, found)
+            labels[at, self._beginnings(row)[1:]] = IGNORED
+        return ids, labels
+
+    def positions(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The position of each token in its document, or in the part of it in its row, int64 [rows, length]."""
+        positions = np.tile(np.arange(self.length, dtype=np.int64), (len(chosen), 1))
+        for at, row in enumerate(chosen):
+            beginnings = self._beginnings(row)
+            lengths = np.diff([*beginnings, self.length])
+            positions[at] -= np.repeat(beginnings, lengths)
+        return positions
+
+    def _beginnings(self, row: np.int64) -> npt.NDArray[np.int64]:
+        """Where documents begin in a row, the first at 0; and the padding, if there is any."""
+        if not self.tokens.about.separates:
+            return np.zeros(1, dtype=np.int64)
+        start, stop, ends = self.starts[row], self.stops[row], self.tokens.ends
+        inside = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop, "left")]
+        padding = [stop - start] if stop - start < self.length else []
+        return np.array([0, *(inside - start), *padding], dtype=np.int64)
+
+
+def _windows(tokens: Tokens, length: int) -> Rows:
+    starts = np.arange(len(tokens) // length, dtype=np.int64) * length
+    return Rows(tokens, length, starts, starts + length)
+
+
+def _whole_documents(tokens: Tokens, length: int) -> Rows:
+    """Rows of whole documents, as many in each as fit; a longer one has a row of its own, and is cut."""
+    starts: list[int] = []
+    stops: list[int] = []
+    cut = longest = dropped = begin = 0
+    for end in tokens.ends.tolist():
+        longest = max(longest, end - begin)
+        stop = end
+        if end - begin > length:
+            cut += 1
+            stop = begin + length
+            # The first token of a row is predicted from nothing.
+            if not (tokens.ids[begin + 1 : stop] >= 0).any():
+                dropped, begin = dropped + 1, end
+                continue
+        if starts and stops[-1] == begin and stop - starts[-1] <= length:
+            stops[-1] = stop
+        else:
+            starts.append(begin)
+            stops.append(stop)
+        begin = end
+    bounds = np.array([starts, stops], dtype=np.int64).reshape(2, -1)
+    return Rows(tokens, length, bounds[0], bounds[1], cut, longest, dropped)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batches:
-    """The batches of a run: windows of one text in a keyed order (see the module's docstring).
+    """The batches of a run: rows in a keyed order (see the module's docstring)."""
 
-    Raises:
-        ConfigError: the text is shorter than one window.
-    """
-
-    text: ByteText
+    rows: Rows
     batch_size: int
     """Sequences per forward pass of one rank, B."""
-    seq_len: int
-    """Tokens per sequence, T."""
     accumulation_steps: int = 1
     """Forward passes per optimizer step."""
     seed: int = 0
     continued: bool = False
-    """Inputs are the first half of a window of 2T bytes, labels the second: T5's prefix objective (arXiv 1910.10683,
+    """Inputs are the first half of a row of 2T tokens, labels the second: T5's prefix objective (arXiv 1910.10683,
     section 3.2.1), for models of an encoder and a decoder."""
+    positions: bool = False
+    """Whether a batch says the position of each token in its document, for models that keep documents apart by it."""
     rank: int = 0
     ranks: int = 1
     first_step: int = 0
     """Step that begins with `first_sample`."""
     first_sample: int = 0
 
-    def __post_init__(self) -> None:
-        if len(self.text) < self.window_bytes:
-            raise ConfigError(
-                f"data {self.text.source!r} holds {len(self.text)} bytes, less than one sequence of"
-                f" {self.window_bytes}: use a longer text or a smaller --seq-len"
-            )
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of a window."""
-        return self.seq_len * (2 if self.continued else 1)
-
-    @property
-    def windows(self) -> int:
-        """Windows in the text: the samples of one epoch."""
-        return len(self.text) // self.window_bytes
-
     @property
     def tokens_per_step(self) -> int:
         """Tokens one optimizer step reads, on all ranks."""
-        return self.samples_per_step * self.window_bytes
+        return self.samples_per_step * self.rows.length
 
     @property
     def samples_per_step(self) -> int:
@@ -146,90 +177,55 @@ class Batches:
         """Sequences that the steps before one have read, counted from 0."""
         return self.first_sample + (step - self.first_step) * self.samples_per_step
 
-    def window_indices(self, step: int, index: int = 0) -> npt.NDArray[np.int64]:
-        """The windows, int64 [B], of forward pass `index` of optimizer step `step` (both counted from 0)."""
-        first = self.samples_before(step) + (index * self.ranks + self.rank) * self.batch_size
-        epochs, positions = np.divmod(np.arange(first, first + self.batch_size), self.windows)
+    def row_indices(self, step: int, index: int = 0, rank: int | None = None) -> npt.NDArray[np.int64]:
+        """The rows, int64 [B], of forward pass `index` of optimizer step `step` (both counted from 0)."""
+        rank = self.rank if rank is None else rank
+        first = self.samples_before(step) + (index * self.ranks + rank) * self.batch_size
+        count = len(self.rows)
+        epochs, positions = np.divmod(np.arange(first, first + self.batch_size), count)
         result = np.empty(self.batch_size, dtype=np.int64)
         for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            result[rows] = _permuted(positions[rows], self.windows, (self.seed, int(epoch)))
+            chosen = epochs == epoch
+            result[chosen] = _permuted(positions[chosen], count, (self.seed, int(epoch)))
         return result
 
-    def batch(self, step: int, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (input_ids, labels), both int64 [B, T], of forward pass `index` of step `step` (from 0).
+    def batch(self, step: int, index: int = 0) -> dict[str, torch.Tensor]:
+        """What the model is called with in forward pass `index` of step `step` (from 0): `input_ids` and `labels`, and
+        `position_ids` if documents are kept apart; all int64 [B, T].
 
-        Labels equal the inputs, as causal models shift them inside the loss, unless they continue them.
+        Labels equal the inputs where the loss counts them, as causal models shift them inside the loss, unless they
+        continue the inputs.
         """
-        starts = self.window_indices(step, index)[:, None] * self.window_bytes
-        ids = torch.from_numpy(self.text.tokens[starts + np.arange(self.window_bytes)].astype(np.int64))
-        return (ids[:, : self.seq_len], ids[:, self.seq_len :]) if self.continued else (ids, ids.clone())
+        return self.of_rows(self.row_indices(step, index))
 
+    def of_rows(self, chosen: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """As `batch`, of these rows."""
+        ids, labels = map(torch.from_numpy, self.rows.ids_and_labels(chosen))
+        if self.continued:
+            half = self.rows.length // 2
+            return {"input_ids": ids[:, :half].contiguous(), "labels": ids[:, half:].contiguous()}
+        found = {"input_ids": ids, "labels": labels}
+        if self.positions:
+            found["position_ids"] = torch.from_numpy(self.rows.positions(chosen))
+        return found
 
-def _read(source: str, root: Path, paths: Iterable[Path]) -> ByteText:
-    """Reads `paths`, sorted by their path under `root`, into one array."""
-    joined = bytearray()
-    files = 0
-    skipped: list[Skipped] = []
-    tables: dict[Path, int] = {}
-    for path in sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix()):
-        if source != STDLIB and (kind := _format(path, _RECORDS)):
-            raise _data_set(source, path, kind)
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            skipped.append(Skipped(path, error.strerror or type(error).__name__))
-            continue
-        if reason := _not_text(content):
-            skipped.append(Skipped(path, reason))
-            continue
-        if not content:
-            continue
-        if joined:
-            joined += b"\n"
-        joined += content
-        files += 1
-        if _format(path, _TABLES):
-            tables[path] = len(content)
-    if 2 * sum(tables.values()) > len(joined):
-        largest = max(tables, key=lambda path: tables[path])
-        raise _data_set(source, largest, _format(largest, _TABLES))
-    if not joined:
-        why = "; ".join(f"{s.path.name}: {s.reason}" for s in skipped[:3])
-        raise ConfigError(
-            f"data {source!r} holds no text{f' ({why})' if why else ''}:"
-            " give a file or folder with UTF-8 text, or 'stdlib'"
-        )
-    return ByteText(source, np.frombuffer(joined, dtype=np.uint8), files, tuple(skipped))
+    def targets(self, labels: torch.Tensor) -> int:
+        """Tokens of a batch that the loss counts; 1 if there is none."""
+        return max(1, int((labels if self.continued else labels[:, 1:]).ne(IGNORED).sum()))
 
+    def targets_of_step(self, step: int) -> int:
+        """Tokens of all forward passes of a step that the loss counts, on all ranks."""
+        if not self._uneven:
+            labels = self.rows.length // 2 if self.continued else self.rows.length - 1
+            return self.samples_per_step * labels
+        passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
+        found = (self.rows.ids_and_labels(self.row_indices(step, index, rank))[1] for index, rank in passes)
+        return sum(self.targets(torch.from_numpy(labels)) for labels in found)
 
-def _format(path: Path, formats: dict[str, str]) -> str:
-    """The format among these that a file's name says, compressed or not; "" for none."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSED:
-        suffixes.pop()
-    return formats.get(suffixes[-1], "") if suffixes else ""
-
-
-def _data_set(source: str, path: Path, kind: str) -> ConfigError:
-    return ConfigError(
-        f"data {source!r} is a data set of records ({path.name} is {kind}), and `pagoda train` reads plain text: it "
-        "would train on the format around the text in their fields. Write the text to a file, and give that to "
-        "--data. With Hugging Face datasets: d = load_from_disk(DIR), or load_dataset('json', data_files=FILE, "
-        "split='train') ('csv' and 'parquet' likewise); then open('text.txt', 'w').writelines(t + '\\n' for t in "
-        "d['text'])"
-    )
-
-
-def _not_text(content: bytes) -> str | None:
-    """Why `content` is not text, or None if it is."""
-    if b"\0" in content:
-        return "binary (holds NUL bytes)"
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return "not UTF-8"
-    return None
+    @cached_property
+    def _uneven(self) -> bool:
+        """Whether rows may differ in how many of their tokens the loss counts."""
+        return self.rows.tokens.about.separates
 
 
 def _permuted(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from pagoda.errors import StorageError
 from pagoda.memory.files import read_regular, sync_directory, write_durably
+
+DATA = "data"
+"""In `stall_s`, beside the lanes: while the next sequences were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class StepMetrics:
     """Seconds from the end of the step before to the end of this one, without checkpoints."""
     tokens_per_s: float
     stall_s: Mapping[str, float]
-    """Seconds compute waited, per lane."""
+    """Seconds compute waited, per lane, and for data."""
     bytes_moved: Mapping[str, int]
     """Bytes each lane moved."""
     peak_bytes: Mapping[str, int]
@@ -59,11 +62,18 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """One line of JSON, without the newline. A number that is not finite becomes null."""
-        return json.dumps(_finite(asdict(self)), allow_nan=False)
+        return json.dumps(finite(asdict(self)), allow_nan=False)
+
+
+class Entry(Protocol):
+    """What a line says: JSON with the key `step`."""
+
+    def to_json(self) -> str:
+        """One line, without the newline."""
 
 
 class MetricsFile:
-    """Appends a line per step. A line is in the file, for any reader, once `write` returns.
+    """Appends a line per step, or per evaluation. A line is in the file, for any reader, once `write` returns.
 
     Raises StorageError, here and later, where the disk is full or fails.
 
@@ -81,8 +91,8 @@ class MetricsFile:
             self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
             sync_directory(path.parent)
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Appends one step."""
+    def write(self, metrics: Entry) -> None:
+        """Appends one entry."""
         with _errors_named(self._path):
             rest = memoryview(metrics.to_json().encode() + b"\n")
             while rest:  # a raw file may take a part and say so, as on a disk that is almost full
@@ -137,8 +147,8 @@ def _truncate(path: Path, step: int) -> None:
     write_durably(path, b"".join(line + b"\n" for line, metrics in _lines(path) if metrics["step"] <= step))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with every float that JSON cannot hold replaced by None."""
     if isinstance(value, Mapping):
-        return {str(name): _finite(entry) for name, entry in value.items()}
+        return {str(name): finite(entry) for name, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

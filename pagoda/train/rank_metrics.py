@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import torch.distributed as dist
 
 from pagoda.distributed.mesh import Mesh
-from pagoda.train.metrics import MetricsFile, StepMetrics
+from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
 from pagoda.train.run_dir import RunDir
 
 
@@ -49,11 +49,13 @@ def _mean(figures: Sequence[float | None]) -> float | None:
 
 
 class MetricsFiles:
-    """The metrics of all ranks together, which the first writes, and of several ranks each one's own."""
+    """The metrics of all ranks together and the evaluations, which the first writes, and of several ranks each one's
+    own metrics."""
 
-    def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int) -> None:
+    def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool = False) -> None:
         run_dir.path.mkdir(parents=True, exist_ok=True)
         self._rank_group = MetricsFile(run_dir.metrics, after_step) if mesh.rank == 0 else None
+        self._evals = MetricsFile(run_dir.evals, after_step) if evals and mesh.rank == 0 else None
         self._own = MetricsFile(run_dir.metrics_of(mesh.rank), after_step) if mesh.size > 1 else None
 
     def write(self, together: StepMetrics, mine: StepMetrics) -> None:
@@ -62,6 +64,11 @@ class MetricsFiles:
             self._rank_group.write(together)
         if self._own is not None:
             self._own.write(mine)
+
+    def write_evaluation(self, found: Entry) -> None:
+        """Append an evaluation."""
+        if self._evals is not None:
+            self._evals.write(found)
 
     def sync(self) -> None:
         """Returns once every line would survive a power loss."""
@@ -73,4 +80,4 @@ class MetricsFiles:
             file.close()
 
     def _files(self) -> list[MetricsFile]:
-        return [file for file in (self._rank_group, self._own) if file is not None]
+        return [file for file in (self._rank_group, self._evals, self._own) if file is not None]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import xxhash
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.memory.files import make_directories, read_regular, sync_directory, write_durably
 from pagoda.train.config import TrainConfig
+from pagoda.train.metrics import read_metrics
+from pagoda.train.request import settings_as_yaml
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _DAMAGED = ".damaged"
@@ -39,8 +42,27 @@ class RunDir:
         return self.path / "config.json"
 
     @property
+    def settings(self) -> Path:
+        """Settings for another run like this one, to be edited and given to --config."""
+        return self.path / "run.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan and the machine, for a report."""
+        return self.path / "plan.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Copies of the tokenizer's files, for what is exported. Not there where text is read as bytes."""
+        return self.path / "tokenizer"
 
     def metrics_of(self, rank: int) -> Path:
         """Figures of one of several ranks."""
@@ -73,7 +95,7 @@ class RunDir:
             ConfigError: as `check_place`, or there is a run already.
         """
         self.check_place()
-        taken = [p.name for p in (self.config, self.metrics, self.checkpoints) if p.exists()]
+        taken = [p.name for p in (self.config, self.metrics, self.evals, self.checkpoints) if p.exists()]
         if taken:
             raise ConfigError(
                 f"--out {self.path} already holds a run ({', '.join(taken)}): continue it with --resume,"
@@ -129,6 +151,27 @@ class RunDir:
             raise CheckpointError(f"no complete checkpoint in {self.checkpoints}: the run stopped before its first")
         return complete[-1]
 
+    def named(self, name: str) -> RunCheckpoint:
+        """A checkpoint by its name, or the `last` one, or the one with the `best` evaluation.
+
+        Raises:
+            CheckpointError: there is no such checkpoint.
+        """
+        if name == "last":
+            return self.latest()
+        found = self.all_checkpoints()
+        if name == "best":
+            losses = {line["step"]: line["loss"] for line in read_metrics(self.evals)} if self.evals.exists() else {}
+            known = [c for c in found if losses.get(c.step) is not None]
+            if not known:
+                raise CheckpointError(f"{self.path} has no checkpoint with an evaluation: give --checkpoint last")
+            return min(known, key=lambda checkpoint: losses[checkpoint.step])
+        for checkpoint in found:
+            if checkpoint.path.name == name:
+                return checkpoint
+        names = ", ".join(checkpoint.path.name for checkpoint in found) or "none"
+        raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names}")
+
     def aside(self, damaged: RunCheckpoint) -> Path:
         """The name under which a damaged checkpoint is kept, out of the way of the one that will replace it."""
         names = (f"{damaged.path.name}{_DAMAGED}{number}" for number in ("", *range(2, 10**6)))
@@ -150,8 +193,8 @@ class RunDir:
         """Makes the directory of the checkpoints, durably."""
         make_directories(self.checkpoints)
 
-    def create(self, config: TrainConfig) -> None:
-        """Makes the directory and writes the configuration, atomically and durably.
+    def create(self, config: TrainConfig, tokenizer: Sequence[Path] = ()) -> None:
+        """Makes the directory and writes the configuration, atomically and durably, beside files of the tokenizer.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -160,6 +203,11 @@ class RunDir:
         try:
             make_directories(self.path)
             content = json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n"
+            if tokenizer:
+                self.tokenizer.mkdir(exist_ok=True)
+            for file in tokenizer:
+                write_durably(self.tokenizer / file.name, file.read_bytes())
+            write_durably(self.settings, settings_as_yaml(config).encode())
             write_durably(self.config, content.encode())
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pagoda.config.training import BatchTiles
 from pagoda.errors import ConfigError
 from pagoda.plan.batch_tiles import tile_count
-from pagoda.runtime.blocks import Block, find_blocks, without_cache
+from pagoda.runtime.activations.blocks import Block, find_blocks, without_cache
 
 Forward = Callable[..., Any]
 _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, type(None))
@@ -27,11 +27,9 @@ _SHARED = (bool, int, float, str, torch.dtype, torch.device, Enum, nn.Module, ty
 def blocks_to_tile(model: nn.Module, tiles: BatchTiles) -> list[Block]:
     """The blocks of a model that `tile_batches` is for.
 
-    Raises ConfigError for a count that is none, for a model without blocks, and for a count where a block has a batch
-    norm that takes its statistics from the batch.
+    Raises ConfigError for a model without blocks, and for a count where a block has a batch norm that takes its
+    statistics from the batch.
     """
-    if tiles != "auto" and not (isinstance(tiles, int) and tiles >= 1):
-        raise ConfigError(f"batch_tiles is {tiles!r}; it must be at least 1, or 'auto'.")
     blocks = find_blocks(model)
     if not blocks:
         raise ConfigError(

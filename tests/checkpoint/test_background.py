@@ -1,7 +1,6 @@
 """A checkpoint that is written while training goes on is the state at the call, and changes nothing of the run."""
 
 import itertools
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime import saver
 from pagoda.runtime.capture import Capture
 
-from .test_resume import HALF, LLAMA, PLACES, Result, Run, assert_same, data, on_ssd, uninterrupted
+from .test_resume import HALF, LLAMA, PLACES, Run, assert_same, data, on_ssd, uninterrupted
 
 Patch = pytest.MonkeyPatch
 
@@ -167,14 +166,6 @@ def test_an_error_in_the_background_is_raised_once_by_the_next_call(asks: str, t
     run.optimizer.close()
 
 
-@pytest.mark.usefixtures("broken_disk")
-def test_a_run_whose_checkpoint_failed_goes_on_from_where_it_was(tmp_path: Path) -> None:
-    run = Run(LLAMA, RESIDENT).train(0, HALF)
-    with pytest.raises(pagoda.StorageError):
-        run.save(tmp_path / "step")
-    run.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
-
-
 def test_states_are_written_in_the_order_in_which_updates_will_change_them(tmp_path: Path, monkeypatch: Patch) -> None:
     """All states of a parameter before those of the next one, as its update goes, from forward's first on."""
     monkeypatch.setattr(saver, "SSD_THREADS", 1)
@@ -195,12 +186,3 @@ def test_states_are_written_in_the_order_in_which_updates_will_change_them(tmp_p
     assert names[0].endswith("embed_tokens.weight")
     assert "norm" in names[-1] or "head" in names[-1]
     run.optimizer.close()
-
-
-def test_no_thread_is_left_after_close(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    run = Run(LLAMA, RESIDENT).train(0, 1)
-    run.optimizer.save_checkpoint(tmp_path / "step", wait=False)
-    result: Result = run.finish()
-    assert set(threading.enumerate()) == before
-    assert result.losses

@@ -125,19 +125,3 @@ def test_an_error_of_the_disk_is_raised(tmp_path: Path, memory: Arena, monkeypat
     file.close()
     with pytest.raises(FileExistsError):
         DirectFile(tmp_path / "file", create=True)
-
-
-def test_every_sync_after_a_failed_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel drops what it could not write, and says success the next time."""
-    file = DirectFile(tmp_path / "file", create=True)
-    with monkeypatch.context() as patch:
-
-        def fails(_: int) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        patch.setattr(os, "fsync", fails)
-        with pytest.raises(OSError, match="Input/output error"):
-            file.sync()
-    with pytest.raises(OSError, match="Input/output error"):
-        file.sync()
-    file.close()

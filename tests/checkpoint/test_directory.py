@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -132,7 +131,8 @@ def test_a_process_killed_at_any_instant_leaves_all_or_nothing(
 
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "step-1"
+    runs = tmp_path / "runs"
+    target = runs / "first" / "step-1"
     synced: list[tuple[str, bool]] = []
     fsync = os.fsync
 
@@ -144,37 +144,9 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     with committed(target) as folder:
         fill(folder)
     mark = folder / (PARTIAL_MARK + TEMPORARY)
-    before = [tmp_path.parent, mark, folder, tmp_path, folder / MANIFEST, folder]
-    assert synced == [*((str(path), False) for path in before), (str(tmp_path), True)]
-
-
-def test_every_directory_that_is_made_is_synced_into_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
-    fsync = os.fsync
-
-    def seen(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", seen)
-    commit(tmp_path / "runs" / "first" / "step-1")
-    assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
-
-
-def test_a_run_directory_that_the_caller_made_is_synced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    synced: list[str] = []
-    fsync = os.fsync
-
-    def seen(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", seen)
-    commit(tmp_path / "checkpoints" / "step-1")
-    assert str(tmp_path) in synced
+    before = [tmp_path, runs, mark, folder, runs / "first", folder / MANIFEST, folder]
+    in_parents = [tmp_path, runs]  # the first is new, and so is `runs`
+    assert synced == [*((str(path), False) for path in (*in_parents, *before[1:])), (str(runs / "first"), True)]
 
 
 def test_a_full_disk_is_a_storage_error_that_names_the_checkpoint(tmp_path: Path) -> None:
@@ -194,28 +166,10 @@ def test_an_error_of_another_disk_is_not_taken_for_one_of_the_checkpoint(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_the_system_refuses_to_extend_leaves_nothing(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(StorageError, match="step-1 could not be written"), committed(tmp_path / "step-1") as folder:
-            (folder / "data").write_bytes(bytes(8192))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"step-1 could not be written"), committed(tmp_path / "file" / "step-1"):
         pytest.fail("there is nothing to fill")
-
-
-def test_what_a_manifest_holds_comes_back(tmp_path: Path) -> None:
-    content = {"steps": {"a.weight": 3}, "extra": {"lr": 1e-3, "names": ["é", None]}, "big": 2**70}
-    write_manifest(tmp_path, content)
-    read = read_manifest(tmp_path)
-    assert {key: read[key] for key in content} == content
 
 
 @pytest.mark.parametrize(
@@ -223,6 +177,7 @@ def test_what_a_manifest_holds_comes_back(tmp_path: Path) -> None:
     [
         (None, r"is not a checkpoint: manifest\.json cannot be read \(No such file"),
         ("", "is damaged"),
+        ("\udcff\udcfe", "is damaged"),
         ('{"format": "pagoda-checkpoint", "vers', "is damaged"),
         ("[]", "is not a Pagoda manifest"),
         ('{"format": "other", "version": 1}', "is not a Pagoda manifest"),
@@ -234,12 +189,6 @@ def test_a_directory_without_a_manifest_of_this_format_is_refused(
     tmp_path: Path, text: str | None, message: str
 ) -> None:
     if text is not None:
-        (tmp_path / MANIFEST).write_text(text)
+        (tmp_path / MANIFEST).write_text(text, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=message):
-        read_manifest(tmp_path)
-
-
-def test_a_manifest_of_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointError, match="is damaged"):
         read_manifest(tmp_path)

@@ -155,25 +155,7 @@ def test_a_model_that_is_not_of_transformers_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_directory_is_refused_and_untouched(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(pagoda.CheckpointError, match="out exists already"):
-        export(saved, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_what_does_not_fit_the_disk_is_refused_before_it_is_written(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    total, used, _ = module.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(pagoda.StorageError, match=r"out needs .* KiB, and 1000 B are free"):
-        export(saved, tmp_path / "out")
-    assert total > used
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_fills_up_meanwhile_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+def test_a_disk_without_room_is_refused_and_nothing_left(saved: Path, tmp_path: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -186,7 +168,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(saved: Path, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("instant", [0, 1, 3, 5])
+@pytest.mark.parametrize("instant", [1, 5])
 def test_a_killed_export_leaves_no_directory_and_can_be_run_again(saved: Path, tmp_path: Path, instant: int) -> None:
     """Killed as it syncs the file of that number: weights, index, configurations."""
     out = tmp_path / "out"

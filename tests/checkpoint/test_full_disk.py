@@ -25,20 +25,15 @@ def mounts(target: Path, *command: str) -> None:
         pytest.skip(f"a small disk cannot be mounted: {error.stderr.strip()}")
 
 
-@pytest.fixture(params=["ext4", "tmpfs"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, with a folder for pages."""
-    target = tmp_path / "disk"
+    target, image = tmp_path / "disk", tmp_path / "image"
     target.mkdir()
-    if request.param == "tmpfs":
-        mounts(target, "mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs")
-    else:
-        image = tmp_path / "image"
-        image.write_bytes(b"")
-        with image.open("r+b") as file:
-            file.truncate(SIZE)
-        mounts(image, "mkfs.ext4", "-q", "-O", "^has_journal")
-        mounts(target, "mount", "-o", "loop", str(image))
+    with image.open("wb") as file:
+        file.truncate(SIZE)
+    mounts(image, "mkfs.ext4", "-q", "-O", "^has_journal")
+    mounts(target, "mount", "-o", "loop", str(image))
     try:
         (target / "ssd").mkdir()
         yield target

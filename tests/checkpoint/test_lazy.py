@@ -58,7 +58,7 @@ def lazy_of(tensors: Sequence[torch.Tensor], counts: list[int] | None = None) ->
 
         return read
 
-    return [LazyTensor.stored(tensor.dtype, tensor.shape, read_from(tensor)) for tensor in tensors]
+    return [LazyTensor(tensor.dtype, tensor.shape, read_from(tensor)) for tensor in tensors]
 
 
 @pytest.mark.parametrize("name", JOINS_AND_CUTS | OTHERS)

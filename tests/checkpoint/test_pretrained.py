@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaModel
 
 import pagoda
 from pagoda.checkpoint import pretrained, state
-from pagoda.checkpoint.lazy import LazyTensor
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
+from pagoda.checkpoint.tensors import TensorFile
 from pagoda.cli.main import main
 from pagoda.train.metrics import read_metrics
 
@@ -66,49 +66,18 @@ def test_the_master_is_what_the_files_say(dtype: torch.dtype, precision: str, tm
     assert first_loss(directory, torch.float32) > 0
 
 
-def test_an_fp32_model_has_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
-    directory = saved("qwen3-moe", tmp_path)
-    model, optimizer = wrapped(pagoda.load(directory), "ram", tmp_path, "fp32")
-    assert train(model, optimizer, 0, 1) == [first_loss(directory, torch.float32)]
-    optimizer.close()
-
-
-def test_training_from_files_is_training_from_the_loaded_model(tmp_path: Path) -> None:
-    directory = saved("llama-tied", tmp_path)
-    losses = []
-    for start in (pagoda.load(directory), AutoModelForCausalLM.from_pretrained(directory).train()):
-        start.config.use_cache = False  # type: ignore[union-attr]
-        model, optimizer = wrapped(start, "ssd", tmp_path)
-        losses.append(train(model, optimizer, 0, 4))
-        optimizer.close()
-    assert losses[0] == losses[1]
-
-
-def test_what_is_exported_can_be_trained_on(tmp_path: Path) -> None:
-    model, optimizer = wrapped(build("mixtral"), "ssd", tmp_path)
-    train(model, optimizer, 0, 2)
-    optimizer.save_checkpoint(tmp_path / "step")
-    masters = pagoda.ModelState(model).state_dict()
-    optimizer.close()
-    assert main(["export", str(tmp_path / "step"), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
-    model, optimizer = wrapped(pagoda.load(tmp_path / "out"), "ram", tmp_path)
-    again = pagoda.ModelState(model).state_dict()
-    optimizer.close()
-    assert all(torch.equal(masters[key], again[key]) for key in masters)
-
-
 def test_no_piece_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged experts are never in RAM as a whole, nor is any other large tensor."""
     directory = saved("mixtral", tmp_path)
-    read, piece, counts = LazyTensor.read, 512, list[int]()
+    read, piece, counts = TensorFile.read, 512, list[int]()
 
-    def measured(self: LazyTensor, start: int, count: int) -> torch.Tensor:
+    def measured(self: TensorFile, name: str, start: int, count: int) -> torch.Tensor:
         counts.append(count)
-        return read(self, start, count)
+        return read(self, name, start, count)
 
     for module in (pretrained, state):
         monkeypatch.setattr(module, "chunks", lambda n: [(at, min(piece, n - at)) for at in range(0, n, piece)])
-    monkeypatch.setattr(LazyTensor, "read", measured)
+    monkeypatch.setattr(TensorFile, "read", measured)
     model, optimizer = wrapped(pagoda.load(directory), "ssd", tmp_path)
     optimizer.close()
     assert max(counts) <= piece

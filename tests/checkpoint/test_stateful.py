@@ -14,6 +14,7 @@ import pagoda
 from pagoda.optimizer import PagedOptimizer
 
 from .hf_models import build, train, wrapped
+from .test_resume import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -30,18 +31,6 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
 
 def state_of(model: torch.nn.Module, optimizer: PagedOptimizer) -> dict[str, Any]:
     return {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    else:
-        assert one == other
 
 
 @pytest.mark.usefixtures("group")
@@ -116,17 +105,3 @@ def test_a_state_of_another_model_is_refused_untouched(tmp_path: Path) -> None:
 def test_a_model_that_is_not_wrapped_is_refused() -> None:
     with pytest.raises(pagoda.UsageError, match="not wrapped"):
         pagoda.ModelState(build("gpt2"))
-
-
-def test_half_updated_states_are_not_saved(tmp_path: Path) -> None:
-    model, optimizer = pagoda.wrap(
-        build("gpt2"), pagoda.AdamW(), memory=pagoda.Memory(host="32MiB", unit_limit="16KiB"), accumulation_steps=1
-    )
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    for part in state_of(model, optimizer).values():
-        with pytest.raises(pagoda.UsageError, match=r"Call optimizer\.step\(\) first"):
-            part.state_dict()
-    optimizer.step()
-    pagoda.OptimizerState(optimizer).state_dict()
-    optimizer.close()

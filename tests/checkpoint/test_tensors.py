@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pagoda.checkpoint import tensors
-from pagoda.checkpoint.tensors import TensorFile, TensorSpec, TensorWriter, chunks, write_tensors
+from pagoda.checkpoint.tensors import TensorFile, TensorSpec, TensorWriter
 from pagoda.errors import CheckpointError
 from pagoda.memory.arena import tensor_bytes
 
-DTYPES = sorted(tensors._NAMES, key=str)
+DTYPES = sorted(tensors.DTYPE_NAMES, key=str)
 LIBRARY_READS = [dtype for dtype in DTYPES if dtype is not torch.float8_e8m0fnu]
 """The library writes the scales of MX formats, but has no torch dtype for them when it reads."""
 in_a_folder = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -45,21 +45,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same_kind and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-@in_a_folder
-@given(tensor_sets(LIBRARY_READS), st.data())
-def test_files_written_in_pieces_are_read_by_the_safetensors_library(
-    tmp_path: Path, found: dict[str, torch.Tensor], data: st.DataObject
-) -> None:
-    path = tmp_path / "some.safetensors"
-    pieces = []
-    for tensor in found.values():
-        flat = tensor.reshape(-1)
-        cut = data.draw(st.integers(0, flat.numel()))
-        pieces += [flat[:cut], flat[cut:]]
-    write_tensors(path, specs_of(found), iter(pieces))
-    loaded = safetensors.torch.load_file(path)
-    assert loaded.keys() == found.keys()
-    assert all(same_bits(loaded[name], tensor) for name, tensor in found.items())
+def write(path: Path, found: dict[str, torch.Tensor]) -> Path:
+    path.unlink(missing_ok=True)
+    writer = TensorWriter(path, specs_of(found))
+    for name, tensor in found.items():
+        writer.write(name, 0, tensor_bytes(tensor))
+    writer.finish()
+    return path
 
 
 @in_a_folder
@@ -120,68 +112,13 @@ def test_a_dtype_that_the_format_lacks_is_refused_naming_the_tensor(dtype: torch
         TensorSpec("odd", dtype, (1,))
 
 
-def test_a_conjugated_view_is_written_as_what_it_shows(tmp_path: Path) -> None:
-    path = tmp_path / "some.safetensors"
-    shown = torch.tensor([1 + 2j, 3 - 1j]).conj()
-    write_tensors(path, [TensorSpec("a", torch.complex64, (2,))], [shown])
-    assert TensorFile(path).read("a", 0, 2).tolist() == [1 - 2j, 3 + 1j]
-
-
-def test_a_tensor_without_elements_is_read_as_one(tmp_path: Path) -> None:
-    path = tmp_path / "some.safetensors"
-    write_tensors(path, [TensorSpec("empty", torch.float32, (0, 3))], [torch.empty(0)])
-    assert TensorFile(path).read("empty", 0, 0).numel() == 0
-
-
-def test_tensor_data_starts_at_a_multiple_of_eight_bytes(tmp_path: Path) -> None:
-    for length in range(1, 9):
-        path = tmp_path / "some.safetensors"
-        write_tensors(path, [TensorSpec("n" * length, torch.float64, (1,))], [torch.zeros(1, dtype=torch.float64)])
-        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
-
-
-@given(st.integers(0, 5), st.integers(0, 3))
-def test_chunks_cover_every_element_once(whole: int, rest: int) -> None:
-    numel = whole * tensors.PIECE_ELEMENTS + rest
-    position = 0
-    for start, count in chunks(numel):
-        assert start == position
-        assert 0 < count <= tensors.PIECE_ELEMENTS
-        position += count
-    assert position == numel
-
-
-@pytest.mark.parametrize("given_elements", [0, 3, 5])
-def test_data_of_another_length_than_the_specs_say_is_refused(tmp_path: Path, given_elements: int) -> None:
-    with pytest.raises(ValueError, match=r"its header says 16"):
-        write_tensors(
-            tmp_path / "some.safetensors", [TensorSpec("a", torch.float32, (4,))], [torch.zeros(given_elements)]
-        )
-
-
-def a_file(path: Path) -> bytes:
-    write_tensors(
-        path,
-        [TensorSpec("a", torch.float32, (4,)), TensorSpec("b", torch.bfloat16, (2, 3))],
-        [torch.ones(4), torch.ones(6, dtype=torch.bfloat16)],
-    )
-    return path.read_bytes()
-
-
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "some.safetensors"
-    whole = a_file(path)
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"some\.safetensors"):
+def test_a_file_of_another_length_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "some.safetensors", {"a": torch.ones(4), "b": torch.ones(2, 3).bfloat16()})
+    whole = path.read_bytes()
+    for changed in (*(whole[:length] for length in (0, 7, 8, 99, 4095, 4096, len(whole) - 1)), whole + b"\0"):
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"some\.safetensors is .*truncated"):
             TensorFile(path)
-
-
-def test_a_file_with_bytes_too_many_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "some.safetensors"
-    path.write_bytes(a_file(path) + b"\0")
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
-        TensorFile(path)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -190,8 +127,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "some.safetensors"
-    write_tensors(path, [TensorSpec("a", torch.uint8, (1 << 20,))], [torch.zeros(1 << 20, dtype=torch.uint8)])
+    path = write(tmp_path / "some.safetensors", {"a": torch.zeros(1 << 20, dtype=torch.uint8)})
     file = TensorFile(path)
     os.truncate(path, 1 << 19)
     with pytest.raises(CheckpointError, match=r"some\.safetensors was truncated while 'a' was read"):
@@ -218,25 +154,20 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "text": (with_header(b"{not json"), "has a damaged header"),
     "nested without end": (with_header(b"[" * 100_000), "has a damaged header"),
     "huge": ((1 << 60).to_bytes(8, "little") + b"{}", "is not a safetensors file"),
-    "a list": (with_header(b"[1, 2]"), "is not a JSON object"),
-    "an entry that is no object": (entries(a=3), "entry for 'a' is not dtype, shape and data_offsets"),
-    "an entry without a dtype": (entries(a={"shape": [4], "data_offsets": [0, 16]}), "entry for 'a'"),
-    "an entry with more than there is": (entry(strides=[1]), "entry for 'a'"),
-    "a dtype nobody knows": (entry(dtype="F7"), "'a' has the unknown dtype 'F7'"),
-    "a dtype that is no word": (entry(dtype=[]), "entry for 'a'"),
-    "a shape of words": (entry(shape=["four"]), r"'a' has the shape \['four'\]"),
-    "a shape of fractions": (entry(shape=[4.0]), "'a' has the shape"),
-    "a shape below zero": (entry(shape=[-2, -2]), "'a' has the shape"),
-    "a shape that is none": (entry(shape=4), "entry for 'a'"),
-    "offsets that are none": (entry(data_offsets=[]), "entry for 'a'"),
-    "offsets that contradict the shape": (entry(data_offsets=[0, 8]), "'a' needs 16 bytes, and its header gives it 8"),
-    "offsets beyond the file": (entry(shape=[8], data_offsets=[0, 32]), "puts 'a' at bytes 0 to 32.*has 16 bytes"),
-    "a start before the data": (entries(a=GOOD, b={**HALVES, "data_offsets": [-8, 0]}), "'b' has the shape"),
+    "a list": (with_header(b"[1, 2]"), r"the header is \[1, 2\]"),
+    "an entry that is no object": (entries(a=3), r"header\.a is 3"),
+    "an entry without a dtype": (entries(a={"shape": [4], "data_offsets": [0, 16]}), r"header\.a lacks 'dtype'"),
+    "an entry with more than there is": (entry(strides=[1]), r"header\.a has 'strides'"),
+    "a dtype nobody knows": (entry(dtype="F7"), r"header\.a\.dtype is 'F7'"),
+    "a shape below zero": (entry(shape=[-2, -2]), r"header\.a\.shape\[0\] is -2"),
+    "offsets that are none": (entry(data_offsets=[]), r"header\.a\.data_offsets is \[\]"),
+    "offsets that contradict the shape": (entry(data_offsets=[0, 8]), "puts 'a', torch.float32 of shape .4., at bytes"),
+    "offsets beyond the file": (entry(shape=[8], data_offsets=[0, 32]), "truncated or damaged"),
     "tensors that overlap": (
         entries(a={**HALVES, "data_offsets": [0, 8]}, b={"dtype": "F32", "shape": [3], "data_offsets": [4, 16]}),
-        "puts 'b' at bytes 4 to 16.*ends at 8",
+        "puts 'b'.* at bytes 4 to 16.*ends at 8",
     ),
-    "bytes that belong to nobody": (entries(a={**HALVES, "data_offsets": [8, 16]}), "puts 'a' at bytes 8.*ends at 0"),
+    "bytes that belong to nobody": (entries(a={**HALVES, "data_offsets": [8, 16]}), "puts 'a'.* at bytes 8.*ends at 0"),
     "bytes left over": (entries(a={**HALVES, "data_offsets": [0, 8]}), "truncated or damaged"),
 }
 
@@ -265,8 +196,7 @@ def test_tensors_may_lie_in_any_order(tmp_path: Path) -> None:
 def test_a_piece_is_read_and_hashed_once_for_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Export cuts merged experts into parts far smaller than a piece."""
     values = torch.arange(1000, dtype=torch.int16)
-    path = tmp_path / "some.safetensors"
-    write_tensors(path, [TensorSpec("a", torch.int16, (1000,))], [values])
+    path = write(tmp_path / "some.safetensors", {"a": values})
     pieces_of = [(300 * i, tensor_bytes(piece)) for i, piece in enumerate(values.split(300))]
     hashes = [(start, tensors.piece_hash(piece)) for start, piece in pieces_of]
     file = TensorFile(path, {"a": hashes})

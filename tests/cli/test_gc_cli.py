@@ -98,12 +98,6 @@ def test_without_a_yes_nothing_is_deleted(
     assert saved.there() == [True, True]
 
 
-def test_a_store_goes_with_its_last_page_table(saved: Saved) -> None:
-    shutil.rmtree(saved.run)
-    assert main(["gc", str(saved.ssd), "--yes"]) == 0
-    assert names(saved.ssd) == []
-
-
 @pytest.mark.parametrize("where", ["renamed", "archive/runs/renamed"])
 def test_a_moved_run_is_kept_where_the_user_says_it_is(saved: Saved, where: str, tmp_path: Path) -> None:
     make_directory((tmp_path / where).parent)

@@ -1,8 +1,6 @@
 """`pagoda plan`: what it prints, writes and exits with, as a process and inside this one."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -69,63 +67,25 @@ def test_it_prints_the_plan_the_figures_and_what_would_help(plan: Command, machi
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_is_all_that_the_process_prints(machine: Path) -> None:
-    asked = ("--model", "gpt-2x192", "--hardware", str(machine), "--seq-len", "64", "--json")
-    done = subprocess.run([sys.executable, "-m", "pagoda", "plan", *asked], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
-    answer: dict[str, Any] = json.loads(done.stdout)
+def test_json_is_all_that_it_prints_and_the_exit_code_says_whether_it_fits(plan: Command, machine: Path) -> None:
+    asked = ("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--json")
+    fits, does_not = plan(*asked), plan(*asked, "--memory.host", "1MiB")
+    assert (fits.returncode, fits.stderr, does_not.returncode, does_not.stderr) == (0, "", 1, "")
+    answer: dict[str, Any] = json.loads(fits.stdout)
     assert set(answer) >= KEYS
     assert answer["fits"] is True
     assert answer["params"] == 10_745_088
-
-
-def test_formats_are_in_the_ledger(plan: Command, machine: Path) -> None:
-    def bytes_of(*flags: str) -> dict[str, int]:
-        done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--json", *flags)
-        assert (done.returncode, done.stderr) == (0, "")
-        host: dict[str, int] = json.loads(done.stdout)["bytes"]["host"]
-        return host
-
-    half, wide = bytes_of("--precision", "fp16"), bytes_of("--precision", "fp16", "--gradients", "fp32")
-    assert half["weight"] == half["weight_low"] == half["grad"] == wide["weight"]
-    assert abs(wide["grad"] - 2 * half["grad"]) <= 0.03 * wide["grad"]
-
-
-def test_the_optimizer_decides_what_a_parameter_takes(plan: Command, machine: Path) -> None:
-    asked = ("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--memory.host", "150MiB", "--json")
-    done = plan(*asked, "--optimizer", "adafactor")
-    assert (done.returncode, done.stderr) == (0, "")
-    answer = json.loads(done.stdout)
-    stated = answer["state_bytes_per_parameter"]
-    assert 4 < sum(stated.values()) < 4.5
-    assert answer["bytes"]["host"]["row_var"] >= stated["row_var"] * answer["params"]
-    assert plan(*asked, "--optimizer", "LBFGS").returncode == 2
-
-
-def test_experts_are_divided_over_as_many_ranks_as_asked(plan: Command) -> None:
-    done = plan(
-        *("--model", "t5-moe-1.2t", "--hardware", "a100-40g", "--nodes", 32, "--expert-parallel", 256),
-        *("--batch-size", 16, "--seq-len", 512, "--json"),
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    answer = json.loads(done.stdout)
-    assert answer["params"] > 1.2e12
-    assert any("experts over 256" in reason for reason in answer["reasons"])
-
-
-def test_what_does_not_fit_exits_with_1_and_says_what_would(plan: Command, machine: Path) -> None:
-    done = plan("--model", "gpt-2x192", "--hardware", machine, "--seq-len", 64, "--memory.host", "1MiB", "--json")
-    assert (done.returncode, done.stderr) == (1, "")
-    answer = json.loads(done.stdout)
-    assert answer["fits"] is False
-    assert "needs at least" in answer["refusal"]
+    assert sum(answer["state_bytes_per_parameter"].values()) == 12
+    refused = json.loads(does_not.stdout)
+    assert refused["fits"] is False
+    assert "needs at least" in refused["refusal"]
 
 
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
         (("--model", "gpt2", "--hardware", "h10"), "Did you mean 'h100'?"),
-        (("--model", "lama-8b", "--hardware", "h100"), "Did you mean 'llama-8b'?"),
+        (("--model", "lama-8b", "--hardware", "rtx4090"), "Did you mean 'llama-8b'?"),
         (("--hardware", "h100"), "--max-model"),
         (("--model", "gpt2", "--hardware", "h100", "--memory.host", "lots"), "memory.host"),
         (("--model", "gpt2", "--hardware", "rtx4090", "--nodes", "2"), "--nodes is 2"),
@@ -133,8 +93,7 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(plan: Command, machi
         (("--model", "gpt2", "--hardware", "h100", "--batch-size", "99999999999"), "batch_size is 99999999999"),
         (("--model", "gpt2", "--hardware", "h100", "--memory.page-size", "3"), "memory.page_size is 3"),
         (("--model", "gpt2", "--hardware", "h100", "--tile-limit", "1"), "tile_limit is '1'"),
-        (("--model", "gpt2", "--hardware", "h100", "--expert-parallel", "8"), "no experts to divide"),
-        (("--model", "t5-moe-1.2t", "--hardware", "h100", "--expert-parallel", "3"), "does not divide the ranks"),
+        (("--model", "gpt2", "--hardware", "h100", "--optimizer", "LBFGS"), "LBFGS"),
     ],
 )
 def test_settings_that_cannot_be_used_exit_with_2(plan: Command, args: tuple[str, ...], complaint: str) -> None:

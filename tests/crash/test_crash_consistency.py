@@ -358,28 +358,6 @@ def test_a_forged_file_is_refused_or_does_not_matter(kind: str, many: bool, scen
 # --- files that are none of Pagoda's business -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("folder", "identity"),
-    [
-        ("pagoda-x", "x/../../home/alice"),
-        ("pagoda-x", "{home}"),
-        ("pagoda-0123456789abcdef", "x/../../home/alice"),
-        ("pagoda-0123456789abcdef", "."),
-    ],
-)
-def test_a_forged_store_leads_to_no_other_file(folder: str, identity: str, scenarios: Scenarios) -> None:
-    world = scenarios.worlds["on a drive"]
-    world.fresh()
-    store = world.root / "ssd0" / folder
-    store.mkdir(exist_ok=True)
-    named = identity.format(home=world.root / "home")
-    fields = {"format": "pagoda-pages", "version": 1, "id": named, "page_bytes": PAGE}
-    (store / "store.json").write_text(json.dumps({**fields, "directories": ["-"], "stripe": 0, "portions": [[1]]}))
-    before = image_of(world.root)
-    world.pagoda([*world.start, "--steps", "1"]).check(0, 2)
-    world.check_not_ours(before)
-
-
 def reference_elsewhere(world: World, field: str, value: str) -> None:
     """Let the oldest checkpoint's manifest, which rotation reads last, name another commit."""
     path = world.run_dir / "checkpoints" / "step-000001" / "manifest.json"

@@ -134,11 +134,11 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
     import torch
 
     from pagoda.config.training import Precision
-    from pagoda.optim import ElementwiseRule, formats, triton_kernels
-    from pagoda.optim.jit import LANES
+    from pagoda.optim import ElementwiseRule, kernels, triton_kernels
+    from pagoda.optim.gradient_kernels import LANES
 
     def update_kernel(rule: ElementwiseRule, precision: Precision) -> triton_kernels.DeviceKernel:
-        kernel = formats.update_kernel(rule, precision)
+        kernel = kernels.update_kernel(rule, precision)
 
         def update(states: Sequence[torch.Tensor], gradient: torch.Tensor, arguments: Sequence[float]) -> None:
             native.kernel([gradient], list(states), "update")
@@ -149,7 +149,7 @@ def _use_kernels_of_the_cpu(native: ModuleType) -> None:
 
     def square_sums(gradient: torch.Tensor, into: torch.Tensor, piece: int) -> None:
         native.kernel([gradient], [into], "square_sums")
-        store, _ = formats.gradient_kernels(gradient.dtype)
+        store, _ = kernels.gradient_kernels(gradient.dtype)
         n, source = gradient.numel(), native.reach(gradient.data_ptr())
         copy = torch.empty(min(n, piece), dtype=gradient.dtype)
         lanes = torch.zeros(-(-n // piece), LANES, dtype=torch.float64)

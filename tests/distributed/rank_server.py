@@ -1,10 +1,9 @@
 """Runs scenarios in groups of forked processes: a program for tests, which imports everything once.
 
 It says "ready", then reads one request a line from stdin, as JSON: "ranks", "scenario" (a name in `scenarios` or
-`divided`), "arguments", "out" (a directory), "timeout_s", "environment", "kill" (rank -> number of the signal that it
-is sent once it has made the file `kill-RANK`) and "kill_after" (rank -> seconds from the fork to SIGKILL). Each rank
-calls the scenario, and what it returns goes to `rank-R.pt`; an error goes to `error-R.txt`. The answer is a line:
-{"status": each rank's exit status, minus the signal, or null if it was still running}.
+`divided`), "arguments", "out" (a directory), "timeout_s" and "environment". Each rank calls the scenario, and what it
+returns goes to `rank-R.pt`; an error goes to `error-R.txt`. The answer is a line: {"status": each rank's exit status,
+minus the signal, or null if it was still running}.
 
 With "restarts", the ranks are those of torchrun's own agent, which starts all of them anew that often when one fails;
 the file `agent` has its process, and the answer its status alone.
@@ -31,16 +30,10 @@ from . import divided, scenarios
 def play(request: dict[str, Any], rank: int, port: int) -> int:
     """In the child: one rank."""
     size = request["ranks"]
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-        **request.get("environment", {}),
-    )
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**place, **store, **request.get("environment", {})}
+    os.environ.update({name: str(value) for name, value in environment.items()})
     out = Path(request["out"])
     stacks = (out / f"hang-{rank}.txt").open("w")
     faulthandler.dump_traceback_later(request["timeout_s"] - 2, file=stacks)
@@ -123,17 +116,7 @@ def attempt(request: dict[str, Any]) -> list[int | None]:
         children[child] = rank
     status: list[int | None] = [None] * request["ranks"]
     deadline = time.monotonic() + request["timeout_s"]
-    started = time.monotonic()
-    shots = sorted((after, int(rank)) for rank, after in request.get("kill_after", {}).items())
-    kills = {int(rank): number for rank, number in request.get("kill", {}).items()}
     while children and time.monotonic() < deadline:
-        for rank in [r for r in kills if (Path(request["out"]) / f"kill-{r}").exists()]:
-            os.kill(next(child for child, r in children.items() if r == rank), kills.pop(rank))
-        if shots and time.monotonic() - started > shots[0][0]:
-            victim = next((child for child, r in children.items() if r == shots[0][1]), None)
-            if victim is not None:
-                os.kill(victim, signal.SIGKILL)
-            del shots[0]
         child, ended = os.waitpid(-1, os.WNOHANG)
         if child:
             status[children.pop(child)] = os.waitstatus_to_exitcode(ended)

@@ -5,6 +5,7 @@ import json
 import os
 import pkgutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +28,11 @@ from pagoda.distributed.service import Service
 from pagoda.distributed.transport import Transport
 from pagoda.distributed.world import join, launched
 from pagoda.errors import RankError
+from pagoda.experts.parallel import ExpertExchange
 from pagoda.memory.identity import partial
 from pagoda.models import build_model
 from pagoda.optim import means
-from pagoda.optim.formats import warm_up as warm_up_kernels
+from pagoda.optim.kernels import warm_up as warm_up_kernels
 from pagoda.plan.collective import reduce_pages
 from pagoda.plan.layout import GRAD, WEIGHT
 from pagoda.plan.options import Options
@@ -194,8 +196,8 @@ def train(
         "peak": optimizer.stats.peak_bytes,
         "plan_peak": dict(plan.peak_bytes),
         "parameters": plan.parameters,
-        "served": rank_group.collectives.served if rank_group is not None else 0,
-        "asked": rank_group.collectives.asked if rank_group is not None else 0,
+        "served": rank_group.collectives.order.served if rank_group is not None else 0,
+        "asked": rank_group.collectives.order.asked if rank_group is not None else 0,
         "on_ssd": sorted(state for state in plan.bytes.get("ssd", {}) if state != GRAD),
     }
     optimizer.close()
@@ -272,8 +274,8 @@ MOMENTS: dict[str, Moment] = {
     "its pages are committed": Moment(
         1, "memory.ssd.tier.PageSnapshot.commit", lambda last, _, at, *__: at == last, True
     ),
-    "all have agreed": Moment(0, "checkpoint.directory._sync", lambda last, at: at == partial(last)),
-    "the checkpoint has its name": Moment(0, "checkpoint.directory._sync", lambda last, _: last.exists()),
+    "all have agreed": Moment(0, "checkpoint.directory.sync_directory", lambda last, at: at == partial(last)),
+    "the checkpoint has its name": Moment(0, "checkpoint.directory.sync_directory", lambda last, _: last.exists()),
     "the one before is gone": Moment(0, "checkpoint.directory.Removable.retire", lambda *_: True, after=True),
 }
 
@@ -322,13 +324,13 @@ def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "loss": result.final_loss, "shown": shown.getvalue(), "options": repr(options)}
 
 
-def resave_experts(out: Path, source: str, expert_parallel: int) -> None:
+def resave_experts(out: Path, model: str, source: str, expert_parallel: int) -> None:
     """Save a mixture that each rank drew by itself, then load a checkpoint into it and save that again."""
     torch.manual_seed(place()[0])
     mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
-    model = build_model("mixtral-15m", seq_len=16)
-    memory = pagoda.Memory(host="1GiB", unit_limit="1MiB")
-    _, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, precision="fp32", mesh=mesh)
+    memory = pagoda.Memory(host="1GiB", unit_limit="64KiB")
+    built = build_model(model, seq_len=16)
+    _, optimizer = pagoda.wrap(built, pagoda.AdamW(), memory=memory, precision="fp32", mesh=mesh)
     optimizer.save_checkpoint(out / "drawn", wait=True)
     optimizer.load_checkpoint(source)
     optimizer.save_checkpoint(out / "again", wait=True)
@@ -340,7 +342,7 @@ def mixture(name: str, expert_parallel: int, seed: int) -> tuple[nn.Module, Any]
     torch.manual_seed(seed + place()[0])
     mesh = pagoda.open_mesh(expert_parallel=expert_parallel)
     model = build_model(name, seq_len=16)
-    memory = pagoda.Memory(host="1GiB", unit_limit="1MiB")
+    memory = pagoda.Memory(host="1GiB", unit_limit="64KiB")
     model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=memory, mesh=mesh)
     ids = torch.randint(256, (2, 16))
     loss_of(model(input_ids=ids, labels=ids)).backward()
@@ -385,6 +387,18 @@ def load_full_states(out: Path, name: str, source: str) -> dict[str, Any]:
     return result
 
 
+def send_tokens(out: Path, trained: bool) -> dict[str, Any]:
+    """Send tokens to experts that only double or triple them; none goes to those of the first rank."""
+    exchange = ExpertExchange(pagoda.open_mesh(expert_parallel=2))
+    rank = place()[0]
+    tokens = torch.arange(8.0).view(4, 2).add(100 * rank).requires_grad_(trained)
+    received, by_rank = exchange.to_experts(tokens, [0, 0, 3, 1])
+    factors = torch.tensor([2.0, 3.0]).repeat(2).repeat_interleave(torch.tensor([n for row in by_rank for n in row]))
+    results = exchange.from_experts(received * factors[:, None], [0, 0, 3, 1], by_rank)
+    (results * torch.tensor([1.0, 10.0])).sum().backward()
+    return {"tokens": tokens.detach(), "by_rank": by_rank, "results": results.detach(), "grad": tokens.grad}
+
+
 def wrap_indivisible_experts(out: Path, name: str, activations: ActivationMode) -> str:
     """Give wrap a mesh that divides experts, and a model or a mode that does not allow that."""
     model = build_model(name, seq_len=16)
@@ -401,7 +415,7 @@ def kill_one(out: Path, victim: int) -> None:
     model, optimizer = wrapped(made, "ram", out, 3)
     take_steps(made, model, optimizer, Outcome(), place()[1], range(3))
     if place()[0] == victim:
-        (out / f"kill-{victim}").touch()
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 1000))
 
 
@@ -447,6 +461,12 @@ def not_finite(out: Path) -> dict[str, Any]:
     take_steps(made, model, optimizer, Outcome(), place()[1], range(1))
     optimizer.close()
     return {"error": error, "same": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def meet(out: Path) -> list[int]:
+    """What every rank says, which is its number."""
+    join(launched())
+    return Transport(launched()).announce(place()[0])
 
 
 def ask_services(out: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.distributed.transport import _lives
+from pagoda.distributed.transport import lives
 from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
@@ -28,7 +28,7 @@ from pagoda.train.run_dir import RunDir
 from .conftest import ROOT, RankServer
 from .tiny_runs import assert_same, started, tiny_config
 
-LONG, SHORT = 40, 12
+LONG, SHORT = 40, 6
 KILLS_OF_A_RUN = 5
 RUNS = 5
 """Of each kind; so 50 kills in all."""
@@ -80,7 +80,7 @@ class Killer(threading.Thread):
                 )
                 time.sleep(self._generator.uniform(0.0, 0.1))
             rank = self._generator.randrange(2)
-            if not _lives(workers[rank]):
+            if not lives(workers[rank]):
                 continue
             os.kill(workers[rank], signal.SIGKILL)
             self.killed.append(f"process {rank} after step {self._step()}")
@@ -128,7 +128,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_one_that_was_not(
             time.sleep(0.002)
         return int(pid.read_text())
 
-    kills = KILLS_OF_A_RUN if steps == LONG else 2
+    kills = KILLS_OF_A_RUN if steps == LONG else 1
     killer = Killer(agent, config, random.Random(f"{kind} {number}"), kills, start_s=1.0)
     killer.start()
     environment = {"PAGODA_RANK_TIMEOUT": "60"}

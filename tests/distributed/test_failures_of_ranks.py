@@ -1,6 +1,5 @@
 """Ranks that fail, leave or differ: the others say which and why, and none waits for ever."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,7 @@ def errors_of(ranks: RankServer, scenario: str, count: int, out: Path, **setting
 def test_a_killed_rank_stops_the_others_which_name_it(
     count: int, victim: int, ranks: RankServer, tmp_path: Path
 ) -> None:
-    kill = {str(victim): int(signal.SIGKILL)}
-    errors = errors_of(ranks, "kill_one", count, tmp_path, arguments={"victim": victim}, kill=kill)
+    errors = errors_of(ranks, "kill_one", count, tmp_path, arguments={"victim": victim})
     for rank, error in enumerate(errors):
         assert (f"RankError: Rank {victim} (process" in error) == (rank != victim), error
 
@@ -81,4 +79,4 @@ def test_ranks_that_are_started_anew_do_not_look_for_those_before(ranks: RankSer
     for attempt in range(2):
         (tmp_path / str(attempt)).mkdir()
         environment = {**shared, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        assert errors_of(ranks, "gather_some", 2, tmp_path / str(attempt), environment=environment) == ["", ""]
+        assert ranks.ask("meet", 2, tmp_path / str(attempt), environment=environment) == [0, 0]

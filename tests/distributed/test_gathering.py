@@ -1,5 +1,6 @@
 """A rank that is asked for weights it has not updated yet: the others wait for it as long as it can still do so."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +10,19 @@ import pytest
 import torch
 from runtime.parts import RESIDENT, Parts, parts
 
-from pagoda.distributed.agreement import CollectiveKind
 from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.order import CollectiveKind
 from pagoda.distributed.world import World
 from pagoda.errors import RankError
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.slices import Span
-from pagoda.runtime import gathering
+from pagoda.runtime import collective, gathering
 from pagoda.runtime.collective import Collectives
 from pagoda.runtime.device import Device
 from pagoda.runtime.gathering import Gathering
+from pagoda.runtime.lanes import Handle
 
-from .test_agreement import FakeWire, Table
+from .wire import FakeWire, Table
 
 NUMEL = 2048
 
@@ -29,13 +31,13 @@ class FakeCollectives:
     """Rank 1 of two, which both have all weights; what it has when they are gathered is kept."""
 
     def __init__(self) -> None:
-        self.awaited = self.failed = False
+        self.awaited = False
+        self.order = SimpleNamespace(failed=False)
         self.given: list[torch.Tensor] = []
         self.take_part: dict[CollectiveKind, Callable[..., None]] = {}
-        self.serve = self.take_part.__setitem__
         self.mesh = Mesh(World(), Ranks(1, 1, stage=1))
         group = SimpleNamespace(gather=lambda whole, spans: self.given.append(whole[slice(*spans[1])].clone()))
-        self.sharing = lambda _: group
+        self.sharers = lambda _: group
         slices = [Span(0, NUMEL // 2, 0), Span(NUMEL // 2, NUMEL, 0)]
         self.shards = SimpleNamespace(rank=1, trained_slices=lambda _: slices)
 
@@ -50,7 +52,7 @@ def part(tmp_path: Path) -> Iterator[Parts]:
 def ask(part: Parts, collectives: Any, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
     """Rank 0 asks rank 1 for its weights after one update; each of the waits of rank 1 takes a second of the clock."""
     executor: Any = SimpleNamespace(is_to_come=lambda _: False)
-    Gathering(collectives, part.store, part.units, Device(), executor, None, early=True)
+    Gathering(collectives, part.store, part.units, executor, None)
     waits = 0
 
     def sleep(_: float) -> None:
@@ -87,17 +89,53 @@ def test_a_rank_that_waits_for_what_comes_later_has_not_made_the_update(
     assert not collectives.given
 
 
+def collectives_of(table: Table, rank: int) -> Collectives:
+    """Those of a rank that is a thread, with one unit that all share."""
+    size = len(table.rows)
+    everyone = tuple(range(size))
+    transport: Any = FakeWire(table, rank)
+    shards: Any = SimpleNamespace(family=lambda _: everyone, sharers=lambda _: everyone)
+    units: Any = [SimpleNamespace(index=0, version=0, spec=SimpleNamespace(name="unit"))]
+    scheduler: Any = SimpleNamespace(order=SimpleNamespace(position=0, trace=None))
+    return Collectives(Mesh(World(rank, size), Ranks(size, size)), transport, shards, Device(), units, scheduler)
+
+
 def test_collectives_know_that_compute_waits_for_them() -> None:
-    mesh = Mesh(World(), Ranks(1, 1))
-    transport: Any = FakeWire(Table(1), 0)
-    nothing: Any = None
-    scheduler: Any = SimpleNamespace(position=0, trace=None)
-    collectives = Collectives(mesh, transport, nothing, Device(), (), scheduler)
+    collectives = collectives_of(Table(1), 0)
     seen: list[bool] = []
-    collectives.on_all_ranks("optimizer.step()", lambda _: seen.append(collectives.awaited))
+    collectives.on_all_ranks("optimizer.step()", lambda: seen.append(collectives.awaited))
     assert seen == [True]
     assert not collectives.awaited
     collectives.close()
+
+
+def test_a_failed_update_of_weights_that_all_share_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "Group", lambda *_: SimpleNamespace(ranks=()))
+    table, met = Table(2), threading.Barrier(2, timeout=20)
+    errors: list[BaseException | None] = [None, None]
+    shared: list[int] = []
+
+    def rank(me: int) -> None:
+        collectives = collectives_of(table, me)
+        collectives.take_part[CollectiveKind.SHARE] = lambda *_: met.wait()
+        updated = Handle("ssd_write")
+        updated.finish(OSError("the drive is gone") if me == 1 else None)
+        work = lambda _: (met.wait(), shared.append(me))  # noqa: E731
+        try:
+            collectives.submit(CollectiveKind.SHARE, collectives._units[0], work, (updated,), alike=True).wait()
+            collectives.on_all_ranks("optimizer.step()", lambda: None)
+        except (OSError, RankError) as error:
+            errors[me] = error
+        collectives.close()
+
+    threads = [threading.Thread(target=rank, args=(me,)) for me in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert shared == [0]
+    assert isinstance(errors[1], OSError)
+    assert "Rank 1 has failed" in str(errors[0])
 
 
 def test_ranks_are_not_waited_for_longer_than_the_timeout(part: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,13 +60,10 @@ def test_what_plans_have_in_common_reads_alike_in_two_processes() -> None:
 class OtherRank:
     """A transport to a rank 0 that says what is given here; this one is rank 1."""
 
-    says: bytes = b""
+    says: str = ""
 
-    def announce_bytes(self, data: bytes) -> list[bytes]:
-        return [self.says, data]
-
-    def announce(self, numbers: list[int]) -> list[list[int]]:
-        return [numbers, numbers]
+    def announce(self, value: Any) -> list[Any]:
+        return [self.says if isinstance(value, str) else value, value]
 
 
 ROOT_MODULE = ModuleSpec("", (), tuple(ModuleSpec(f"{i}", (ParamSpec(f"{i}.weight", (64, 64)),)) for i in range(8)))
@@ -101,4 +98,4 @@ def test_weights_that_all_ranks_have_are_in_ram_or_the_refusal_says_what_to_do(s
 
 def test_a_rank_whose_share_does_not_fit_stops_all() -> None:
     with pytest.raises(pagoda.BudgetError, match="Rank 0 cannot hold its share: 3 KiB short"):
-        agreed(3, least_host(3), OtherRank(b"3 KiB short"))
+        agreed(3, least_host(3), OtherRank("3 KiB short"))

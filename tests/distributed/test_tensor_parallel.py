@@ -10,6 +10,7 @@ import torch
 from zoo import LAYERS
 
 from .conftest import RankServer
+from .test_checkpoints_of_ranks import assert_same_state
 
 Result = dict[str, Any]
 
@@ -82,14 +83,6 @@ def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only
 
 
 """The mean difference is a thousandth of a step; an element whose gradient is rounding noise may step the other way."""
-
-
-def assert_same_state(first: Result, second: Result) -> None:
-    for name, weight in first["weights"].items():
-        assert torch.equal(weight, second["weights"][name]), name
-    assert first["states"].keys() == second["states"].keys()
-    for index, states in first["states"].items():
-        assert all(torch.equal(value, second["states"][index][name]) for name, value in states.items()), index
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "dcp"])

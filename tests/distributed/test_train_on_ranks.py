@@ -8,10 +8,11 @@ import torch
 
 from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
-from pagoda.train.data import Batches, ByteText
+from pagoda.train.data import Batches, Rows
 from pagoda.train.lock import LOCK, locked
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
+from pagoda.train.tokens import open_tokens
 from tests.forecast.machines import SMALL, figure
 
 from .conftest import RankServer
@@ -25,25 +26,25 @@ def config(tmp_path: Path) -> TrainConfig:
 
 def test_ranks_read_the_batch_that_one_rank_would(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("0123456789abcdef" * 50)
-    text = ByteText.open(str(tmp_path / "text"))
-    shape = {"text": text, "seq_len": 4, "accumulation_steps": 2, "seed": 3}
+    rows = Rows.of(open_tokens(str(tmp_path / "text")), 4)
+    shape = {"rows": rows, "accumulation_steps": 2, "seed": 3}
     whole = Batches(batch_size=6, **shape)
     by_rank = [Batches(batch_size=2, rank=rank, ranks=3, **shape) for rank in range(3)]
     assert all(one.tokens_per_step == whole.tokens_per_step for one in by_rank)
     for step in range(4):
         for index in range(2):
-            ids = torch.cat([one.batch(step, index)[0] for one in by_rank])
-            assert torch.equal(ids, whole.batch(step, index)[0])
+            ids = torch.cat([one.batch(step, index)["input_ids"] for one in by_rank])
+            assert torch.equal(ids, whole.batch(step, index)["input_ids"])
 
 
 def test_other_ranks_go_on_behind_the_samples_that_were_read(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("0123456789abcdef" * 50)
-    text = ByteText.open(str(tmp_path / "text"))
-    before = Batches(text=text, batch_size=2, seq_len=4, ranks=3)
-    after = Batches(text=text, batch_size=2, seq_len=4, first_step=5, first_sample=before.samples_before(5))
-    alone = Batches(text=text, batch_size=2, seq_len=4)
-    assert torch.equal(after.batch(5)[0], alone.batch(15)[0])
-    assert torch.equal(after.batch(6)[0], alone.batch(16)[0])
+    rows = Rows.of(open_tokens(str(tmp_path / "text")), 4)
+    before = Batches(rows=rows, batch_size=2, ranks=3)
+    after = Batches(rows=rows, batch_size=2, first_step=5, first_sample=before.samples_before(5))
+    alone = Batches(rows=rows, batch_size=2)
+    assert torch.equal(after.batch(5)["input_ids"], alone.batch(15)["input_ids"])
+    assert torch.equal(after.batch(6)["input_ids"], alone.batch(16)["input_ids"])
 
 
 def test_two_ranks_are_one_that_accumulates(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:

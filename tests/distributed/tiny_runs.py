@@ -9,6 +9,7 @@ import torch
 
 from pagoda.checkpoint.reader import BUFFERS, Checkpoint
 from pagoda.config.memory import Memory
+from pagoda.models.shapes import SHAPES
 from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.run_dir import RunDir
 
@@ -24,6 +25,12 @@ TINY = {
     "vocab_size": 256,
     "tie_word_embeddings": True,
 }
+SMALLER = {
+    "mixtral": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4},
+    "switch_transformers": {"d_model": 64, "d_kv": 16, "d_ff": 224, "num_heads": 4, "expert_capacity": 3},
+}
+"""What is other than in built-in mixtures of experts, by family."""
 STEPS = 6
 
 
@@ -45,6 +52,18 @@ def tiny_config(tmp_path: Path) -> TrainConfig:
         optim=OptimConfig(schedule="constant"),
         out=tmp_path / "run",
     )
+
+
+def tiny_mixture(name: str, directory: Path, layers: int = 2) -> str:
+    """A directory that has the configuration of a built-in mixture of experts, made smaller."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[name]
+    config = {"model_type": shape.family, **shape.settings, **SMALLER[shape.family]}
+    counts = {"num_hidden_layers": layers, "num_layers": layers, "num_decoder_layers": layers}
+    counts |= {"num_sparse_encoder_layers": layers // 2, "num_sparse_decoder_layers": layers // 2}
+    config |= {name: count for name, count in counts.items() if name in config}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
 
 
 def started(ranks: RankServer, count: int, out: Path, config: TrainConfig, **settings: Any) -> list[int | None]:

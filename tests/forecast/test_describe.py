@@ -1,13 +1,18 @@
-"""A paper's shape becomes a module tree with its parameters, and FLOPs that belong to them."""
+"""Models become trees of modules with their parameters, and FLOPs that belong to them, without being built whole."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from pagoda.forecast.describe import EMBEDDING, HEAD, exchanged_elements, forward_flops, module_spec
+from pagoda.construction.construct import describe
+from pagoda.forecast import flops as counting
+from pagoda.forecast.describe import HEAD, exchanged_elements, forward_flops, module_spec, tiled
+from pagoda.forecast.model_description import describe_model
+from pagoda.models import build_model
 from pagoda.models.papers import PAPER_SHAPES, PaperShape, gpt_shape
-from pagoda.plan.units import ModuleSpec, discover
+from pagoda.plan.units import ModuleSpec, discover, forward_uses, layers_of
+from pagoda.transforms.operator_tiles import Tiling
 
 GPT = PAPER_SHAPES["gpt-1b"]
 T5 = PAPER_SHAPES["t5-27b"]
@@ -20,64 +25,14 @@ def ends(module: ModuleSpec) -> list[ModuleSpec]:
     return [end for child in module.children for end in ends(child)] if module.children else [module]
 
 
-def child_names(module: ModuleSpec) -> list[str]:
-    return [child.name for child in module.children]
-
-
 @pytest.mark.parametrize("name", PAPER_SHAPES)
 def test_a_tree_has_the_parameters_of_its_shape(name: str) -> None:
     shape = PAPER_SHAPES[name]
-    params = list(module_spec(shape).walk())
+    root = module_spec(shape)
+    params = list(root.walk())
     assert sum(param.numel for param in params) == shape.params
     assert len({param.name for param in params}) == len(params)
-
-
-@pytest.mark.parametrize("shape", [*SMALL, T5], ids=lambda shape: shape.name)
-def test_parameters_are_held_by_modules_without_children_and_named_after_them(shape: PaperShape) -> None:
-    root = module_spec(shape)
-    for end in ends(root):
-        assert all(param.name.rpartition(".")[0] == end.name for param in end.params)
-    assert sum(len(end.params) for end in ends(root)) == len(list(root.walk()))
-
-
-def test_a_gpt_is_embedding_blocks_norm_and_head() -> None:
-    root = module_spec(replace(GPT, layers=2))
-    assert child_names(root) == [EMBEDDING, "blocks", "norm", HEAD]
-    blocks = root.children[1]
-    assert child_names(blocks) == ["blocks.0", "blocks.1"]
-    assert child_names(blocks.children[0]) == ["blocks.0.attention", "blocks.0.mlp"]
-    assert root.children[-1].params == ()  # tied
-
-
-def test_experts_are_modules_of_their_own_that_become_units() -> None:
-    root = module_spec(EXPERTS)
-    expert = 2 * 2 * EXPERTS.hidden * EXPERTS.ffn
-    units = [unit.module for unit in discover(root, expert, itemsize=2)]
-    assert [name for name in units if name.startswith("encoder.1.mlp.experts")] == [
-        f"encoder.1.mlp.experts.{index}" for index in range(EXPERTS.experts)
-    ]
-
-
-def test_a_decoder_attends_to_the_encoder() -> None:
-    decoder = module_spec(EXPERTS).children[2]
-    assert child_names(decoder.children[1]) == ["decoder.0.attention", "decoder.0.cross", "decoder.0.mlp"]
-
-
-@pytest.mark.parametrize("tiles", [1, 4, 16])
-@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_tiles_cut_matrices_and_change_neither_parameters_nor_flops(shape: PaperShape, tiles: int) -> None:
-    root = module_spec(shape, tiles)
-    assert sum(param.numel for param in root.walk()) == shape.params
-    flops = forward_flops(shape, 1024, 512, tiles)
-    assert sum(flops.values()) == pytest.approx(sum(forward_flops(shape, 1024, 512).values()))
-    largest = max(param.numel for param in root.walk() if not param.name.startswith(EMBEDDING))
-    assert largest == 4 * shape.hidden**2 * (shape.ffn // (4 * shape.hidden)) // tiles
-
-
-def test_tiles_that_do_not_divide_the_widths_are_refused() -> None:
-    for tiles in (0, 7):
-        with pytest.raises(ValueError, match="tiles do not divide"):
-            module_spec(GPT, tiles)
+    assert all(param.name.rpartition(".")[0] == end.name for end in ends(root) for param in end.params)
 
 
 @pytest.mark.parametrize("name", [name for name in PAPER_SHAPES if name.startswith(("gpt", "zero"))])
@@ -106,11 +61,11 @@ def test_a_token_meets_top_k_experts(shape: PaperShape) -> None:
 @pytest.mark.parametrize("parallel", [1, 2, 4])
 @pytest.mark.parametrize("shape", [EXPERTS, GPT_EXPERTS], ids=["t5", "gpt"])
 def test_a_rank_has_its_part_of_the_experts_all_else_and_as_much_to_compute(shape: PaperShape, parallel: int) -> None:
-    whole, here = (list(module_spec(shape, 1, ranks).walk()) for ranks in (1, parallel))
+    whole, here = (list(module_spec(shape, ranks).walk()) for ranks in (1, parallel))
     experts, experts_here = ([p.numel for p in params if ".experts." in p.name] for params in (whole, here))
     assert sum(experts_here) * parallel == sum(experts)
     assert [p for p in here if ".experts." not in p.name] == [p for p in whole if ".experts." not in p.name]
-    flops = math.fsum(forward_flops(shape, 64, 32, 1, parallel).values())
+    flops = math.fsum(forward_flops(shape, 64, 32, parallel).values())
     assert flops == pytest.approx(math.fsum(forward_flops(shape, 64, 32).values()))
 
 
@@ -119,13 +74,6 @@ def test_tokens_leave_for_the_experts_of_other_ranks_from_every_block() -> None:
     assert list(sent) == [f"{block}.mlp.experts" for block in ("encoder.0", "encoder.1", "decoder.0")]
     assert set(sent.values()) == {100 * EXPERTS.top_k * EXPERTS.hidden * 3 // 4}
     assert exchanged_elements(EXPERTS, tokens=100, expert_parallel=1) == {}
-
-
-@pytest.mark.parametrize("parallel", [2, 3])
-def test_experts_that_ranks_do_not_divide_are_refused(parallel: int) -> None:
-    for shape in (GPT, replace(GPT_EXPERTS, experts=5)):
-        with pytest.raises(ValueError, match="experts"):
-            module_spec(shape, 1, parallel)
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20, 1 << 30])
@@ -137,3 +85,47 @@ def test_units_share_out_all_flops_but_the_heads(shape: PaperShape, limit: int) 
     held = {slot.param.name.rpartition(".")[0] for unit in units for slot in unit.slots}
     shared = math.fsum(number for module, number in flops.items() if module in held)
     assert shared + flops[HEAD] == pytest.approx(math.fsum(flops.values()))
+
+
+@pytest.mark.parametrize("name", ["gpt-1b", "t5-27b"])
+def test_what_is_too_large_is_cut_and_nothing_is_lost(name: str) -> None:
+    shape, most = PAPER_SHAPES[name], 4_000_000
+    root, flops = module_spec(shape), forward_flops(shape, 512, 512)
+    cut, counted = tiled(root, flops, most)
+    assert sum(param.numel for param in cut.walk()) == shape.params
+    assert max(param.numel for param in cut.walk()) <= most
+    assert math.fsum(counted.values()) == pytest.approx(math.fsum(flops.values()))
+    whole = {param.name: param for param in root.walk()}
+    for tile in (module for module in ends(cut) if module.apart):
+        for param in tile.params:
+            assert param.part is not None
+            assert param.part.shape == whole[param.part.whole].shape
+            assert counted[tile.name] >= 0
+    units = discover(cut, most * 2, 2)
+    assert max(unit.numel for unit in units) <= most * 1.01
+    embedding = [use.unit for use in forward_uses(cut, units) if "tiles" in use.module and "embedding" in use.module]
+    assert embedding[0] == 0
+    tied = forward_uses(cut, units)[-1]
+    assert "token.tiles" in units[tied.unit].module, "the head uses the embedding's tiles"
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("gpt-5x192", None), ("gpt-5x192", 200_000), ("llama-15m", 100_000), ("mixtral-15m", None)]
+)
+def test_a_built_in_shape_is_described_as_all_of_its_layers_would_be(name: str, most: int | None) -> None:
+    with counting.weightless():
+        whole = build_model(name, seq_len=32)
+        Tiling(whole, most)
+        flops, root = counting.forward_flops(whole, 2, 32), describe(whole)
+    described = describe_model(name, batch_size=2, seq_len=32, tile_elements=most)
+    assert described.root == root
+    assert list(described.forward_flops.items()) == list(flops.items())
+    assert described.layers == len(layers_of(root))
+
+
+@pytest.mark.parametrize("name", ["gpt-13b", "t5-58b"])
+def test_layers_are_the_outermost_rows(name: str) -> None:
+    shape = PAPER_SHAPES[name]
+    layers = layers_of(module_spec(shape))
+    assert len(layers) == shape.layers + shape.decoder_layers
+    assert not any(".mlp" in layer.name for layer in layers)

@@ -1,15 +1,21 @@
 """What tests of the SSD tier share: patterned pages, and where a page lies on disk."""
 
 import json
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pagoda.memory.arena import Arena
 from pagoda.memory.identity import MANIFEST, new_checkpoint_id
 from pagoda.memory.page import Run
+from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.tier import PageSnapshot, SSDTier
 
 PAGE = 4096
+RUN = Run(0, 4)
+"""All pages of most tests."""
+Reference = dict[str, Any]
 
 
 class Tier(SSDTier):
@@ -27,6 +33,11 @@ class Tier(SSDTier):
         for run in self._runs:
             frozen.add(run)
         return frozen
+
+    def commit(self, checkpoint: Path) -> Reference:
+        """Commit every run for a checkpoint, which is there then."""
+        with closing(self.freeze_all()) as frozen:
+            return frozen.commit(*make_checkpoint(checkpoint))
 
     def __enter__(self) -> Self:
         return self
@@ -46,6 +57,24 @@ def loaded(tier: SSDTier, run: Run) -> memoryview:
     """A whole run, as it reads now."""
     into = Arena(run.count * PAGE).view(0, run.count * PAGE)
     tier.load(run, 0, into)
+    return into
+
+
+def kept(directories: Sequence[Path], *checkpoints: Path, pages: int = 4, spare: int = 8) -> list[Reference]:
+    """What refers to `pattern(pages, 1)` in the first checkpoint, and so on, in a store that is closed again."""
+    with Tier(dict.fromkeys(directories), pages, PAGE, spare) as tier:
+        run, found = tier.alloc(pages), []
+        for seed, checkpoint in enumerate(checkpoints, 1):
+            tier.store(run, 0, pattern(pages, seed))
+            found.append(tier.commit(checkpoint))
+        return found
+
+
+def committed(reference: Reference, run: Run, directories: Sequence[Path] = ()) -> memoryview:
+    """A whole run, as a commit has it."""
+    into = Arena(run.count * PAGE).view(0, run.count * PAGE)
+    with open_commit(reference, directories) as pages:
+        pages.load(run, 0, into)
     return into
 
 

@@ -1,4 +1,4 @@
-"""An arena is exactly as large as asked, and each tensor over it tells who holds it."""
+"""An arena is exactly as large as asked, its regions show no other bytes, and each tensor tells who holds it."""
 
 import gc
 import re
@@ -11,7 +11,8 @@ import torch
 
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.memory.arena import FRESH_USE_COUNT, Arena, storage_use_count
-from pagoda.memory.page import PAGE_ALIGN
+from pagoda.memory.page import PAGE_ALIGN, Run
+from pagoda.memory.region import Region
 
 MIB = 2**20
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -50,23 +51,13 @@ def test_an_arena_maps_what_was_asked_and_no_more(nbytes: int) -> None:
     assert arena.address % PAGE_ALIGN == 0
     assert arena.nbytes == nbytes
     assert nbytes <= all_arenas("Size") - before < nbytes + PAGE_ALIGN
-
-
-@linux_only
-def test_memory_that_was_not_touched_is_not_resident() -> None:
-    before = all_arenas("Rss")
-    arena = Arena(512 * MIB)
-    arena.tensor(8 * MIB, 4 * MIB, torch.uint8).fill_(1)
-    # At most one huge page more at each end, where the mapping is not aligned to them.
-    assert 4 <= (all_arenas("Rss") - before) / MIB <= 8
-
-
-@linux_only
-def test_forked_children_do_not_copy_the_arena() -> None:
-    arena = Arena(MIB)
     mapped = mapping_at(arena.address)
     assert mapped is not None
     assert "dc" in mapped["VmFlags"].split()  # "do not copy area on fork", proc(5)
+    if nbytes > 16 * MIB:  # what was not touched is not resident, but for a huge page at each end
+        before = all_arenas("Rss")
+        arena.tensor(8 * MIB, 4 * MIB, torch.uint8).fill_(1)
+        assert 4 <= (all_arenas("Rss") - before) / MIB <= 8
 
 
 def test_tensors_over_the_same_bytes_share_memory_but_not_storage() -> None:
@@ -76,57 +67,8 @@ def test_tensors_over_the_same_bytes_share_memory_but_not_storage() -> None:
     one.fill_(3.0)
     assert two.tolist() == [3.0] * 8
     assert one.data_ptr() == two.data_ptr() == arena.address + 64
+    assert arena.view(64, 8) == one[:2].view(torch.uint8).numpy().data
     assert storage_use_count(one) == storage_use_count(two) == FRESH_USE_COUNT
-
-
-def test_each_live_holder_of_a_storage_adds_one_use_until_it_dies() -> None:
-    lease = Arena(PAGE_ALIGN).tensor(0, 16, torch.float32)
-    assert storage_use_count(lease) == FRESH_USE_COUNT
-    view = lease[4:].view(3, 4)
-    assert storage_use_count(lease) == FRESH_USE_COUNT + 1
-    detached = lease.detach()
-    assert storage_use_count(lease) == FRESH_USE_COUNT + 2
-    parameter = torch.nn.Parameter(lease)
-    assert storage_use_count(lease) == FRESH_USE_COUNT + 3
-    same_object = lease
-    assert storage_use_count(same_object) == FRESH_USE_COUNT + 3
-    del view, detached, parameter
-    assert storage_use_count(lease) == FRESH_USE_COUNT
-
-
-def test_a_view_saved_for_backward_counts_as_a_use_until_the_graph_is_gone() -> None:
-    lease = Arena(PAGE_ALIGN).tensor(0, 4, torch.float32)
-    lease.fill_(2.0)
-    x = torch.ones(4, requires_grad=True)
-    loss = (x * lease.view(4)).sum()
-    assert storage_use_count(lease) == FRESH_USE_COUNT + 1
-    loss.backward()
-    assert storage_use_count(lease) == FRESH_USE_COUNT
-
-
-def test_swapped_parameter_data_counts_as_a_use_until_swapped_back() -> None:
-    lease = Arena(PAGE_ALIGN).tensor(0, 4, torch.float32)
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    placeholder = parameter.data
-    parameter.data = lease.view(4)
-    assert storage_use_count(lease) == FRESH_USE_COUNT + 1
-    parameter.data = placeholder
-    assert storage_use_count(lease) == FRESH_USE_COUNT
-
-
-def test_the_leases_own_tensor_saved_for_backward_is_not_counted() -> None:
-    # Why a lease hands out views only. Should torch ever count this, the rule can be dropped.
-    lease = Arena(PAGE_ALIGN).tensor(0, 4, torch.float32)
-    x = torch.ones(4, requires_grad=True)
-    loss = (x * lease).sum()
-    assert loss.grad_fn is not None
-    assert storage_use_count(lease) == FRESH_USE_COUNT
-
-
-def test_views_write_through_to_tensors() -> None:
-    arena = Arena(PAGE_ALIGN)
-    arena.view(8, 4)[:] = b"\x01\x02\x03\x04"
-    assert arena.tensor(7, 6, torch.uint8).tolist() == [0, 1, 2, 3, 4, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -136,28 +78,6 @@ def test_poison_reads_as_nan_and_keeps_to_its_range(dtype: torch.dtype) -> None:
     assert arena.tensor(64, 128 // dtype.itemsize, dtype).isnan().all()
     assert not arena.tensor(0, 64, torch.uint8).any()
     assert not arena.tensor(192, PAGE_ALIGN - 192, torch.uint8).any()
-
-
-def test_poison_reads_as_minus_one_in_ints() -> None:
-    arena = Arena(64)
-    arena.poison(0, 64)
-    assert arena.tensor(0, 32, torch.int16).eq(-1).all()
-
-
-@pytest.mark.parametrize(("offset", "nbytes"), [(-4, 4), (0, 0), (0, 104), (100, 4), (96, 8)])
-def test_bytes_outside_the_arena_are_refused(offset: int, nbytes: int) -> None:
-    arena = Arena(100)
-    with pytest.raises(ValueError, match="arena of 100 bytes"):
-        arena.view(offset, nbytes)
-    with pytest.raises(ValueError, match="arena of 100 bytes"):
-        arena.tensor(offset, nbytes // 4, torch.float32)
-    with pytest.raises(ValueError, match="arena of 100 bytes"):
-        arena.poison(offset, nbytes)
-
-
-def test_a_tensor_at_an_offset_its_elements_cannot_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="offset 2 is not aligned"):
-        Arena(64).tensor(2, 1, torch.float32)
 
 
 @linux_only
@@ -177,23 +97,121 @@ def test_close_keeps_memory_that_a_tensor_still_reads_and_returns_it_after() -> 
     assert mapping_at(address) is None
 
 
-def test_a_closed_arena_hands_out_nothing() -> None:
-    arena = Arena(64)
-    arena.close()
-    with pytest.raises(ValueError, match="closed"):
-        arena.tensor(0, 1, torch.uint8)
-    with pytest.raises(ValueError, match="closed"):
-        arena.view(0, 1)
-    with pytest.raises(ValueError, match="closed"):
-        arena.poison(0, 1)
+def test_each_live_holder_of_a_storage_adds_one_use_until_it_dies() -> None:
+    lease = Arena(PAGE_ALIGN).tensor(0, 16, torch.float32)
+    view, detached, parameter = lease[4:].view(3, 4), lease.detach(), torch.nn.Parameter(lease)
+    same_object = lease
+    assert storage_use_count(same_object) == FRESH_USE_COUNT + 3
+    del view, detached, parameter
+    assert storage_use_count(lease) == FRESH_USE_COUNT
+    parameter = torch.nn.Parameter(torch.zeros(16))
+    placeholder, parameter.data = parameter.data, lease.view(16)
+    assert storage_use_count(lease) == FRESH_USE_COUNT + 1
+    parameter.data = placeholder
+    assert storage_use_count(lease) == FRESH_USE_COUNT
 
 
-def test_an_empty_arena_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 1 byte"):
-        Arena(0)
+def test_a_view_saved_for_backward_is_counted_until_the_graph_is_gone_and_the_leases_own_tensor_is_not() -> None:
+    # Why a lease hands out views only. Should torch ever count its own tensor, the rule can be dropped.
+    lease = Arena(PAGE_ALIGN).tensor(0, 4, torch.float32)
+    x = torch.ones(4, requires_grad=True)
+    for uses in (1, 0):
+        loss = (x * (lease.view(4) if uses else lease)).sum()
+        assert storage_use_count(lease) == FRESH_USE_COUNT + uses
+        loss.backward()
+        assert storage_use_count(lease) == FRESH_USE_COUNT
 
 
-@pytest.mark.parametrize("nbytes", [2**60, 2**70])
-def test_more_memory_than_the_system_maps_is_refused_with_the_size_asked(nbytes: int) -> None:
-    with pytest.raises(BudgetError, match="PiB"):
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "why"),
+    [
+        *((offset, nbytes, "arena of 100 bytes") for offset, nbytes in ((-4, 4), (0, 0), (0, 104), (100, 4), (96, 8))),
+        (2, 4, "offset 2 is not aligned"),
+        (0, 4, "closed"),
+    ],
+)
+def test_bytes_that_the_arena_has_not_are_refused(offset: int, nbytes: int, why: str) -> None:
+    arena = Arena(100)
+    if why == "closed":
+        arena.close()
+    with pytest.raises(ValueError, match=why):
+        arena.tensor(offset, nbytes // 4, torch.float32)
+    for refuse in (arena.view, arena.poison) if offset != 2 else ():
+        with pytest.raises(ValueError, match=why):
+            refuse(offset, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "error", "why"),
+    [(0, ConfigError, "at least 1 byte"), (2**60, BudgetError, "PiB"), (2**70, BudgetError, "PiB")],
+)
+def test_more_or_less_memory_than_the_system_maps_is_refused(nbytes: int, error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
         Arena(nbytes)
+
+
+# --- regions ----------------------------------------------------------------------------------------------------
+
+PAGE = 4096
+FIRST, SECOND = Run(0, 2), Run(2, 2)
+
+
+def leased(poison: bool = False) -> tuple[Arena, Region]:
+    """Four pages behind one that belongs to somebody else."""
+    arena = Arena(6 * PAGE - 1)
+    host = Region.of("host", arena, PAGE, poison=poison)
+    assert host.count == 5
+    host.take(1)
+    return arena, host.take(4)
+
+
+def test_pages_are_taken_once_and_no_more_than_there_are() -> None:
+    host = Region.of("host", Arena(5 * PAGE), PAGE)
+    taken = [host.take(count) for count in (1, 3)]
+    for value, pages in enumerate(taken, 1):
+        pages.view()[:] = bytes([value]) * pages.nbytes
+    assert [pages.nbytes for pages in taken] == [PAGE, 3 * PAGE]
+    assert [set(pages.view()) for pages in taken] == [{1}, {2}]
+    with pytest.raises(ValueError, match=r"Run\(start=4, count=2\) of 5 pages in tier 'host'"):
+        host.take(2)
+
+
+def test_views_and_tensors_of_a_run_show_the_same_bytes_and_no_others() -> None:
+    arena, leases = leased()
+    for run, value in ((FIRST, 1), (SECOND, 2)):
+        leases.part(run).view()[:] = bytes([value]) * 2 * PAGE
+    for run, value in ((FIRST, 1), (SECOND, 2)):
+        assert leases.part(run).tensor(torch.uint8, 2 * PAGE).eq(value).all()
+        assert leases.part(run).view(PAGE, 64) == bytes([value]) * 64
+    assert arena.tensor(0, PAGE, torch.uint8).eq(0).all()
+    one, two = (leases.part(SECOND).tensor(torch.float32, 8, 64) for _ in range(2))
+    assert one.data_ptr() == arena.address + 3 * PAGE + 64
+    held = one[2:4]
+    assert storage_use_count(one) == FRESH_USE_COUNT + 1
+    assert storage_use_count(two) == FRESH_USE_COUNT
+    del held
+
+
+def test_bytes_and_pages_outside_are_refused_although_the_arena_has_them() -> None:
+    _, leases = leased()
+    for offset, nbytes in ((-64, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, 64)):
+        with pytest.raises(ValueError, match=rf"of {2 * PAGE} bytes in tier 'host'"):
+            leases.part(FIRST).view(offset, nbytes)
+        with pytest.raises(ValueError, match=rf"of {2 * PAGE} bytes in tier 'host'"):
+            leases.part(FIRST).tensor(torch.uint8, nbytes, offset)
+    for run in (Run(-1, 2), Run(3, 2)):
+        with pytest.raises(ValueError, match=r"of 4 pages in tier 'host'"):
+            leases.part(run)
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_poisoned_pages_are_nan_in_debug_mode_and_their_neighbours_are_not(poison: bool) -> None:
+    _, leases = leased(poison)
+    stays, ends = (leases.part(run).tensor(torch.float32, run.count * PAGE // 4) for run in (FIRST, SECOND))
+    assert ends.isnan().all().item() is poison
+    stays.fill_(1.0)
+    ends.fill_(2.0)
+    leases.part(SECOND).poison()
+    assert stays.eq(1.0).all()
+    assert ends.isnan().all().item() is poison
+    assert ends.eq(2.0).all().item() is not poison

@@ -17,23 +17,28 @@ import pytest
 from pagoda.checkpoint import directory as module
 from pagoda.cli.main import main
 from pagoda.errors import BudgetError, StorageError
-from pagoda.memory.arena import Arena
 from pagoda.memory.identity import MANIFEST, checkpoint_id_of, new_checkpoint_id
 from pagoda.memory.page import Run
 from pagoda.memory.ssd.committed import open_commit
-from pagoda.memory.ssd.forget import forget_commit
-from tests.memory.ssd_parts import PAGE, Tier, flip_bit, loaded, make_checkpoint, make_directory, names, pattern
-
-Reference = dict[str, Any]
+from pagoda.memory.ssd.tier import forget_commit
+from tests.memory.ssd_parts import (
+    PAGE,
+    RUN,
+    Reference,
+    Tier,
+    committed,
+    flip_bit,
+    kept,
+    loaded,
+    make_checkpoint,
+    make_directory,
+    names,
+    pattern,
+)
 
 
 def open_tier(directory: Path, pages: int = 4, spare: int = 8) -> Tier:
     return Tier({directory: None}, pages, PAGE, spare)
-
-
-def commit(tier: Tier, checkpoint: Path) -> Reference:
-    with closing(tier.freeze_all()) as frozen:
-        return frozen.commit(*make_checkpoint(checkpoint))
 
 
 def forget(reference: Reference, checkpoint: Path, *directories: Path) -> None:
@@ -43,23 +48,6 @@ def forget(reference: Reference, checkpoint: Path, *directories: Path) -> None:
     (checkpoint / MANIFEST).unlink()
     forget_commit(reference, checkpoint_id, directories)
     forget_commit(reference, checkpoint_id, directories)
-
-
-def committed(reference: Reference, run: Run, directories: tuple[Path, ...] = ()) -> memoryview:
-    into = Arena(run.count * PAGE).view(0, run.count * PAGE)
-    with open_commit(reference, directories) as pages:
-        pages.load(run, 0, into)
-    return into
-
-
-@pytest.fixture
-def ssd(tmp_path: Path) -> Path:
-    return make_directory(tmp_path / "ssd")
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "step-1"
 
 
 def test_before_the_first_commit_nothing_has_a_name(ssd: Path) -> None:
@@ -87,7 +75,7 @@ def test_where_files_cannot_be_named_later_they_are_named_at_once_and_deleted_at
         assert [name.rpartition("/")[2] for name in names(ssd)][1:] == ["commits", "pages", "store.json"]
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 1))
-        reference = commit(tier, checkpoint)
+        reference = tier.commit(checkpoint)
         assert committed(reference, run) == pattern(4, 1)
         forget(reference, checkpoint)
     assert names(ssd) == []
@@ -97,7 +85,7 @@ def test_a_commit_outlives_the_store_that_made_it_and_what_was_stored_after_it(s
     with open_tier(ssd) as tier:
         run = tier.alloc(4)
         tier.store(run, PAGE, pattern(3, 1))
-        reference = json.loads(json.dumps(commit(tier, checkpoint)))
+        reference = json.loads(json.dumps(tier.commit(checkpoint)))
         tier.store(run, 0, pattern(4, 2))
     assert committed(reference, run) == bytes(PAGE) + bytes(pattern(3, 1))
 
@@ -105,10 +93,7 @@ def test_a_commit_outlives_the_store_that_made_it_and_what_was_stored_after_it(s
 def test_a_resumed_store_adopts_pages_without_io_and_takes_no_more_space(
     ssd: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_tier(ssd, spare=4) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        reference = commit(tier, checkpoint)
+    (reference,) = kept([ssd], checkpoint, spare=4)
     sizes = {path: path.stat().st_size for path in ssd.rglob("pages")}
     with open_tier(ssd, spare=4) as tier:
         run = tier.alloc(4)
@@ -116,7 +101,7 @@ def test_a_resumed_store_adopts_pages_without_io_and_takes_no_more_space(
         with open_commit(reference) as pages, monkeypatch.context() as patch:
             patch.delattr(os, "preadv")
             patch.delattr(os, "pwritev")
-            assert tier.adopt(run, pages, Run(0, 4))
+            assert tier.adopt(run, pages, RUN)
         assert loaded(tier, run) == pattern(4, 1)
         tier.store(run, 0, pattern(4, 3))
         assert loaded(tier, run) == pattern(4, 3)
@@ -125,10 +110,7 @@ def test_a_resumed_store_adopts_pages_without_io_and_takes_no_more_space(
 
 
 def test_a_store_with_too_few_free_slots_beside_its_commits_grows(ssd: Path, checkpoint: Path) -> None:
-    with open_tier(ssd, spare=0) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        reference = commit(tier, checkpoint)
+    (reference,) = kept([ssd], checkpoint, spare=0)
     for _ in range(2):
         with open_tier(ssd, spare=0) as tier:
             run = tier.alloc(4)
@@ -140,24 +122,21 @@ def test_a_store_with_too_few_free_slots_beside_its_commits_grows(ssd: Path, che
 
 
 def test_another_page_size_or_other_stripes_make_a_store_beside(ssd: Path, checkpoint: Path, tmp_path: Path) -> None:
-    with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        reference = commit(tier, checkpoint)
+    (reference,) = kept([ssd], checkpoint)
     second = make_directory(tmp_path / "second")
     with Tier({ssd: None, second: None}, 4, PAGE, 4) as tier, open_commit(reference) as pages:
-        assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
-        striped = commit(tier, tmp_path / "run" / "step-2")
+        assert not tier.adopt(tier.alloc(4), pages, RUN)
+        striped = tier.commit(tmp_path / "run" / "step-2")
         assert {path.name for path in (ssd, second) if list(path.glob(f"*{striped['store']}*"))} == {"ssd", "second"}
     with Tier({ssd: None}, 4, 2 * PAGE, 4) as tier, open_commit(reference) as pages:
-        assert not tier.adopt(tier.alloc(4), pages, Run(0, 4))
-    assert committed(reference, run) == pattern(4, 1)
+        assert not tier.adopt(tier.alloc(4), pages, RUN)
+    assert committed(reference, RUN) == pattern(4, 1)
 
 
 def test_what_stores_of_another_geometry_take_counts_against_the_limit(ssd: Path, checkpoint: Path) -> None:
     with Tier({ssd: 16 * PAGE}, 4, PAGE, 4) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 1))
-        commit(tier, checkpoint)
+        tier.commit(checkpoint)
     with pytest.raises(BudgetError, match=r"32\.00 KiB are allowed; stores of another page size .* take 32\.00 KiB"):
         Tier({ssd: 16 * PAGE}, 3, 4 * PAGE, 0)
     Tier({ssd: 16 * PAGE}, 2, 4 * PAGE, 0).close()
@@ -166,29 +145,21 @@ def test_what_stores_of_another_geometry_take_counts_against_the_limit(ssd: Path
 
 def test_striped_pages_are_found_where_their_directories_are_now(tmp_path: Path, checkpoint: Path) -> None:
     drives = [make_directory(tmp_path / name) for name in ("a", "b")]
-    with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
-        run = tier.alloc(6)
-        tier.store(run, 0, pattern(6, 1))
-        reference = commit(tier, checkpoint)
+    (reference,) = kept(drives, checkpoint, pages=6)
     (tmp_path / "b").rename(tmp_path / "moved")
     with pytest.raises(StorageError, match="give the directory that has"):
-        committed(reference, run)
-    assert committed(reference, run, (tmp_path / "moved",)) == pattern(6, 1)
+        committed(reference, Run(0, 6))
+    assert committed(reference, Run(0, 6), (tmp_path / "moved",)) == pattern(6, 1)
 
 
 def test_a_checkpoint_that_is_not_where_it_was_saved_keeps_its_pages(ssd: Path, checkpoint: Path) -> None:
     """It may have been moved or renamed, or its volume is not mounted: nobody can tell from here."""
-    references = []
-    with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        for seed in (1, 2):
-            tier.store(run, 0, pattern(4, seed))
-            references.append(commit(tier, checkpoint.with_name(f"step-{seed}")))
+    references = kept([ssd], checkpoint, checkpoint.with_name("step-2"))
     checkpoint.with_name("step-1").rename(checkpoint.with_name("renamed"))
     for _ in range(2):
         open_tier(ssd, spare=4).close()
-        assert committed(references[0], run) == pattern(4, 1)
-        assert committed(references[1], run) == pattern(4, 2)
+        assert committed(references[0], RUN) == pattern(4, 1)
+        assert committed(references[1], RUN) == pattern(4, 2)
         if checkpoint.parent.exists():
             shutil.rmtree(checkpoint.parent)
 
@@ -198,7 +169,7 @@ def test_too_little_room_names_the_command_that_frees_what_looks_orphaned(ssd: P
     with Tier({ssd: 12 * PAGE}, 4, PAGE, 4) as tier:
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 1))
-        commit(tier, checkpoint)
+        tier.commit(checkpoint)
         tier.store(run, 0, pattern(4, 2))
         shutil.rmtree(checkpoint.parent)
         frozen = tier.freeze_all()
@@ -217,10 +188,10 @@ def test_too_little_room_names_the_command_that_frees_what_looks_orphaned(ssd: P
 def test_the_last_commit_forgotten_deletes_the_store(ssd: Path, checkpoint: Path, live: bool) -> None:
     with open_tier(ssd) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 1))
-        reference = commit(tier, checkpoint)
+        reference = tier.commit(checkpoint)
         if live:
             forget(reference, checkpoint)
-            tier.store(Run(0, 4), 0, pattern(4, 2))
+            tier.store(RUN, 0, pattern(4, 2))
     if not live:
         forget(reference, checkpoint, ssd)
     assert names(ssd) == []
@@ -231,10 +202,7 @@ def test_the_last_commit_forgotten_deletes_the_store(ssd: Path, checkpoint: Path
 def test_a_commit_is_forgotten_only_for_its_own_checkpoint_in_a_directory_that_was_named(
     ssd: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        reference = commit(tier, checkpoint)
+    (reference,) = kept([ssd], checkpoint)
     other = make_checkpoint(tmp_path / "other")[1]
     forget_commit(reference, other, [ssd])
     own = checkpoint_id_of(checkpoint)
@@ -244,15 +212,13 @@ def test_a_commit_is_forgotten_only_for_its_own_checkpoint_in_a_directory_that_w
     forget_commit(reference, own)  # the manifest names the directory, the user has not
     with open_tier(ssd):
         forget_commit(reference, other)
-    assert committed(reference, run) == pattern(4, 1)
+    assert committed(reference, RUN) == pattern(4, 1)
 
 
 def striped(tmp_path: Path, checkpoint: Path) -> tuple[list[Path], Reference]:
     """Two drives, and pages 1 on them that a checkpoint keeps."""
     drives = [make_directory(tmp_path / name) for name in ("a", "b")]
-    with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
-        tier.store(tier.alloc(6), 0, pattern(6, 1))
-        return drives, commit(tier, checkpoint)
+    return drives, *kept(drives, checkpoint, pages=6, spare=6)
 
 
 def test_a_stripe_stays_whatever_is_with_the_first_one(tmp_path: Path, checkpoint: Path) -> None:
@@ -293,7 +259,7 @@ def test_stripes_that_were_used_with_a_copy_are_not_written_to_with_the_original
     shutil.copytree(tmp_path / "away", tmp_path / "copy")
     with Tier({tmp_path / "copy": None, drives[1]: None}, 6, PAGE, 6) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 2))
-        reference = commit(tier, checkpoint.with_name("step-2"))
+        reference = tier.commit(checkpoint.with_name("step-2"))
     (tmp_path / "away").rename(drives[0])
     with Tier(dict.fromkeys(drives), 6, PAGE, 6) as tier:
         tier.store(tier.alloc(6), 0, pattern(6, 3))
@@ -311,7 +277,7 @@ def test_a_damaged_page_table_is_an_error_and_its_pages_are_left_alone(
         run = tier.alloc(4)
         for seed in (1, 2):
             tier.store(run, 0, pattern(4, seed))
-            references = [commit(tier, checkpoint.with_name(f"step-{step}")) for step in range(2)]
+            references = [tier.commit(checkpoint.with_name(f"step-{step}")) for step in range(2)]
     damage(next(ssd.glob(f"*/commits/{references[0]['commit']}")))
     with pytest.raises(StorageError, match=r"page table .* is truncated or damaged"):
         open_commit(references[0])
@@ -322,9 +288,7 @@ def test_a_damaged_page_table_is_an_error_and_its_pages_are_left_alone(
 
 
 def test_a_truncated_page_file_is_an_error_and_not_used_on(ssd: Path, checkpoint: Path) -> None:
-    with open_tier(ssd) as tier:
-        tier.store(tier.alloc(4), 0, pattern(4, 1))
-        reference = commit(tier, checkpoint)
+    (reference,) = kept([ssd], checkpoint)
     os.truncate(next(ssd.glob("*/pages")), 2 * PAGE)
     with pytest.raises(StorageError, match=rf"is truncated: it has {2 * PAGE} bytes where .* {12 * PAGE}"):
         open_commit(reference)
@@ -346,7 +310,7 @@ def test_a_full_disk_fails_the_commit_and_leaves_the_one_before(
     with open_tier(ssd) as tier:
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 1))
-        first = commit(tier, checkpoint)
+        first = tier.commit(checkpoint)
         tier.store(run, 0, pattern(4, 2))
         real = os.fsync
 
@@ -358,26 +322,25 @@ def test_a_full_disk_fails_the_commit_and_leaves_the_one_before(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             with pytest.raises(StorageError, match="No space left on device"):
-                commit(tier, checkpoint.with_name("step-2"))
+                tier.commit(checkpoint.with_name("step-2"))
         assert len(list(ssd.glob("*/commits/*"))) == 1
         for seed in range(3):  # no slot is lost
             tier.store(run, 0, pattern(4, seed))
             with closing(tier.freeze_all()):
                 tier.store(run, 0, pattern(4, 9))
         assert committed(first, run) == pattern(4, 1)
-        assert committed(commit(tier, checkpoint.with_name("step-3")), run) == pattern(4, 9)
+        assert committed(tier.commit(checkpoint.with_name("step-3")), run) == pattern(4, 9)
 
 
-def test_two_tiers_of_a_process_on_one_directory_are_refused(ssd: Path) -> None:
-    with open_tier(ssd), pytest.raises(StorageError, match=r"another optimizer of this process.*another directory"):
-        open_tier(ssd)
-    open_tier(ssd).close()
-
-
-def test_a_tier_that_was_dropped_leaves_the_directory_to_others(ssd: Path) -> None:
-    tier = open_tier(ssd)
-    del tier
-    gc.collect()
+def test_a_directory_is_one_tiers_until_that_is_closed_or_dropped(ssd: Path) -> None:
+    for drop in (False, True):
+        tier = open_tier(ssd)
+        with pytest.raises(StorageError, match=r"another optimizer of this process.*another directory"):
+            open_tier(ssd)
+        if not drop:
+            tier.close()
+        del tier
+        gc.collect()
     open_tier(ssd).close()
 
 
@@ -454,7 +417,7 @@ def test_a_kill_between_any_two_steps_leaves_old_or_new_and_no_space_is_lost(tmp
         for path in checkpoints:
             (rank,) = module.read_manifest(path)["paged"]["ranks"]
             outcomes.add(path.name)
-            assert committed(rank["reference"], Run(0, 4)) == pattern(4, int(path.name[-1]))
+            assert committed(rank["reference"], RUN) == pattern(4, int(path.name[-1]))
         with open_tier(ssd, spare=8) as tier:
             run = tier.alloc(4)
             tier.store(run, 0, pattern(4, 4))

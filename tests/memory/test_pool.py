@@ -106,28 +106,6 @@ TestPoolAgainstModel = PoolAgainstModel.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
-def test_free_merges_with_both_neighbours() -> None:
-    pool = PagePool(3)
-    left, middle, right = (pool.alloc() for _ in range(3))
-    for run in (left, right, middle):
-        assert run is not None
-        pool.free(run)
-    assert pool.alloc(3) == Run(0, 3)
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_asking_for_no_frames_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"{count} frames"):
-        PagePool(4).alloc(count)
-    with pytest.raises(ValueError, match=f"{count} frames"):
-        PagePool(4).cheapest_window(count, lambda run: 0.0)
-
-
-def test_a_pool_without_frames_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one frame"):
-        PagePool(0)
-
-
 def test_a_large_pool_allocates_in_microseconds_when_half_its_frames_are_holes() -> None:
     pool = PagePool(100_000)
     runs = [pool.alloc() for _ in range(100_000)]

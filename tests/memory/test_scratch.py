@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, strategies as st
 
 from pagoda.errors import CorruptPageError
@@ -84,14 +83,4 @@ def test_a_limit_of_each_drive_holds(tmp_path: Path) -> None:
     assert scratch.alloc(10 * PAGE) is None
     assert scratch.alloc(9 * PAGE) is not None
     assert scratch.alloc(1) is None
-    scratch.close()
-
-
-def test_a_tensor_over_a_piece_starts_on_a_page() -> None:
-    scratch = MemoryScratch(8 * PAGE, PAGE, Arena)
-    for _ in range(2):
-        pieces = scratch.alloc(PAGE + 1)
-        assert pieces is not None
-        assert scratch.tensor(pieces[0]).data_ptr() % PAGE == 0
-        assert scratch.tensor(pieces[0]).dtype == torch.uint8
     scratch.close()

@@ -1,7 +1,6 @@
 """Whatever is stored, frozen, forked and adopted, in whatever order: no kept slot is ever the target of a store."""
 
 import numpy as np
-import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -173,35 +172,3 @@ def test_adjoining_pages_take_adjoining_slots_even_when_stored_apart() -> None:
     table.pin(table.table(Run(0, 8)))
     moved = [slot for page in range(5) for slot in store(table, page, 1)]
     assert moved == list(range(moved[0], moved[0] + 5))
-
-
-def test_a_store_without_enough_free_slots_changes_nothing() -> None:
-    table = SlotTable(4, 6)
-    store(table, 0, 4)
-    pinned = table.table(Run(0, 4))
-    table.pin(pinned)
-    assert table.begin_store(Run(0, 3)) is None
-    assert (table.lacks(Run(0, 3)), table.free) == (1, 2)
-    store(table, 0, 2)
-    assert table.free == 0
-    table.unpin(pinned)
-    assert table.free == 2
-
-
-def test_a_page_that_is_still_loaded_is_not_stored() -> None:
-    table = SlotTable(1, 2)
-    store(table, 0, 1)
-    page = Run(0, 1)
-    table.pin(table.table(page))
-    loads = [table.begin_load(page) for _ in range(2)]
-    for _ in loads:
-        assert (table.begin_store(page), table.lacks(page)) == (None, 0)
-        table.end_load(page)
-    store(table, 0, 1)
-    assert table.free == 0
-
-
-@pytest.mark.parametrize(("pages", "slots"), [(0, 1), (3, 2)])
-def test_pages_that_do_not_fit_are_refused(pages: int, slots: int) -> None:
-    with pytest.raises(ValueError, match="slots"):
-        SlotTable(pages, slots)

@@ -1,11 +1,9 @@
 """A page file keeps every byte, leaves nothing behind, and says what it asked for when it fails."""
 
-import contextlib
 import errno
 import fcntl
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,46 +63,11 @@ def page_file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
         yield file
 
 
-def open_inodes() -> set[int]:
-    """Inodes of the files this process has open."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        # The listing's own descriptor is gone by now.
-        with contextlib.suppress(OSError):
-            found.add(os.fstat(int(fd)).st_ino)
-    return found
-
-
 def random_arena(nbytes: int, seed: int) -> Arena:
     arena = Arena(nbytes)
     generator = torch.Generator().manual_seed(seed)
     arena.tensor(0, nbytes, torch.uint8).random_(1, 256, generator=generator)
     return arena
-
-
-def test_two_threads_read_back_what_they_wrote(page_file: PageFile) -> None:
-    source, target = random_arena(8 * PAGE, 0), Arena(8 * PAGE)
-
-    def round_trip(pages: range) -> None:
-        for page in pages:
-            page_file.pwrite(page, source.view(page * PAGE, PAGE))
-        for page in pages:
-            page_file.pread(page, target.view(page * PAGE, PAGE))
-
-    threads = [threading.Thread(target=round_trip, args=(range(k, 8, 2),)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert target.view(0, 8 * PAGE) == source.view(0, 8 * PAGE)
-
-
-def test_a_short_buffer_moves_only_its_part_of_a_page(page_file: PageFile) -> None:
-    source, target = random_arena(2 * PAGE_ALIGN, 1), Arena(PAGE)
-    page_file.pwrite(3, source.view(0, 2 * PAGE_ALIGN))
-    page_file.pread(3, target.view(0, PAGE))
-    assert target.view(0, 2 * PAGE_ALIGN) == source.view(0, 2 * PAGE_ALIGN)
-    assert not any(target.view(2 * PAGE_ALIGN, PAGE - 2 * PAGE_ALIGN))
 
 
 def test_one_transfer_spans_consecutive_pages(page_file: PageFile) -> None:
@@ -118,21 +81,6 @@ def test_pages_never_written_read_as_zeros(page_file: PageFile) -> None:
     target = random_arena(8 * PAGE, 3)
     page_file.pread(0, target.view(0, 8 * PAGE))
     assert not any(target.view(0, 8 * PAGE))
-
-
-def test_the_file_has_no_name_from_the_start_and_its_space_is_reserved(tmp_path: Path) -> None:
-    free_before = os.listdir(tmp_path)
-    with PageFile(tmp_path, 8, PAGE) as file:
-        assert os.listdir(tmp_path) == free_before == []
-        assert os.fstat(file._fd).st_blocks * 512 >= 8 * PAGE
-
-
-def test_a_dropped_page_file_gives_its_space_back(tmp_path: Path) -> None:
-    file = PageFile(tmp_path, 1, PAGE)
-    inode = os.fstat(file._fd).st_ino
-    assert inode in open_inodes()
-    del file
-    assert inode not in open_inodes()
 
 
 def test_short_transfers_go_on_from_the_last_whole_block(page_file: PageFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +106,6 @@ def test_short_transfers_go_on_from_the_last_whole_block(page_file: PageFile, mo
         assert all(offset % PAGE_ALIGN == 0 for offset in offsets)
 
 
-def test_a_file_that_ends_early_is_an_error_not_stale_bytes(page_file: PageFile) -> None:
-    os.ftruncate(page_file._fd, 4 * PAGE)
-    with pytest.raises(StorageError, match=rf"read {PAGE} bytes at offset {6 * PAGE}: end of file"):
-        page_file.pread(6, Arena(PAGE).view(0, PAGE))
-
-
 def test_a_failing_disk_is_named_with_offset_size_and_cause(
     page_file: PageFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,13 +121,6 @@ def test_bytes_outside_the_file_are_refused(page_file: PageFile, page: int, nbyt
         page_file.pread(page, view)
     with pytest.raises(ValueError, match=f"page file of {8 * PAGE} bytes"):
         page_file.pwrite(page, view)
-
-
-def test_a_closed_page_file_refuses_transfers_and_closes_again(page_file: PageFile) -> None:
-    page_file.close()
-    page_file.close()
-    with pytest.raises(StorageError, match="closed"):
-        page_file.pread(0, Arena(PAGE).view(0, PAGE))
 
 
 @pytest.mark.parametrize("refuse", [refuse_direct_flag, refuse_direct_transfer])
@@ -216,58 +151,65 @@ def test_a_disk_that_fails_the_probe_is_an_error_not_a_fallback(
         PageFile(tmp_path, 1, PAGE)
 
 
-def test_a_missing_directory_is_refused_naming_it_and_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"nowhere.*No such file.*mkdir"):
-        PageFile(tmp_path / "nowhere", 1, PAGE)
+@pytest.mark.parametrize(("pages", "page_bytes"), [(0, PAGE), (1, 0), (1, PAGE_ALIGN + 1)])
+def test_pages_that_direct_io_cannot_move_are_refused(tmp_path: Path, pages: int, page_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="multiple of 4096"):
+        PageFile(tmp_path, pages, page_bytes)
 
 
-def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plain"
-    path.touch()
-    with pytest.raises(StorageError, match=r"plain cannot be used: Not a directory"):
-        PageFile(path, 1, PAGE)
+def test_the_file_has_no_name_its_space_is_reserved_and_free_again_when_it_is_dropped(tmp_path: Path) -> None:
+    file = PageFile(tmp_path, 8, PAGE)
+    descriptor = file._fd
+    assert os.listdir(tmp_path) == []
+    assert os.fstat(descriptor).st_blocks * 512 >= 8 * PAGE
+    del file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
-def test_an_unwritable_directory_is_refused_naming_it_and_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_closed_page_file_refuses_transfers_and_closes_again(page_file: PageFile) -> None:
+    for _ in range(2):
+        page_file.close()
+    with pytest.raises(StorageError, match="closed"):
+        page_file.pread(0, Arena(PAGE).view(0, PAGE))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "why"),
+    [
+        ("nowhere", None, r"nowhere.*No such file.*mkdir"),
+        ("plain", None, r"plain cannot be used: Not a directory"),
+        (".", errno.EACCES, r"Permission denied.*make it writable"),  # patched: the superuser may write anywhere
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_refused_naming_it_and_the_fix(
+    name: str, error: int | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Patched, because the superuser may write anywhere.
-    monkeypatch.setattr(os, "open", raising(errno.EACCES))
-    with pytest.raises(StorageError, match=rf"{tmp_path}.*Permission denied.*make it writable"):
-        PageFile(tmp_path, 1, PAGE)
+    (tmp_path / "plain").touch()
+    if error is not None:
+        monkeypatch.setattr(os, "open", raising(error))
+    with pytest.raises(StorageError, match=why):
+        PageFile(tmp_path / name, 1, PAGE)
 
 
-def test_too_little_free_space_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("free", "error", "why"),
+    [
+        ([3 * PAGE // 4], errno.EIO, r"asked 128\.00 KiB \(2 pages\), free 48\.00 KiB, 80\.00 KiB short"),
+        ([2 * PAGE, PAGE], errno.ENOSPC, r"asked 128\.00 KiB .*64\.00 KiB short"),  # others took some meanwhile
+        ([4 * PAGE, 4 * PAGE], errno.EDQUOT, "refused by a quota"),
+    ],
+)
+def test_too_little_space_is_refused_with_the_shortfall_and_no_file_is_left(
+    free: list[int], error: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=3, f_frsize=PAGE // 4))
-    monkeypatch.setattr(os, "posix_fallocate", raising(errno.EIO))
-    with pytest.raises(StorageError, match=r"asked 128\.00 KiB \(2 pages\), free 48\.00 KiB, 80\.00 KiB short"):
-        PageFile(tmp_path, 2, PAGE)
-
-
-def test_space_lost_to_others_meanwhile_is_refused_with_the_shortfall_and_no_file_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = iter([2 * PAGE, PAGE])  # when checked, and after the reservation failed
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=next(free), f_frsize=1))
-    monkeypatch.setattr(os, "posix_fallocate", raising(errno.ENOSPC))
-    with pytest.raises(StorageError, match=r"asked 128\.00 KiB .*64\.00 KiB short") as caught:
+    left = iter(free)
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=next(left), f_frsize=1))
+    monkeypatch.setattr(os, "posix_fallocate", raising(error))
+    with pytest.raises(StorageError, match=why) as caught:
         PageFile(tmp_path, 2, PAGE)
     assert os.listdir(tmp_path) == []
     # Nor an unnamed one that lives as long as the error is held.
     links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     assert caught.value.__traceback__ is not None
     assert not [link for link in links if link.startswith(str(tmp_path))]
-
-
-def test_a_quota_is_not_reported_as_a_negative_shortfall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", raising(errno.EDQUOT))
-    with pytest.raises(StorageError, match="refused by a quota"):
-        PageFile(tmp_path, 2, PAGE)
-
-
-@pytest.mark.parametrize(("pages", "page_bytes"), [(0, PAGE), (1, 0), (1, PAGE_ALIGN + 1)])
-def test_pages_that_direct_io_cannot_move_are_refused(tmp_path: Path, pages: int, page_bytes: int) -> None:
-    with pytest.raises(ConfigError, match="multiple of 4096"):
-        PageFile(tmp_path, pages, page_bytes)

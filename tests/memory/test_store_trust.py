@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +12,14 @@ import xxhash
 
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
-from pagoda.memory.arena import Arena
-from pagoda.memory.page import Run
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.committed import open_commit
 from pagoda.memory.ssd.striped import StripedFile
-from tests.memory.ssd_parts import PAGE, Tier, loaded, make_checkpoint, make_directory, names, pattern
-
-
-@pytest.fixture
-def ssd(tmp_path: Path) -> Path:
-    return make_directory(tmp_path / "ssd")
+from tests.memory.ssd_parts import PAGE, RUN, Tier, committed, kept, loaded, make_directory, names, pattern
 
 
 def open_tier(ssd: Path, pages: int = 4, spare: int = 4) -> Tier:
     return Tier({ssd: None}, pages, PAGE, spare)
-
-
-def stored(ssd: Path, *steps: int) -> list[dict[str, Any]]:
-    """References to four pages for each of some checkpoints, which exist, in a store that is closed again."""
-    found = []
-    with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        for step in steps:
-            tier.store(run, 0, pattern(4, step))
-            with closing(tier.freeze_all()) as frozen:
-                found.append(frozen.commit(*make_checkpoint(ssd.parent / "run" / f"step-{step}")))
-    return found
-
-
-def committed(reference: dict[str, Any]) -> memoryview:
-    into = Arena(4 * PAGE).view(0, 4 * PAGE)
-    with open_commit(reference) as pages:
-        pages.load(Run(0, 4), 0, into)
-    return into
 
 
 def content_of(tree: Path) -> dict[str, bytes | str | None]:
@@ -103,9 +76,9 @@ def test_a_forged_record_deletes_nothing_elsewhere(
 
 @pytest.mark.parametrize("part", ["", "/commits", "/pages", "/store.json"])
 def test_a_store_with_a_symbolic_link_in_it_is_neither_written_to_nor_deleted(
-    part: str, ssd: Path, tmp_path: Path
+    part: str, ssd: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    (reference,) = stored(ssd, 1)
+    (reference,) = kept([ssd], checkpoint, spare=4)
     linked = Path(f"{ssd / 'pagoda-'}{reference['store']}{part}")
     away = make_directory(tmp_path / "away") / "there"
     linked.rename(away)
@@ -119,14 +92,14 @@ def test_a_store_with_a_symbolic_link_in_it_is_neither_written_to_nor_deleted(
     assert linked.is_symlink() or part == "/commits"
 
 
-def test_a_page_file_with_a_second_name_is_not_written_to(ssd: Path, tmp_path: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_page_file_with_a_second_name_is_not_written_to(ssd: Path, checkpoint: Path, tmp_path: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     os.link(ssd / f"pagoda-{reference['store']}" / "pages", tmp_path / "backup")
     before = (tmp_path / "backup").read_bytes()
     with open_tier(ssd) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 2))
     assert (tmp_path / "backup").read_bytes() == before
-    assert committed(reference) == pattern(4, 1)
+    assert committed(reference, RUN) == pattern(4, 1)
 
 
 _WRONG: tuple[object, ...] = (
@@ -153,8 +126,8 @@ def mended(body: bytes) -> bytes:
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
-def test_a_record_with_any_field_forged_is_one_error_and_changes_nothing(ssd: Path, tmp_path: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_record_with_any_field_forged_is_one_error_and_changes_nothing(ssd: Path, checkpoint: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     path = ssd / f"pagoda-{reference['store']}" / "store.json"
     whole = path.read_bytes()
     cases = [
@@ -163,17 +136,17 @@ def test_a_record_with_any_field_forged_is_one_error_and_changes_nothing(ssd: Pa
     for forged in cases:
         path.write_bytes(forged)
         with pytest.raises(StorageError):
-            committed(reference)
+            committed(reference, RUN)
         assert main(["inspect", str(ssd), "--verify"]) in (0, 1)
         assert main(["gc", str(ssd), "--yes"]) == 0
         assert path.read_bytes() == forged
     open_tier(ssd).close()
     path.write_bytes(whole)
-    assert committed(reference) == pattern(4, 1)
+    assert committed(reference, RUN) == pattern(4, 1)
 
 
-def test_a_page_table_with_any_field_forged_is_one_error_and_is_kept(ssd: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_page_table_with_any_field_forged_is_one_error_and_is_kept(ssd: Path, checkpoint: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     path = next(ssd.glob("*/commits/*"))
     line, _, arrays = path.read_bytes()[:-8].partition(b"\n")
     fields = json.loads(line)
@@ -184,7 +157,7 @@ def test_a_page_table_with_any_field_forged_is_one_error_and_is_kept(ssd: Path) 
         path.write_bytes(mended(body))
         if path.read_bytes() != mended(line + b"\n" + arrays):
             with pytest.raises(StorageError):
-                committed(reference)
+                committed(reference, RUN)
             assert main(["inspect", str(ssd)]) in (0, 1)
             assert main(["gc", str(ssd), "--yes"]) == 0
             assert path.read_bytes() == mended(body)
@@ -192,8 +165,8 @@ def test_a_page_table_with_any_field_forged_is_one_error_and_is_kept(ssd: Path) 
 
 
 @pytest.mark.parametrize("field", ["store", "commit", "page_bytes", "pages", "table", "directories"])
-def test_a_reference_with_any_field_forged_is_refused(field: str, ssd: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_reference_with_any_field_forged_is_refused(field: str, ssd: Path, checkpoint: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     for value in (*_WRONG, ["relative"], ["/with\0nul"]):
         if field == "directories" and value == []:
             continue  # fewer hints
@@ -203,13 +176,13 @@ def test_a_reference_with_any_field_forged_is_refused(field: str, ssd: Path) -> 
 
 
 @pytest.mark.parametrize("part", ["store.json", "pages", "commits/*"])
-def test_a_pipe_in_place_of_a_file_is_an_error_and_does_not_hang(part: str, ssd: Path) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_pipe_in_place_of_a_file_is_an_error_and_does_not_hang(part: str, ssd: Path, checkpoint: Path) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     path = next(ssd.glob(f"*/{part}"))
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(StorageError, match=r"not a regular file|are not in"):
-        committed(reference)
+        committed(reference, RUN)
     with open_tier(ssd) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 2))
     assert main(["inspect", str(ssd), "--verify"]) in (0, 1)
@@ -217,66 +190,48 @@ def test_a_pipe_in_place_of_a_file_is_an_error_and_does_not_hang(part: str, ssd:
     assert path.is_fifo()
 
 
-def test_two_page_tables_exchanged_are_refused(ssd: Path) -> None:
-    references = stored(ssd, 1, 2)
+def test_two_page_tables_exchanged_are_refused(ssd: Path, checkpoint: Path) -> None:
+    references = kept([ssd], checkpoint, checkpoint.with_name("step-2"), spare=4)
     first, second = (next(ssd.glob(f"*/commits/{reference['commit']}")) for reference in references)
     first.rename(ssd / "first")
     second.rename(first)
     (ssd / "first").rename(second)
     for reference in references:
         with pytest.raises(StorageError, match="is the page table of commit"):
-            committed(reference)
+            committed(reference, RUN)
 
 
-def test_a_page_table_made_up_for_the_commit_is_refused(ssd: Path) -> None:
+def test_a_page_table_made_up_for_the_commit_is_refused(ssd: Path, checkpoint: Path) -> None:
     """Its names and checksum are right: what binds it is its hash in the manifest."""
-    references = stored(ssd, 1, 2)
+    references = kept([ssd], checkpoint, checkpoint.with_name("step-2"), spare=4)
     first, second = (next(ssd.glob(f"*/commits/{reference['commit']}")) for reference in references)
     line = first.read_bytes().partition(b"\n")[0]
     arrays = second.read_bytes()[:-8].partition(b"\n")[2]
     first.write_bytes(mended(line + b"\n" + arrays))
     with pytest.raises(StorageError, match="not the page table that the checkpoint was saved with"):
-        committed(references[0])
+        committed(references[0], RUN)
 
 
-def test_a_failed_sync_is_final(ssd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("verb", "of"), [("fdatasync", ""), ("fsync", "/commits")], ids=["pages", "page tables"])
+def test_a_failed_sync_is_final_and_leaves_no_table(
+    verb: str, of: str, ssd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel drops what it could not write, and says success the next time."""
     with open_tier(ssd) as tier:
-        run = tier.alloc(4)
-        tier.store(run, 0, pattern(4, 1))
-        real, fails = os.fdatasync, [True]
-
-        def fdatasync(descriptor: int) -> None:
-            if fails:
-                fails.clear()
-                raise OSError(5, "Input/output error")
-            real(descriptor)
-
-        monkeypatch.setattr(os, "fdatasync", fdatasync)
-        for step in range(3):
-            with closing(tier.freeze_all()) as frozen, pytest.raises(StorageError, match="Input/output error"):
-                frozen.commit(*make_checkpoint(tmp_path / f"step-{step}"))
-        assert not tier.commits
-        assert not list(ssd.glob("*/commits/*"))
-
-
-def test_a_failed_sync_of_the_page_tables_directory_is_final_and_leaves_no_table(
-    ssd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_tier(ssd) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 1))
-        real, fails = os.fsync, [True]
+        real, fails = getattr(os, verb), [True]
 
-        def fsync(descriptor: int) -> None:
-            if fails and os.readlink(f"/proc/self/fd/{descriptor}").endswith("/commits"):
+        def sync(descriptor: int) -> None:
+            if fails and os.readlink(f"/proc/self/fd/{descriptor}").endswith(of):
                 fails.clear()
                 raise OSError(5, "Input/output error")
             real(descriptor)
 
-        monkeypatch.setattr(os, "fsync", fsync)
-        for step in range(2):
-            with closing(tier.freeze_all()) as frozen, pytest.raises(StorageError, match="Input/output error"):
-                frozen.commit(*make_checkpoint(tmp_path / f"step-{step}"))
+        monkeypatch.setattr(os, verb, sync)
+        for step in range(3):
+            with pytest.raises(StorageError, match="Input/output error"):
+                tier.commit(tmp_path / f"step-{step}")
+            assert not tier.commits
             assert not list(ssd.glob("*/commits/*"))
 
 
@@ -305,19 +260,17 @@ def test_what_is_deleted_or_replaced_in_mid_run_is_noticed_at_the_next_commit(
     with open_tier(ssd) as tier:
         run = tier.alloc(4)
         tier.store(run, 0, pattern(4, 1))
-        with closing(tier.freeze_all()) as frozen:
-            frozen.commit(*make_checkpoint(tmp_path / "step-1"))
+        tier.commit(tmp_path / "step-1")
         change(next(ssd.glob(f"*/{part}")))
-        with (
-            closing(tier.freeze_all()) as frozen,
-            pytest.raises(StorageError, match=rf"{part} was deleted, moved or replaced"),
-        ):
-            frozen.commit(*make_checkpoint(tmp_path / "step-2"))
+        with pytest.raises(StorageError, match=rf"{part} was deleted, moved or replaced"):
+            tier.commit(tmp_path / "step-2")
         assert len(tier.commits) == 1
 
 
-def test_a_store_that_grows_is_synced_before_its_record_says_so(ssd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (reference,) = stored(ssd, 1)
+def test_a_store_that_grows_is_synced_before_its_record_says_so(
+    ssd: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (reference,) = kept([ssd], checkpoint, spare=4)
     record = ssd / f"pagoda-{reference['store']}" / "store.json"
     before = record.read_bytes()
     at_sync: list[tuple[int, bytes]] = []
@@ -350,8 +303,7 @@ def test_the_folders_of_a_store_are_synced_before_it_is_referred_to(
     with open_tier(ssd) as tier:
         tier.store(tier.alloc(4), 0, pattern(4, 1))
         monkeypatch.setattr(os, "fsync", fsync)
-        with closing(tier.freeze_all()) as frozen:
-            reference = frozen.commit(*make_checkpoint(tmp_path / "step-1"))
+        reference = tier.commit(tmp_path / "step-1")
     folder = f"pagoda-{reference['store']}"
     assert (folder, ["commits", "pages", "store.json"]) in synced[:-2]
     assert any(name == "ssd" and folder in inside for name, inside in synced[:-2])

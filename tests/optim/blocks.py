@@ -1,12 +1,23 @@
-"""Random and extreme states for the tests of this folder, and comparison by bits."""
+"""Rules, random and extreme states for them, updates of these, and comparison by bits."""
 
-from collections.abc import Sequence
-
-import reference
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim import MOMENT_NAMES, flat, gradient_dtype
+from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, flat, gradient_dtype
+from pagoda.optim.kernels import gradient_kernels, update_kernel
+
+States = dict[str, torch.Tensor]
+
+RULES: dict[str, ElementwiseRule] = {
+    "adamw": AdamW(lr=3e-3, weight_decay=0.1),
+    "adamw-bf16": AdamW(lr=3e-3, weight_decay=0.1, moments="bf16"),
+    "adamw-8bit": AdamW(lr=3e-3, weight_decay=0.1, moments="8bit"),
+    "adam": Adam(lr=3e-3, weight_decay=0.1),
+    "sgd": SGD(lr=3e-2, weight_decay=0.1),
+    "momentum": SGD(lr=3e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "nesterov": SGD(lr=3e-2, momentum=0.9, nesterov=True),
+    "lion": Lion(lr=3e-3, weight_decay=0.1),
+}
 
 _MAGNITUDES = [0.0, 1e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, 1e-30, 1e-8, 0.5, 1.0, 1.00390625, 3.0]
 _MAGNITUDES += [65504.0, 1e18, 1e19, 1e30, 3.3e38, 3.4028235e38]
@@ -15,10 +26,10 @@ EDGES = torch.tensor([sign * size for size in _MAGNITUDES for sign in (1.0, -1.0
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Bit patterns as integers, with every NaN made the same."""
-    integer = torch.int16 if tensor.element_size() == 2 else torch.int32
-    patterns = tensor.contiguous().view(integer).clone()
-    if tensor.is_floating_point():
-        patterns[tensor.isnan()] = -1
+    if not tensor.is_floating_point():
+        return tensor
+    patterns = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).clone()
+    patterns[tensor.isnan()] = -1
     return patterns
 
 
@@ -26,30 +37,82 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype is b.dtype and torch.equal(bits(a), bits(b))
 
 
-def random_block(
-    precision: Precision, n: int, *, seed: int = 0, edges: bool = False, moments: Sequence[str] = MOMENT_NAMES
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """States and gradient of ``n`` elements; with ``edges`` half of all values are from `EDGES`."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def values(scale: float) -> torch.Tensor:
-        drawn = torch.randn(n, generator=generator) * scale
-        if not edges:
-            return drawn
-        picked = EDGES[torch.randint(len(EDGES), (n,), generator=generator)]
-        return torch.where(torch.rand(n, generator=generator) < 0.5, picked, drawn)
-
-    states = {"weight": values(1e-1)}
-    if precision == "bf16":
-        states["weight"], states["weight_low"] = reference.split(states["weight"])
-    elif precision == "fp16":
-        master = states["weight"]
-        states["weight"], states["weight_low"] = master.to(torch.float16), torch.empty(n, dtype=torch.int16)
-        flat.split(master, states["weight"], states["weight_low"])
-    for name in moments:
-        states[name] = values(1e-3).abs() if name == "exp_avg_sq" else values(1e-1)
-    return states, values(1.0).to(gradient_dtype(precision))
+def assert_same_states(ours: States, theirs: States) -> None:
+    different = [name for name in ours if not same_bits(ours[name].cpu(), theirs[name].cpu())]
+    assert not different
 
 
-def copy_of(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copy_of(states: States) -> States:
     return {name: tensor.clone() for name, tensor in states.items()}
+
+
+def random_values(n: int, scale: float, generator: torch.Generator, edges: bool) -> torch.Tensor:
+    """Values shape [n]; with ``edges`` half of them are from `EDGES`."""
+    drawn = torch.randn(n, generator=generator) * scale
+    if not edges:
+        return drawn
+    picked = EDGES[torch.randint(len(EDGES), (n,), generator=generator)]
+    return torch.where(torch.rand(n, generator=generator) < 0.5, picked, drawn)
+
+
+def random_states(
+    rule: ElementwiseRule, precision: Precision, n: int, *, seed: int = 0, edges: bool = True
+) -> tuple[States, torch.Tensor]:
+    """States of ``n`` elements in the order of the rule's kernel, and a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {"weight": random_values(n, 1e-1, generator, edges)}
+    if precision != "fp32":
+        made = dict(zip(("weight", "weight_low"), split(made["weight"], gradient_dtype(precision)), strict=True))
+    if isinstance(rule, AdamW):
+        for moment, scale in (("exp_avg", 1e-1), ("exp_avg_sq", 1e-3)):
+            values = random_values(n, scale, generator, edges)
+            values = values.abs() if moment == "exp_avg_sq" else values
+            kept = flat.encode_moment(moment, values, rule.moments)
+            made.update(zip((state.name for state in rule.states_of(moment)), kept, strict=True))
+    else:
+        for state in rule.own_states():
+            values = random_values(n, 1e-1, generator, edges)
+            made[state.name] = values.abs() if state.name == "exp_avg_sq" else values
+    gradient = random_values(n, 1.0, generator, edges).to(gradient_dtype(precision))
+    return {state.name: made[state.name] for state in rule.states(precision)}, gradient
+
+
+def update_part(
+    rule: ElementwiseRule,
+    precision: Precision,
+    states: States,
+    gradient: torch.Tensor,
+    scalars: tuple[float, ...],
+    noise: Key | None = None,
+    part: slice = slice(None),
+    index: int = 0,
+) -> None:
+    """Update a part of some elements by address, as lanes do; `index` is the first element's in its parameter."""
+    start, stop, _ = part.indices(gradient.numel())
+    addresses = [states[s.name].data_ptr() + s.nbytes(start) for s in rule.states(precision)]
+    addresses.append(gradient.data_ptr() + start * gradient.itemsize)
+    rounding = () if noise is None else (index + start, *noise)
+    update_kernel(rule, precision, gradient.dtype)(*addresses, stop - start, *rounding, *scalars)
+
+
+def store_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
+    """Copy `src` to `dst`; the sum of squares."""
+    return gradient_kernels(dst.dtype, src.dtype).store_gradient(dst.data_ptr(), src.data_ptr(), dst.numel())
+
+
+def add_gradient(dst: torch.Tensor, src: torch.Tensor) -> float:
+    """Add `src` to `dst`; the sum of squares of what is then there."""
+    return gradient_kernels(dst.dtype, src.dtype).add_gradient(dst.data_ptr(), src.data_ptr(), dst.numel())
+
+
+def split(master: torch.Tensor, weight: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The halves of fp32 `master`, shape [n]."""
+    halves = torch.empty(len(master), dtype=weight), torch.empty(len(master), dtype=torch.int16)
+    flat.split(master, *halves)
+    return halves
+
+
+def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    master = torch.empty(len(weight))
+    flat.join(weight, low, master)
+    return master

@@ -12,21 +12,10 @@ import numpy as np
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim import SGD, Adam, AdamW, ElementwiseRule, Key, Lion, flat, gradient_dtype
-from pagoda.optim.formats import update_kernel
+from pagoda.optim import ElementwiseRule, Key, gradient_dtype
 
-from .blocks import random_block
+from .blocks import RULES, States, random_states, update_part
 
-RULES: dict[str, ElementwiseRule] = {
-    "adamw": AdamW(lr=3e-3, weight_decay=0.1),
-    "adamw-bf16": AdamW(lr=3e-3, weight_decay=0.1, moments="bf16"),
-    "adamw-8bit": AdamW(lr=3e-3, weight_decay=0.1, moments="8bit"),
-    "adam": Adam(lr=3e-3, weight_decay=0.1),
-    "sgd": SGD(lr=3e-2, weight_decay=0.1),
-    "momentum": SGD(lr=3e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
-    "nesterov": SGD(lr=3e-2, momentum=0.9, nesterov=True),
-    "lion": Lion(lr=3e-3, weight_decay=0.1),
-}
 CASES: tuple[tuple[str, Precision], ...] = (
     *((rule, "bf16" if half else "fp32") for rule in RULES for half in (True, False)),
     *((rule, "fp16") for rule in RULES),
@@ -37,8 +26,6 @@ SIZE = 700
 KEY, INDEX = Key(0x9E3779B9, 0x7F4A7C15), (1 << 32) - 300
 """The noise of bf16 moments; the element's number wraps."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-States = dict[str, torch.Tensor]
 
 
 def arguments(rule: ElementwiseRule) -> tuple[float, ...]:
@@ -61,26 +48,11 @@ def load_gradient(name: str, precision: Precision) -> torch.Tensor:
         return torch.from_numpy(vectors[f"{name}/{precision}/gradient"]).view(gradient_dtype(precision))
 
 
-def random_states(name: str, precision: Precision, n: int, seed: int) -> tuple[States, torch.Tensor]:
-    """States in the order of the kernels, and a gradient; half of all values are extremes."""
-    rule = RULES[name]
-    moments = "fp32"
-    kept = [state.name for state in rule.own_states()]
-    if isinstance(rule, AdamW):
-        moments, kept = rule.moments, ["exp_avg", "exp_avg_sq"]
-    made, gradient = random_block(precision, n, seed=seed, edges=True, moments=kept)
-    if isinstance(rule, AdamW):
-        for moment in kept:
-            encoded = flat.encode_moment(moment, made.pop(moment), moments)
-            made.update(zip((state.name for state in rule.states_of(moment)), encoded, strict=True))
-    return {state.name: made[state.name] for state in rule.states(precision)}, gradient
-
-
 def update(name: str, precision: Precision, states: States, gradient: torch.Tensor) -> None:
     """One update of the gradient's elements by the CPU's kernel."""
     rule = RULES[name]
-    addresses = [state.data_ptr() for state in states.values()]
-    update_kernel(rule, precision)(*addresses, gradient.data_ptr(), gradient.numel(), *arguments(rule))
+    noise = None if rule.noise("", 1) is None else KEY
+    update_part(rule, precision, states, gradient, rule.scalars(3, 0.37), noise, index=INDEX)
 
 
 def main() -> None:
@@ -90,7 +62,7 @@ def main() -> None:
         arrays[name] = tensor.view(_INTEGERS[tensor.element_size()]).numpy().copy()
 
     for seed, (name, precision) in enumerate(CASES):
-        states, gradient = random_states(name, precision, SIZE, seed)
+        states, gradient = random_states(RULES[name], precision, SIZE, seed=seed)
         put(f"{name}/{precision}/gradient", gradient)
         for state, values in states.items():
             put(f"{name}/{precision}/before/{state}", values)

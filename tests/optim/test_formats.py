@@ -1,4 +1,4 @@
-"""fp16, and gradients in another format than weights: the bits of torch, and of the kernels for fp32."""
+"""Weights and gradients of 16 bits: masters are split and joined, and gradients stored and added, with torch's bits."""
 
 from typing import get_args
 
@@ -10,12 +10,20 @@ from hypothesis import given, strategies as st
 
 from pagoda.config.training import Precision
 from pagoda.jit import kernel
-from pagoda.optim import SGD, Adam, AdamW, Lion, flat, fp16
-from pagoda.optim.codecs import Key
-from pagoda.optim.jit import bits_to_fp32, fp32_to_bits
-from pagoda.optim.rule import ElementwiseRule, gradient_dtype, weight_states
+from pagoda.optim import arithmetic, gradient_dtype
+from pagoda.optim.jit import bits_of, float_of
 
+from .blocks import EDGES, add_gradient, join, random_values, same_bits, split, store_gradient
+
+precisions = pytest.mark.parametrize("precision", get_args(Precision))
+SIZES = [0, 1, 127, 128, 257, 100_003]
 SMALLEST_EXACT = 2.0**-16
+FP16 = torch.float16
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits, those of a NaN included."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
 def floats(seed: int, n: int, low: int = -45, high: int = 15) -> torch.Tensor:
@@ -26,41 +34,54 @@ def floats(seed: int, n: int, low: int = -45, high: int = 15) -> torch.Tensor:
     return (1 + torch.rand(n, generator=generator)) * 2**exponents * signs
 
 
-def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    weight, low = torch.empty(len(master), dtype=torch.float16), torch.empty(len(master), dtype=torch.int16)
-    flat.split(master, weight, low)
-    return weight, low
+# --- masters ----------------------------------------------------------------------------------------------------
 
 
-def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    master = torch.empty(len(weight))
-    flat.join(weight, low, master)
-    return master
+@pytest.mark.parametrize("random", [False, True])
+def test_a_bf16_split_is_lossless_for_every_bit_pattern(random: bool) -> None:
+    """Every high half with its ties and ends, and patterns at random; a NaN comes back as the NaN it was."""
+    high = np.arange(2**16, dtype=np.uint32) << 16
+    ends = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
+    patterns = (high[:, None] | ends).reshape(-1)
+    if random:
+        patterns = np.random.default_rng(0).integers(0, 2**32, 400_000, dtype=np.uint32)
+    master = torch.from_numpy(patterns.view(np.float32))
+    halves = split(master, torch.bfloat16)
+    for ours, theirs in zip(halves, reference.split(master), strict=True):
+        assert torch.equal(raw(ours), raw(theirs))
+    assert torch.equal(raw(join(*halves)), raw(master))
+    assert torch.equal(raw(reference.join(*halves)), raw(master))
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+def test_weights_are_the_master_rounded_to_nearest() -> None:
+    master = torch.cat([torch.randn(100_000), EDGES])
+    tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
+    assert same_bits(split(master, torch.bfloat16)[0][~tie], master.bfloat16()[~tie])
+    halfway = torch.arange(0, 2**15 - 2**10, dtype=torch.int16).view(FP16).float()
+    ties = (halfway + halfway.roll(-1)) / 2
+    master = torch.cat([floats(0, 100_000), ties, -ties, torch.tensor([65519.9, 65520.0, 1e30, torch.inf, -torch.inf])])
+    assert same_bits(split(master, FP16)[0], master.half())
 
 
 def test_every_fp16_value_is_widened_and_split_as_torch_converts_it() -> None:
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(FP16)
     widened = join(every, torch.zeros(len(every), dtype=torch.int16))
-    assert torch.equal(widened.isnan(), every.isnan())
-    numbers = ~every.isnan()
-    assert torch.equal(bits(widened[numbers]), bits(every[numbers].float()))
-    weight, low = split(every[numbers].float())
-    assert torch.equal(bits(weight), bits(every[numbers]))
-    assert not low[every[numbers].isfinite()].any()
+    assert same_bits(widened, every.float())
+    numbers = every[~every.isnan()]
+    weight, low = split(numbers.float(), FP16)
+    assert same_bits(weight, numbers)
+    assert not low[numbers.isfinite()].any()
 
 
 @kernel
 def convert_both_ways(fp32: np.ndarray, halves: np.ndarray, narrowed: np.ndarray, widened: np.ndarray) -> None:
     for i in range(len(fp32)):
-        value = bits_to_fp32(fp32[i])
-        narrowed[0, i], narrowed[1, i] = fp16.fp32_to_fp16(value), fp16.fp32_to_fp16_in_integers(value)
+        value = float_of(fp32[i])
+        narrowed[0, i] = arithmetic.fp32_to_fp16(value)
+        narrowed[1, i] = arithmetic.fp32_to_fp16_in_integers(value)
     for i in range(len(halves)):
-        widened[0, i] = fp32_to_bits(fp16.fp16_to_fp32(halves[i]))
-        widened[1, i] = fp32_to_bits(fp16.fp16_to_fp32_in_integers(halves[i]))
+        widened[0, i] = bits_of(arithmetic.fp16_to_fp32(halves[i]))
+        widened[1, i] = bits_of(arithmetic.fp16_to_fp32_in_integers(halves[i]))
 
 
 def test_a_cpu_without_instructions_for_fp16_converts_to_the_same_bits() -> None:
@@ -75,107 +96,101 @@ def test_a_cpu_without_instructions_for_fp16_converts_to_the_same_bits() -> None
     assert np.array_equal(*widened)
 
 
-def test_weights_are_the_master_as_torch_rounds_it() -> None:
-    halfway = torch.arange(0, 2**15 - 2**10, dtype=torch.int16).view(torch.float16).float()
-    ties = (halfway + halfway.roll(-1)) / 2
-    master = torch.cat([floats(0, 100_000), ties, -ties, torch.tensor([65519.9, 65520.0, 1e30, torch.inf, -torch.inf])])
-    weight, _ = split(master)
-    assert torch.equal(bits(weight), bits(master.half()))
-
-
-def test_a_master_is_kept_exactly_from_the_magnitude_stated_on_and_within_the_bound_below() -> None:
+def test_an_fp16_master_is_kept_exactly_from_the_magnitude_stated_on_and_within_the_bound_below() -> None:
     master = floats(1, 200_000)
-    weight, low = split(master)
-    kept = join(weight, low)
+    halves = split(master, FP16)
+    for ours, theirs in zip(halves, reference.split_fp16(master), strict=True):
+        assert torch.equal(raw(ours), raw(theirs))
+    kept = join(*halves)
+    assert torch.equal(kept, reference.join_fp16(*halves))
     exact = master.abs() >= SMALLEST_EXACT
     assert exact.any()
     assert not exact.all()
     assert torch.equal(kept[exact], master[exact])
     assert (kept - master).abs().max() <= 2.0**-40
-    assert torch.equal(bits(join(*split(kept))), bits(kept))
+    assert torch.equal(raw(join(*split(kept, FP16))), raw(kept))
 
 
 @given(st.floats(width=32, allow_nan=False, min_value=-65504, max_value=65504))
-def test_any_master_is_kept_within_the_bound(value: float) -> None:
-    kept = join(*split(torch.tensor([value]))).item()
+def test_any_fp16_master_is_kept_within_the_bound(value: float) -> None:
+    kept = join(*split(torch.tensor([value]), FP16)).item()
     assert kept == value if abs(value) >= SMALLEST_EXACT else abs(kept - value) <= 2.0**-40
 
 
-def test_fp16_gradients_are_added_with_torchs_bits() -> None:
-    mine = floats(2, 5000, -30, 15).half()
-    for seed in range(3):
-        arriving = floats(3 + seed, 5000, -30, 15).half()
-        expected = mine + arriving
-        squares = flat.add_gradient(mine, arriving)
-        assert torch.equal(bits(mine), bits(expected))
-        assert squares == pytest.approx(expected.double().square().sum().item(), rel=1e-12)
-    stored = torch.empty_like(mine)
-    assert flat.store_gradient(stored, mine) == pytest.approx(mine.double().square().sum().item(), rel=1e-12)
-    assert torch.equal(bits(stored), bits(mine))
-    mine[77] = 65504.0
-    assert flat.add_gradient(mine, mine.clone()) == torch.inf
+# --- gradients --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arriving", [torch.bfloat16, torch.float16])
+def random_gradient(precision: Precision, n: int, seed: int) -> torch.Tensor:
+    return random_values(n, 1.0, torch.Generator().manual_seed(seed), False).to(gradient_dtype(precision))
+
+
+def sum_of_squares(gradient: torch.Tensor) -> float:
+    return gradient.double().square().sum().item()
+
+
+@precisions
+@pytest.mark.parametrize("n", SIZES)
+def test_gradients_are_stored_and_added_with_torchs_bits_and_their_squares_summed(precision: Precision, n: int) -> None:
+    source = random_gradient(precision, n, 1)
+    ours = torch.full_like(source, torch.nan)
+    total = store_gradient(ours, source)
+    assert same_bits(ours, source)
+    assert total == pytest.approx(sum_of_squares(source), rel=1e-12, abs=0)
+    for seed in (2, 3):
+        more = random_gradient(precision, n, seed) * 0.01
+        total = add_gradient(ours, more)
+        source += more
+        assert same_bits(ours, source)
+        assert total == pytest.approx(sum_of_squares(source), rel=1e-12, abs=0)
+
+
+@precisions
+def test_edge_values_and_ties_are_added_with_torchs_bits(precision: Precision) -> None:
+    ties = torch.tensor([1.0, 256.0, 257.0, 2.0**-8, 3 * 2.0**-9, 2.0**-133, torch.inf, -torch.inf, torch.nan])
+    values = torch.cat([EDGES, ties]).to(gradient_dtype(precision))
+    ours, more = (axis.reshape(-1).clone() for axis in torch.meshgrid(values, values, indexing="ij"))
+    theirs = ours + more
+    add_gradient(ours, more)
+    assert same_bits(ours, theirs)
+
+
+def test_random_bf16_bit_patterns_are_added_with_torchs_bits() -> None:
+    patterns = torch.from_numpy(np.random.default_rng(0).integers(-(2**15), 2**15, (2, 500_000), dtype=np.int16))
+    ours, more = patterns.view(torch.bfloat16)
+    theirs = ours + more
+    add_gradient(ours, more)
+    assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("arriving", [torch.bfloat16, FP16])
 def test_gradients_are_accumulated_in_fp32_without_a_rounding(arriving: torch.dtype) -> None:
-    n = 33_068
-    parts = [floats(seed, n, -20, 10).to(arriving) for seed in range(3)]
-    total = torch.empty(n)
-    flat.store_gradient(total, parts[0])
+    parts = [floats(seed, 33_068, -20, 10).to(arriving) for seed in range(3)]
+    total = torch.empty(33_068)
+    store_gradient(total, parts[0])
     assert torch.equal(total, parts[0].float())
     for part in parts[1:]:
-        squares = flat.add_gradient(total, part)
+        squares = add_gradient(total, part)
     assert torch.equal(total, parts[0].float() + parts[1].float() + parts[2].float())
-    assert squares == pytest.approx(total.double().square().sum().item(), rel=1e-12)
+    assert squares == pytest.approx(sum_of_squares(total), rel=1e-12)
 
 
-RULES: list[ElementwiseRule] = [
-    AdamW(weight_decay=0.1),
-    AdamW(moments="bf16"),
-    AdamW(moments="8bit"),
-    Adam(),
-    SGD(),
-    SGD(momentum=0.9),
-    Lion(),
-]
-
-
-@pytest.mark.parametrize("gradient", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("precision", get_args(Precision))
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.kernel_name)
-def test_any_format_is_updated_as_fp32_is(rule: ElementwiseRule, precision: Precision, gradient: torch.dtype) -> None:
-    """With noise, which an element's index decides."""
-    n = 4_999
+@precisions
+def test_a_sum_of_squares_is_finite_exactly_if_every_element_is(precision: Precision) -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for position in (0, 300, 999):
+            gradient = random_gradient(precision, 1000, 1)
+            gradient[position] = bad
+            assert not np.isfinite(store_gradient(torch.zeros_like(gradient), gradient))
+            assert not np.isfinite(add_gradient(torch.zeros_like(gradient), gradient))
     dtype = gradient_dtype(precision)
-    own = {s.name: torch.zeros(s.elements(n), dtype=s.dtype) for s in rule.own_states()}
-    plain = {name: state.clone() for name, state in own.items()}
-    weights = {s.name: torch.empty(n, dtype=s.dtype) for s in weight_states(precision)}
-    master = floats(5, n, -12, 3)
-    if precision == "fp32":
-        weights["weight"].copy_(master)
-    else:
-        flat.split(master, weights["weight"], weights["weight_low"])
-    for step in range(1, 4):
-        grad = floats(10 + step, n, -12, 3).to(gradient)
-        noise = rule.noise("name", step)
-        assert noise is None or isinstance(noise, Key)
-        scalars = rule.scalars(step, 0.25)
-        flat.update(rule, weights | own, grad, scalars, noise)
-        flat.update(rule, {"weight": master} | plain, grad.float(), scalars, noise)
-        if precision == "fp16":  # what it cannot keep
-            master = join(*split(master))
-    found = weights["weight"] if precision == "fp32" else torch.empty(n)
-    if precision != "fp32":
-        flat.join(weights["weight"], weights["weight_low"], found)
-    assert weights["weight"].dtype is dtype
-    assert torch.equal(bits(found), bits(master))
-    for name, state in own.items():
-        assert torch.equal(state, plain[name]), name
+    largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    assert np.isfinite(store_gradient(torch.empty_like(largest), largest))
+    assert not np.isfinite(add_gradient(largest, largest.clone()))
 
 
-def test_the_reference_splits_as_the_kernel_does() -> None:
-    master = floats(6, 10_000)
-    weight, low = reference.split_fp16(master)
-    assert torch.equal(bits(weight), bits(split(master)[0]))
-    assert torch.equal(low, split(master)[1])
-    assert torch.equal(reference.join_fp16(weight, low), join(weight, low))
+@precisions
+def test_the_sum_of_squares_depends_only_on_the_values(precision: Precision) -> None:
+    source = random_gradient(precision, 5001, 1)
+    # Another address and alignment must not change the order of the sum.
+    shifted = torch.cat([source[:1], source])[1:]
+    assert len({store_gradient(torch.empty_like(s), s) for s in (source, shifted, source.clone())}) == 1

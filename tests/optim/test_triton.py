@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pagoda.config.training import Precision
-from pagoda.optim import flat
+from pagoda.optim import gradient_dtype
 from pagoda.plan.placement import BOUNCE_ELEMENTS
 
 from . import make_vectors
-from .blocks import random_block, same_bits
-from .make_vectors import CASES, RULES, States, arguments, load, load_gradient, random_states
+from .blocks import RULES, States, assert_same_states, random_states, random_values, store_gradient
+from .make_vectors import CASES, arguments, load, load_gradient
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
@@ -39,12 +39,6 @@ def _extremes_overflow() -> Iterator[None]:
 
 def on_device(states: States) -> States:
     return {name: state.to(DEVICE) for name, state in states.items()}
-
-
-def assert_same_states(ours: States, theirs: States) -> None:
-    for name, state in ours.items():
-        mine, other = state.cpu(), theirs[name].cpu()
-        assert same_bits(mine, other) if mine.is_floating_point() else torch.equal(mine, other), name
 
 
 def step(name: str, precision: Precision, states: States, gradient: torch.Tensor) -> None:
@@ -73,12 +67,16 @@ def test_the_compiled_cpu_kernel_gives_the_bits_of_the_vectors(name: str, precis
 @cases
 @pytest.mark.parametrize("n", [1, 255, 1025])
 def test_any_number_of_elements_is_updated_and_none_beside_them(name: str, precision: Precision, n: int) -> None:
-    theirs, gradient = random_states(name, precision, n + 256, seed=n)
+    theirs, gradient = random_states(RULES[name], precision, n + 256, seed=n)
     gradient = gradient[:n]
     ours = on_device({name: state.clone() for name, state in theirs.items()})
     step(name, precision, ours, gradient.to(DEVICE))
     make_vectors.update(name, precision, theirs, gradient)
     assert_same_states(ours, theirs)
+
+
+def random_gradient(precision: Precision, n: int, edges: bool = False) -> torch.Tensor:
+    return random_values(n, 1.0, torch.Generator().manual_seed(n), edges).to(gradient_dtype(precision))
 
 
 def square_sum(gradient: torch.Tensor, piece: int) -> list[float]:
@@ -90,13 +88,13 @@ def square_sum(gradient: torch.Tensor, piece: int) -> list[float]:
 
 
 def cpu_square_sum(gradient: torch.Tensor, piece: int) -> list[float]:
-    return [flat.store_gradient(torch.empty_like(part), part) for part in gradient.split(piece)]
+    return [store_gradient(torch.empty_like(part), part) for part in gradient.split(piece)]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("n", [1, 100, 128, 1000, 2500])
 def test_square_sums_have_the_bits_of_the_cpu(precision: Precision, n: int) -> None:
-    _, gradient = random_block(precision, n, seed=n, edges=n == 1000)
+    gradient = random_gradient(precision, n, edges=n == 1000)
     assert square_sum(gradient, 1024) == cpu_square_sum(gradient, 1024)
 
 
@@ -104,30 +102,29 @@ PTX = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pagoda.optim import triton_adamw, triton_momentum, triton_squares
+from pagoda.optim import triton_squares, triton_updates
 
-TYPES = {"n": "i32", **dict.fromkeys(("index", "key_low", "key_high"), "i32")}
+TYPES = dict.fromkeys(("n", "index", "key_low", "key_high"), "i32")
+
 
 def ptx(kernel, types, **constants):
     names = kernel.arg_names
+    types = types | {"scalars": ("fp32",) * (7 if constants.get("rule", 0) > 1 else 9)}
     signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}).asm["ptx"]
 
-for split in (0, 1, 2):
-    weight = "*i16" if split else "*fp32"
+for form in (0, 1, 2):
+    weight = "*i16" if form else "*fp32"
     types = {**TYPES, "weight": weight, "weight_low": weight, "gradient": weight}
-    fp32 = types | dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), "*fp32")
-    half = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*i16")
+    fp32, half = (types | dict.fromkeys(("first", "second"), kind) for kind in ("*fp32", "*i16"))
     codes = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*u8")
     codes |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), "*fp32")
-    for decoupled in (True, False):
-        print(ptx(triton_adamw.adamw, fp32, split=split, noisy=False, decoupled=decoupled, size=1024))
-    print(ptx(triton_adamw.adamw, half, split=split, noisy=True, decoupled=True, size=1024))
-    print(ptx(triton_adamw.adamw_8bit, codes, split=split, size=1024))
-    for kernel in (triton_momentum.sgd, triton_momentum.sgd_momentum, triton_momentum.lion):
-        print(ptx(kernel, fp32, split=split, size=1024))
-    print(ptx(triton_squares.square_sums, types | {"sums": "*fp64"}, piece=1 << 20, half=split))
+    for rule in range(5):
+        print(ptx(triton_updates.update, fp32, form=form, rule=rule, noisy=False, size=1024))
+    print(ptx(triton_updates.update, half, form=form, rule=0, noisy=True, size=1024))
+    print(ptx(triton_updates.adamw_8bit, codes, form=form, size=1024))
+    print(ptx(triton_squares.square_sums, types | {"sums": "*fp64"}, piece=1 << 20, form=form))
 """
 
 
@@ -158,7 +155,7 @@ def test_a_gpu_gives_the_bits_of_the_vectors(name: str, precision: Precision) ->
 @cases
 def test_a_gpu_gives_the_bits_of_the_cpu_on_a_hundred_million_elements(name: str, precision: Precision) -> None:
     n = 100_000_000
-    theirs, gradient = random_states(name, precision, n, seed=7)
+    theirs, gradient = random_states(RULES[name], precision, n, seed=7)
     ours = on_device(theirs)
     for _ in range(2):
         step(name, precision, ours, gradient.to(DEVICE))
@@ -170,5 +167,5 @@ def test_a_gpu_gives_the_bits_of_the_cpu_on_a_hundred_million_elements(name: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_a_gpu_sums_squares_with_the_bits_of_the_cpu(precision: Precision) -> None:
-    _, gradient = random_block(precision, 5 * BOUNCE_ELEMENTS + 12_345, seed=1)
+    gradient = random_gradient(precision, 5 * BOUNCE_ELEMENTS + 12_345)
     assert square_sum(gradient, BOUNCE_ELEMENTS) == cpu_square_sum(gradient, BOUNCE_ELEMENTS)

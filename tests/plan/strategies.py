@@ -1,6 +1,7 @@
 """Random module trees, layouts, traces and machines for the tests of this folder."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -76,48 +77,50 @@ def figure(value: float) -> Figure:
     return Figure(value, "a test")
 
 
-@st.composite
-def small_transfers(draw: Draw, read: Figure, write: Figure) -> SmallTransfers:
-    """Small transfers are no faster than large ones."""
-    shares = [draw(st.floats(0.05, 1.0)) for _ in range(3)]
-    few = [figure(share * many.value) for share, many in zip(shares, (read, write), strict=False)]
-    both = figure(shares[2] * sum(rate.value for rate in few))
-    taken, left = (figure(draw(st.floats(0.01, 1.0))) for _ in range(2))
-    return SmallTransfers(draw(st.integers(4096, 1 << 20)), *few, both, taken, figure(left.value * both.value))
+_MATMUL = MatmulRate(figure(1e15), figure(1e15))
+FAST = Hardware(
+    "fast",
+    Cpu(
+        cores=64,
+        memory_bytes=figure(1e13),
+        memory_bytes_per_s=figure(1e13),
+        update_params_per_s=figure(1e12),
+        bf16=_MATMUL,
+        fp32=_MATMUL,
+        copy_bytes_per_s=figure(1e12),
+        gradient_bytes_per_s=figure(1e12),
+    ),
+    ssd=Drive(figure(1e13), figure(1e10), figure(1e10), figure(1e10), figure(1e15)),
+)
+"""A machine where the CPU computes, and nothing takes long but the SSD."""
+GPU = replace(
+    FAST, device=Device(figure(1e12), figure(1e13), _MATMUL, _MATMUL, figure(1e12)), link=Link(*[figure(1e12)] * 3)
+)
 
 
 @st.composite
 def hardware(draw: Draw) -> Hardware:
     """A machine with an SSD, with a GPU or without, whose rates lie within a factor of a hundred of each other."""
     rate = st.floats(1e8, 1e10).map(figure)
-    matmul = MatmulRate(figure(1e12), figure(1e12))
-    cpu = Cpu(
+    down, up, read, write, update, ram = (draw(rate) for _ in range(6))
+
+    def both(one: Figure, other: Figure) -> Figure:
+        return figure(draw(st.floats(0.3, 1.0)) * (one.value + other.value))
+
+    cpu = replace(
+        FAST.cpu,
         cores=draw(st.integers(1, 8)),
-        memory_bytes=figure(float(1 << 40)),
-        memory_bytes_per_s=draw(rate),
-        update_params_per_s=draw(rate),
-        bf16=matmul,
-        fp32=matmul,
-        copy_bytes_per_s=draw(rate),
-        gradient_bytes_per_s=draw(rate),
+        memory_bytes_per_s=ram,
+        update_params_per_s=update,
+        copy_bytes_per_s=down,
+        gradient_bytes_per_s=up,
     )
-    read, write = draw(rate), draw(rate)
-    share = draw(st.floats(0.3, 1.0))
+    slow = [figure(rate.value / 3) for rate in (read, write, both(read, write))]
     drive = Drive(
-        capacity_bytes=figure(1e13),
-        read_bytes_per_s=read,
-        write_bytes_per_s=write,
-        both_bytes_per_s=figure(share * (read.value + write.value)),
-        endurance_bytes=figure(1e15),
+        *(figure(1e13), read, write, both(read, write), figure(1e15)),
         cpu_share=draw(st.none() | st.floats(0.01, 1.0).map(figure)),
-        beside_bytes_per_s=draw(
-            st.none() | st.floats(0.1, 1.0).map(lambda left: figure(left * share * (read.value + write.value)))
-        ),
-        small=draw(st.none() | small_transfers(read, write)),
+        small=draw(st.none() | st.just(SmallTransfers(1 << 16, *slow, figure(0.5), slow[0]))),
     )
-    if not draw(st.booleans()):
-        return Hardware("cpu", cpu, ssd=drive)
-    down, up = draw(rate), draw(rate)
-    device = Device(figure(1e12), figure(1e12), matmul, matmul, draw(rate))
-    link = Link(down, up, figure(draw(st.floats(0.5, 1.0)) * (down.value + up.value)))
-    return Hardware("gpu", cpu, device=device, link=link, ssd=drive)
+    if draw(st.booleans()):
+        return replace(GPU, cpu=cpu, link=Link(down, up, both(down, up)), ssd=drive)
+    return replace(FAST, cpu=cpu, ssd=drive)

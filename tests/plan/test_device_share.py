@@ -12,9 +12,8 @@ from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.problem import Problem
 from pagoda.forecast.search import Choice, search
-from pagoda.memory.page import pages_for
-from pagoda.optim import Adafactor, AdamW
-from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_offsets, slot_pages
+from pagoda.optim import Adafactor
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import DEVICE
 from pagoda.plan.options import Options
@@ -23,10 +22,9 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.from_plan import schedule_plan
-from pagoda.simulate.hardware import Device, Hardware, Link
-from tests.simulate.test_simulation import FAST
+from pagoda.simulate.hardware import Link
 
-from .strategies import STATES, figure, unit
+from .strategies import FAST, GPU, STATES, figure, unit
 from .test_planner import tower
 
 LARGE = 1 << 40
@@ -45,19 +43,6 @@ def test_a_share_is_spread_over_forward_and_never_passed(sizes: list[int], share
         assert here > wanted - widest or not so_far
     assert on_device(units, 0.0) == frozenset()
     assert on_device(units, 1.0) == {u.index for u in units}
-
-
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-@given(blocks=st.integers(1, 50))
-def test_parts_of_a_slot_are_aligned_and_do_not_overlap(moments: str, blocks: int) -> None:
-    states, elements = AdamW(moments=moments).states("bf16"), 1024 * blocks  # type: ignore[arg-type]
-    offsets, gradient = slot_offsets(states, elements)
-    ends = [*list(offsets.values())[1:], gradient]
-    for (state, start), end in zip(offsets.items(), ends, strict=True):
-        assert start % 256 == 0
-        spec = next(s for s in states if s.name == state)
-        assert start + spec.nbytes(elements) <= end
-    assert slot_pages(states, elements, 4096) == pages_for(gradient + 2 * elements, 4096)
 
 
 def plan_with(share: float, device: int = LARGE, **options: object) -> Plan:
@@ -102,16 +87,6 @@ def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(
         assert not placement.resident
 
 
-def test_a_share_of_what_is_all_on_ssd_says_that_nothing_is_updated_on_the_device() -> None:
-    options = Options(page_bytes=4096, split=Split(device_update_share=0.5))
-    with pytest.raises(BudgetError) as refused:
-        make_plan(tower(8, 128), STATES["bf16"], Budgets(4096, LARGE, LARGE), options)
-    least = Budgets(refused.value.needed_bytes or 0, LARGE, LARGE)
-    plan = make_plan(tower(8, 128), STATES["bf16"], least, options)
-    assert not plan.placement.updated_on_device
-    assert any("No unit is updated on the device" in reason for reason in plan.reasons)
-
-
 def test_an_update_on_the_device_brings_its_states_and_gradient_and_takes_the_states_back() -> None:
     plan = plan_with(0.5)
     passing = plan.placement.updated_on_device
@@ -128,15 +103,12 @@ def searched(cpu_params_per_s: float, link_bytes_per_s: float) -> Choice:
     """The search's choice for a model whose update takes a while, on a machine with a fast GPU."""
     cpu = replace(FAST.cpu, update_params_per_s=figure(cpu_params_per_s))
     rate = figure(link_bytes_per_s)
-    matmul = FAST.cpu.bf16
-    assert matmul is not None
-    gpu = Device(figure(1e12), figure(1e13), matmul, matmul, figure(1e12))
-    machine = Hardware("gpu", cpu, device=gpu, link=Link(rate, rate, figure(2 * link_bytes_per_s)))
+    machine = replace(GPU, cpu=cpu, link=Link(rate, rate, figure(2 * link_bytes_per_s)), ssd=None)
     root = tower(8, 256)
     leaves = [matrix.name for layer in root.children for matrix in layer.children]
     compute = Compute(dict.fromkeys(leaves, 1e-4), dict.fromkeys(leaves, 3e-4))
     options = Options(page_bytes=4096, clipping=True)
-    return search(Problem(root, STATES["bf16"], Budgets(LARGE, LARGE), machine, compute), options)
+    return search(Problem(root, STATES["bf16"], Budgets(LARGE, LARGE), machine, compute, options))
 
 
 def steps(choice: Choice, passing: bool) -> list[float]:

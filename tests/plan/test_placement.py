@@ -7,15 +7,12 @@ from hypothesis import assume, example, given, strategies as st
 
 from pagoda.config.memory import Split
 from pagoda.errors import BudgetError
-from pagoda.memory.page import pages_for
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.options import Options
 from pagoda.plan.place import place
 from pagoda.plan.placement import FETCH_RING, LEASES, RING, STAGING, UNDO, Budgets, Placement
-from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.reasons import reasons_for_homes
-from pagoda.plan.trace import STEP, Trace
+from pagoda.plan.planner import make_plan
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
 from .strategies import STATES, Draw, layouts, unit
@@ -148,15 +145,6 @@ def test_ram_goes_to_weights_then_gradients_then_moments(case: tuple[Layout, Bud
         assert unused < moment
 
 
-@given(cases, st.integers(0, 50))
-def test_more_host_memory_never_moves_weights_out_of_it(case: tuple[Layout, Budgets, Options], more: int) -> None:
-    layout, budgets, options = case
-    before = in_ram(layout, placed(case), WEIGHT)
-    larger = replace(budgets, host=budgets.host + more * layout.page_bytes)
-    after = in_ram(layout, placed((layout, larger, options)), WEIGHT)
-    assert all(late for early, late in zip(before, after, strict=True) if early)
-
-
 @example(
     (Layout((unit(0, 19_000), unit(1, 19_000)), STATES["bf16"], 4096), Budgets(host=4096, ssd=LARGE), AFTER_BACKWARD)
 )
@@ -179,16 +167,6 @@ def test_a_refusal_names_the_tier_and_the_least_budget_that_is_not_refused(
 
 
 @given(cases)
-def test_the_bytes_of_a_plan_are_the_pages_of_the_ledger(case: tuple[Layout, Budgets, Options]) -> None:
-    layout, budgets, options = case
-    placement = placed(case)
-    table = Plan(layout, budgets, placement, options, Trace((STEP,)), ()).bytes
-    assert list(table) == [tier for tier in (DEVICE, HOST, SSD) if tier in placement.lines]
-    for tier, lines in table.items():
-        assert {line: nbytes // layout.page_bytes for line, nbytes in lines.items()} == placement.lines[tier]
-
-
-@given(cases)
 def test_copies_of_old_states_take_what_is_left_and_move_none(case: tuple[Layout, Budgets, Options]) -> None:
     layout, budgets, _ = case
     plain = placed((layout, budgets, AFTER_BACKWARD))
@@ -206,27 +184,6 @@ def test_copies_of_old_states_take_what_is_left_and_move_none(case: tuple[Layout
     everything = sum(layout.pages(unit, state.name) for unit in layout.units for state in layout.states)
     if budgets.host // layout.page_bytes > 3 * everything:
         assert undoing.speculated == {unit.index for unit in layout.units if unit.trainable_numel}
-
-
-@given(layouts())
-def test_blocks_are_whole_pages_of_every_state(layout: Layout) -> None:
-    for state in layout.states:
-        assert layout.block_elements * state.dtype.itemsize == layout.block_pages(state.name) * layout.page_bytes
-        assert layout.block_pages(state.name) == pages_for(
-            layout.block_elements * layout.itemsize(state.name), layout.page_bytes
-        )
-
-
-@given(cases)
-def test_what_is_said_of_homes_agrees_with_them(case: tuple[Layout, Budgets, Options]) -> None:
-    layout, budgets, options = case
-    placement = placed(case)
-    reasons = list(reasons_for_homes(layout, budgets, placement, options))
-    assert reasons
-    assert all(reason.endswith(".") for reason in reasons)
-    assert ("on SSD" in reasons[0] or "SSD holds" in reasons[0]) == (
-        not all(tier == HOST for (_, state), tier in placement.homes.items() if state != GRAD)
-    )
 
 
 def test_an_update_of_a_frozen_unit_changes_nothing_that_could_be_copied() -> None:

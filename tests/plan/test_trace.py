@@ -6,7 +6,7 @@ from math import inf
 import pytest
 from hypothesis import given, strategies as st
 
-from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Recorder, Trace, assumed_trace, gradients_of
+from pagoda.plan.trace import STEP, Access, Cursor, NextUse, Phase, Recorder, Trace, gradients_of
 
 from .strategies import traces
 
@@ -22,19 +22,6 @@ def test_a_trace_without_exactly_one_step_at_its_end_is_refused(wrong: tuple[Acc
         Trace(wrong)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 4))
-def test_the_assumed_trace_runs_every_use_forward_then_back_in_each_micro_batch(uses: list[int], batches: int) -> None:
-    trace = assumed_trace(uses, batches)
-    units = len(uses)
-    assert trace.assumed
-    body = trace.accesses[:-1]
-    for batch in range(batches):
-        part = body[batch * 2 * units : (batch + 1) * 2 * units]
-        assert [a.unit for a in part[:units] if a.phase is Phase.FORWARD] == uses
-        assert [a.unit for a in part[units:] if a.phase is Phase.BACKWARD] == uses[::-1]
-    assert len(body) == batches * 2 * units
-
-
 @given(st.lists(st.lists(accesses, max_size=20), min_size=1, max_size=3))
 def test_a_recorder_writes_each_step_down_with_repeats_in_a_row_counted_once(steps: list[list[Access]]) -> None:
     recorder = Recorder()
@@ -42,16 +29,6 @@ def test_a_recorder_writes_each_step_down_with_repeats_in_a_row_counted_once(ste
         for access in step:
             recorder.note(access)
         assert recorder.finish() == Trace((*(access for access, _ in groupby(step)), STEP))
-
-
-@given(traces(UNITS), st.data())
-def test_a_cursor_counts_the_ticks_of_steps_that_follow_the_trace(trace: Trace, data: st.DataObject) -> None:
-    cursor = Cursor(trace)
-    for _ in range(2):
-        for tick, access in enumerate(trace.accesses):
-            for _ in range(data.draw(st.integers(1, 2), label="uses in a row")):
-                assert cursor.advance(access) == tick
-                assert cursor.position == tick
 
 
 @given(traces(UNITS), st.lists(accesses | st.just(STEP), max_size=30))
@@ -67,23 +44,6 @@ def test_a_cursor_stands_only_where_the_trace_has_what_happened(trace: Trace, li
         else:
             assert tick is None
             assert cursor.position == before
-
-
-@given(traces(UNITS), st.lists(accesses, max_size=20), st.data())
-def test_a_cursor_is_back_in_step_from_the_first_access_the_trace_has_once(
-    trace: Trace, departure: list[Access], data: st.DataObject
-) -> None:
-    cursor = Cursor(trace)
-    for access in departure:
-        cursor.advance(access)
-    start = data.draw(st.integers(0, len(trace.accesses) - 1), label="where the trace is joined again")
-    in_step = False
-    for tick, access in enumerate(trace.accesses[start:], start):
-        found = cursor.advance(access)
-        in_step = in_step or trace.accesses.count(access) == 1
-        if in_step:
-            assert found == tick
-    assert cursor.position == len(trace.accesses) - 1, "STEP comes once, so it always brings a cursor back"
 
 
 @given(traces(UNITS), st.data())

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from zoo import LENGTH, VOCABULARY, ConvNet, Loop, Outcome, batch, gpt2, llama, loss_of, take_step
+from zoo import ConvNet, Loop, Outcome, batch, gpt2, llama, loss_of, take_step
+
+import pagoda
 
 STEPS = 5
 WIDTH = 160
@@ -27,6 +29,31 @@ class Layers(nn.Module):
         for index in picked:
             x = x + self.layers[index](x)
         return x.float().square().mean()
+
+
+def loss_of_layers(model: Any) -> torch.Tensor:
+    """Of a model of `Layers`."""
+    loss: torch.Tensor = model(torch.ones(2, WIDTH), [0, 1, 2])
+    return loss
+
+
+USES: dict[str, Callable[[Any, Any, Path], object]] = {
+    "forward": lambda model, optimizer, path: loss_of_layers(model),
+    "a-layer": lambda model, optimizer, path: model.layers[0](torch.ones(2, WIDTH)),
+    "state-dict": lambda model, optimizer, path: model.state_dict(),
+    "load-state-dict": lambda model, optimizer, path: model.load_state_dict(Layers().state_dict()),
+    "full-state-dict": lambda model, optimizer, path: pagoda.full_state_dict(model),
+    "model-state": lambda model, optimizer, path: pagoda.ModelState(model).state_dict(),
+    "gathered": lambda model, optimizer, path: pagoda.gathered(model).__enter__(),
+    "step": lambda model, optimizer, path: optimizer.step(),
+    "zero-grad": lambda model, optimizer, path: optimizer.zero_grad(),
+    "clip": lambda model, optimizer, path: optimizer.clip_grad_norm_(1.0),
+    "drain": lambda model, optimizer, path: optimizer.drain(),
+    "optimizer-state": lambda model, optimizer, path: optimizer.state_dict(),
+    "save": lambda model, optimizer, path: optimizer.save_checkpoint(path / "another"),
+    "load": lambda model, optimizer, path: optimizer.load_checkpoint(path / "checkpoint"),
+}
+"""What users do with a model of `Layers` and its optimizer, and a directory with a checkpoint."""
 
 
 class Nested(nn.Module):
@@ -63,19 +90,6 @@ def one_loss_a_step(loss: LossOfStep) -> Loop:
             take_step(optimizer, outcome)
 
     return loop
-
-
-def evaluation_between_steps(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        loss = loss_of(model(**batch("gpt2", generator)))
-        loss.backward()
-        take_step(optimizer, outcome)
-        model.eval()
-        with torch.no_grad():
-            outcome.losses.append(loss_of(model(**batch("gpt2", generator))).item())
-        model.train()
-        outcome.losses.append(loss.item())
 
 
 @one_loss_a_step
@@ -119,16 +133,6 @@ def layers_skipped_at_random(model: nn.Module, optimizer: Any, outcome: Outcome)
         take_step(optimizer, outcome)
 
 
-def lengths_that_change(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        ids = torch.randint(VOCABULARY, (1 + step % 3, LENGTH - 3 * step), generator=generator)
-        loss = loss_of(model(input_ids=ids, labels=ids))
-        loss.backward()
-        outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
-
-
 def no_gradient_in_one_micro_batch(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
@@ -157,29 +161,6 @@ def two_graphs_at_once(model: nn.Module, optimizer: Any, outcome: Outcome) -> No
         (losses[0] * losses[1]).backward()
         outcome.losses += [loss.item() for loss in losses]
         take_step(optimizer, outcome)
-
-
-def backward_in_the_order_of_forward(model: nn.Module, optimizer: Any, outcome: Outcome) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        losses = [loss_of(model(**batch("llama", generator))) for _ in range(2)]
-        for loss in losses:
-            loss.backward()
-            outcome.losses.append(loss.item())
-        take_step(optimizer, outcome)
-
-
-@one_loss_a_step
-def loss_outside_the_model(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
-    inputs = batch("llama", generator)
-    logits = model(input_ids=inputs["input_ids"]).logits
-    return functional.cross_entropy(logits.float().flatten(0, 1), inputs["labels"].flatten())
-
-
-@one_loss_a_step
-def submodule_only(model: nn.Module, generator: torch.Generator, _outcome: Outcome) -> torch.Tensor:
-    hidden = model.model(input_ids=batch("llama", generator)["input_ids"]).last_hidden_state
-    return (hidden.float() - 1).square().mean()
 
 
 @one_loss_a_step
@@ -214,18 +195,13 @@ def gradient_of_an_input(model: nn.Module, generator: torch.Generator, outcome: 
 CASES = {
     loop.__name__: Case(build, loop)
     for build, loop in (
-        (gpt2, evaluation_between_steps),
         (gpt2, evaluation_between_forward_and_backward),
         (llama, inference_mode_between_steps),
         (ConvNet, gradients_asked_for_by_the_user),
         (Layers, layers_skipped_at_random),
-        (llama, lengths_that_change),
         (Layers, no_gradient_in_one_micro_batch),
         (llama, backward_twice),
         (llama, two_graphs_at_once),
-        (llama, backward_in_the_order_of_forward),
-        (llama, loss_outside_the_model),
-        (llama, submodule_only),
         (Layers, one_layer_at_a_time),
         (ConvNet, steps_without_gradients),
         (ConvNet, gradient_of_an_input),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import each_once
 from torch import nn
 
 import pagoda
@@ -75,16 +76,6 @@ def test_a_step_refuses_trainable_parameters_that_came_after_wrap(
         optimizer.step()
 
 
-def test_frozen_parameters_may_come_after_wrap(wrap: Wrap) -> None:
-    """A teacher, say: nothing has to train it."""
-    model, optimizer = wrap(fresh(), precision="fp32")
-    model.teacher = nn.Linear(16, 16).requires_grad_(False)
-    before = model.state_dict()["body.weight"]
-    loss_of(model).backward()
-    optimizer.step()
-    assert not torch.equal(model.state_dict()["body.weight"], before)
-
-
 def test_a_step_that_can_train_nothing_is_refused(wrap: Wrap) -> None:
     """As after peft's get_peft_model for prompts: it freezes the model and holds what trains outside of it."""
     model, optimizer = wrap(fresh(), precision="fp32")
@@ -119,8 +110,7 @@ def test_parameters_edited_in_and_out_of_groups_are_refused(wrap: Wrap) -> None:
 # --- other optimizers, compilers, mergers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+@each_once(kind=[torch.optim.SGD, torch.optim.AdamW], announced=[None, 1])
 def test_another_optimizer_over_paged_parameters_is_refused(announced: int | None, kind: type[Any], wrap: Wrap) -> None:
     model, _ = wrap(fresh(), precision="fp32", accumulation_steps=announced)
     other = kind(model.parameters(), lr=0.1)
@@ -157,8 +147,7 @@ def compiled_call(model: nn.Module) -> Any:
     return torch.compile(lambda x: model(x), backend="eager")
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("compile_late", [compiled, compiled_part, compiled_block, compiled_call])
+@each_once(compile_late=[compiled, compiled_part, compiled_block, compiled_call], activations=["recompute", "keep"])
 def test_compiling_after_wrap_is_refused(
     compile_late: Callable[[nn.Module], nn.Module], activations: str, wrap: Wrap
 ) -> None:

@@ -56,7 +56,7 @@ class Deep(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(12))
+        self.layers = nn.ModuleList(Block() for _ in range(6))
 
 
 def data(generator: torch.Generator, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,14 +97,14 @@ def test_has_the_bits_of_ordinary_accumulation(tiles: int, clip: float | None) -
 def test_weights_move_once_for_all_micro_batches(tmp_path: Path) -> None:
     memory = zoo.squeeze(Deep(), zoo.ARENA, tmp_path, unit_limit="36KiB")
     moved = [
-        sum(step["h2d"] for step in train(memory, build=Deep, samples=16, **how).moved)  # type: ignore[arg-type]
-        for how in ({"passes": 16}, {"tiles": 16}, {})
+        sum(step["h2d"] for step in train(memory, build=Deep, samples=8, **how).moved)  # type: ignore[arg-type]
+        for how in ({"passes": 8}, {"tiles": 8}, {})
     ]
     assert moved[1] < 1.2 * moved[2]  # where a prefetch falls in time may differ
-    assert moved[0] > 12 * moved[1]
+    assert moved[0] > 6 * moved[1]
 
 
-RECIPES = {name: zoo.Recipe(name, checkpointing=True) for name in ("llama", "gpt2", "qwen3", "t5", "conv")}
+RECIPES = {name: zoo.Recipe(name, checkpointing=True) for name in ("gpt2", "t5", "conv")}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -255,27 +255,6 @@ def test_without_an_input_that_shows_the_batch_it_is_refused() -> None:
     model, optimizer = wrapped(Stack("none"), 4)
     with pytest.raises(pagoda.ConfigError, match="which is the batch"):
         model(torch.randn(WIDTH))
-    optimizer.close()
-
-
-class TrainOnly(nn.Module):
-    """A layer whose own randomness is fine, and whose samples meet in training alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x + self.dropout(self.linear(x))
-
-
-def test_a_layer_is_run_for_its_micro_batches_and_nothing_else() -> None:
-    """No trial of it, in whatever mode, decides: how samples are treated is what the user says."""
-    model, optimizer = wrapped(nn.Sequential(*(TrainOnly() for _ in range(2))), 4)
-    model(torch.randn(SAMPLES, WIDTH)).sum().backward()
-    assert [layer.calls for layer in model] == [4, 4]  # type: ignore[attr-defined]
     optimizer.close()
 
 

@@ -5,7 +5,7 @@ import torch
 import zoo
 from torch import nn
 
-from pagoda.runtime.blocks import find_blocks
+from pagoda.runtime.activations.blocks import find_blocks
 
 LAYERS = {
     "llama": [f"model.layers.{n}" for n in range(zoo.LAYERS)],
@@ -18,10 +18,6 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_blocks_are_the_repeated_layers(name: str) -> None:
     assert [block.name for block in find_blocks(zoo.MODELS[name]())] == LAYERS[name]
-
-
-def test_a_model_without_repeated_layers_has_no_blocks() -> None:
-    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
 
 
 def test_lists_inside_blocks_are_part_of_them() -> None:

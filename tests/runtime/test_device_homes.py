@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from zoo import PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, batch, loss_of, train
 
 import pagoda
@@ -39,13 +40,12 @@ def memory(
     )
 
 
-def assert_at_home(outcome: Outcome, some: bool = True) -> None:
+def assert_at_home(outcome: Outcome) -> None:
     """Some units live on the device, and neither their states nor their gradients took any link."""
     plan = outcome.plan
     assert plan is not None
     lives = plan.placement.resident
-    assert bool(lives) == some
-    assert len(lives) < len(plan.units)
+    assert 0 < len(lives) < len(plan.units)
     layout = plan.layout
     for state in (*(s.name for s in layout.states), GRAD):
         there = sum(layout.pages(plan.units[index], state) for index in lives) * PAGE
@@ -76,13 +76,6 @@ def test_device_ram_and_ssd_are_home_to_one_model_whose_updates_run_everywhere(t
     assert outcome.plan.placement.updated_on_device
 
 
-def test_a_device_without_room_is_home_to_nothing_and_still_trains() -> None:
-    recipe = Recipe("llama")
-    outcome = train(recipe, memory(recipe, 0.0))
-    outcome.assert_same_bits(resident(recipe))
-    assert_at_home(outcome, some=False)
-
-
 def test_a_model_that_ram_alone_cannot_hold_fits_ram_and_the_device() -> None:
     recipe = Recipe("llama")
     layout = layout_of(recipe)
@@ -97,10 +90,7 @@ def test_a_model_that_ram_alone_cannot_hold_fits_ram_and_the_device() -> None:
     assert_at_home(chosen)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_checkpoint_of_states_on_the_device_resumes_in_ram(tmp_path: Path, wait: bool) -> None:
-    import torch
-
+def test_a_checkpoint_of_states_on_the_device_resumes_in_ram(tmp_path: Path) -> None:
     recipe = Recipe("llama")
 
     def losses(where: pagoda.Memory, resume: Path | None, save: Path | None) -> list[float]:
@@ -117,7 +107,7 @@ def test_a_checkpoint_of_states_on_the_device_resumes_in_ram(tmp_path: Path, wai
             optimizer.zero_grad()
             found.append(loss.item())
             if save is not None and index == 2:
-                optimizer.save_checkpoint(save, wait=wait)
+                optimizer.save_checkpoint(save, wait=False)
         optimizer.close()
         return found
 

@@ -19,7 +19,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.updates import Update
 
-from .loops import WIDTH, Layers
+from .loops import Layers, loss_of_layers
 
 SOON_S = 30
 
@@ -42,18 +42,14 @@ def wrapped(placement: str, directory: Path, **settings: Any) -> tuple[nn.Module
     return pagoda.wrap(Layers(), pagoda.AdamW(), memory=memory, **settings)
 
 
-def loss_of(model: nn.Module) -> torch.Tensor:
-    return model(torch.ones(2, WIDTH), [0, 1, 2])  # type: ignore[no-any-return]
-
-
 def train(model: nn.Module, optimizer: PagedOptimizer, until: str) -> None:
     """A step, and a part of the next one."""
     if until == "nothing":
         return
-    loss_of(model).backward()
+    loss_of_layers(model).backward()
     optimizer.step()
     if until == "backward":
-        loss_of(model).backward()
+        loss_of_layers(model).backward()
 
 
 @each_once(placement=["resident", HOST_WEIGHTS, ALL_ON_SSD, ARENA, "async"], until=["nothing", "step", "backward"])
@@ -124,7 +120,7 @@ def test_it_goes_on_as_long_as_a_part_of_it_is_held(kept: str, tmp_path: Path) -
     elif kept == "optimizer":
         held = optimizer
     elif kept == "graph":
-        held = loss_of(model)
+        held = loss_of_layers(model)
     del model, optimizer
     gc.collect()
     assert threads()

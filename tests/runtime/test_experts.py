@@ -1,6 +1,5 @@
 """Experts are paged like anything else: what no token needs is not fetched, and no bit changes."""
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from pairwise import each_once
 from reference import split, update
 from torch import nn
 from transformers import (
@@ -128,15 +128,7 @@ def resident(name: str, clip: float | None) -> Outcome:
     return run(built(name), RESIDENT, few_tokens, clip_grad_norm=clip)
 
 
-def placements() -> list[object]:
-    """Each model in half of the placements, such that neighbours share none; the others are slow."""
-    return [
-        pytest.param(name, placement, id=f"{name}-{placement}", marks=[pytest.mark.slow] if (m + p) % 2 else [])
-        for (m, name), (p, placement) in itertools.product(enumerate(BUILDERS), enumerate(PLACEMENTS))
-    ]
-
-
-@pytest.mark.parametrize(("name", "placement"), placements())
+@each_once(name=[*BUILDERS], placement=PLACEMENTS)
 def test_placement_does_not_change_a_bit(name: str, placement: str, tmp_path: Path) -> None:
     clip = 0.5 if placement in (ALL_ON_SSD, ARENA) else None
     announced = None if clip else 1
@@ -189,9 +181,7 @@ def test_wrapped_training_is_plain_training(name: str) -> None:
     assert (len(set(steps.values())) > 1) == (name == "switch")  # of a stack, what no token chose has zero gradients
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", STACKS)
+@each_once(name=STACKS, implementation=["eager", "batched_mm"], precision=["fp32", "fp32", "bf16"])
 def test_other_kernels_of_transformers_give_the_same_within_rounding(
     name: str, implementation: str, precision: str
 ) -> None:
@@ -280,7 +270,7 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path: Path) -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "switch"])
 def test_what_was_trained_is_exported_and_loaded_by_transformers(name: str, tmp_path: Path) -> None:
     model, optimizer = wrapped(built(name), precision="fp32")
     few_tokens(model, optimizer, Outcome())
@@ -320,9 +310,7 @@ def fetched_experts(optimizer: Any) -> set[str]:
     return {label.partition(" ")[2] for label in spans if label.startswith("fetch ") and ".experts." in label}
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("placement", [ARENA, ALL_ON_SSD])
-@pytest.mark.parametrize("name", ["qwen3-moe", "switch"])
+@each_once(name=["qwen3-moe", "switch"], placement=[ARENA, ALL_ON_SSD], activations=["keep", "recompute"])
 def test_only_the_experts_that_run_are_fetched(name: str, placement: str, activations: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = (
@@ -359,8 +347,8 @@ def test_a_stack_larger_than_the_device_trains() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "switch"])
-def test_placement_does_not_change_a_bit_where_blocks_are_recomputed(name: str, tmp_path: Path) -> None:
+def test_placement_does_not_change_a_bit_where_blocks_are_recomputed(tmp_path: Path) -> None:
+    name = "switch"
     wrap: dict[str, Any] = {"activations": "recompute", "clip_grad_norm": 0.5}
     memory = squeeze(built(name), zoo.ARENA_ALL_ON_SSD, tmp_path, activations="recompute")
     outcome = run(built(name), memory, few_tokens, **wrap)

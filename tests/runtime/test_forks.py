@@ -24,7 +24,7 @@ from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.lanes import Handle
 
 from .conftest import Wrap
-from .loops import WIDTH, Layers
+from .loops import USES, WIDTH, Layers, loss_of_layers
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="forks"),
@@ -64,36 +64,17 @@ def _status(child: int) -> int:
     pytest.fail("the forked process hangs")
 
 
-def loss_of(model: nn.Module) -> torch.Tensor:
-    return model(torch.ones(2, WIDTH), [0, 1, 2])  # type: ignore[no-any-return]
-
-
 def on_ssd(directory: Path) -> pagoda.Memory:
     return squeeze(Layers(), ALL_ON_SSD, directory, clipping=False)
-
-
-USES: dict[str, Callable[[nn.Module, PagedOptimizer, Path], object]] = {
-    "forward": lambda model, optimizer, path: loss_of(model),
-    "step": lambda model, optimizer, path: optimizer.step(),
-    "zero-grad": lambda model, optimizer, path: optimizer.zero_grad(),
-    "clip": lambda model, optimizer, path: optimizer.clip_grad_norm_(1.0),
-    "drain": lambda model, optimizer, path: optimizer.drain(),
-    "state-dict": lambda model, optimizer, path: model.state_dict(),
-    "optimizer-state": lambda model, optimizer, path: optimizer.state_dict(),
-    "gathered": lambda model, optimizer, path: pagoda.gathered(model).__enter__(),
-    "save": lambda model, optimizer, path: optimizer.save_checkpoint(path / "forked"),
-    "load": lambda model, optimizer, path: optimizer.load_checkpoint(path / "checkpoint"),
-    "wait": lambda model, optimizer, path: optimizer.wait_for_checkpoint(),
-}
 
 
 def test_a_forked_process_that_uses_the_model_is_refused(wrap: Wrap, tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     model, optimizer = wrap(Layers(), on_ssd(tmp_path / "ssd"))
-    loss_of(model).backward()
+    loss_of_layers(model).backward()
     optimizer.step()
     optimizer.save_checkpoint(tmp_path / "checkpoint")
-    loss_of(model).backward()
+    loss_of_layers(model).backward()
     optimizer._engine.saver._job = Handle("checkpoint")  # one is being written
     optimizer._engine.gradients.records()[0].pending.append(Handle("d2h"))  # and a gradient is on its way
 
@@ -128,7 +109,7 @@ def test_what_a_forked_process_does_to_its_copy_is_nothing_to_the_one_that_train
             atexit._run_exitfuncs()
 
         for step in range(3):
-            loss_of(model).backward()
+            loss_of_layers(model).backward()
             optimizer.step()
             if forks and step == 1:
                 ends_well(leave)
@@ -205,10 +186,10 @@ def test_a_process_forked_from_one_that_trains_can_use_a_model_of_its_own(wrap: 
     def use() -> None:
         own, its = pagoda.wrap(Layers(), pagoda.AdamW(), memory=on_ssd(tmp_path))
         with its, torch.no_grad():
-            loss_of(own)
+            loss_of_layers(own)
             assert set(own.state_dict()) == set(Layers().state_dict())
 
     ends_well(use)
     assert list(tmp_path.iterdir()) == []
-    loss_of(model).backward()
+    loss_of_layers(model).backward()
     optimizer.step()

@@ -43,22 +43,17 @@ class Model(nn.Module):
 TIED, DEEP = (3, 48, 400, True), (9, 40, 100, False)
 CASES: dict[str, tuple[tuple[int, int, int, bool], pagoda.Optim | Any, dict[str, Any]]] = {
     "adamw": (TIED, pagoda.AdamW(), {}),
-    "fp32, recomputed": (TIED, pagoda.AdamW(), {"precision": "fp32", "activations": "recompute"}),
     "fp32, two passes, clipped": (
         TIED,
         pagoda.Muon(lr=1e-3),
         {"precision": "fp32", "accumulation_steps": 2, "clip_grad_norm": 1.0},
     ),
-    "one pass": (DEEP, pagoda.AdamW(), {"accumulation_steps": 1}),
-    "two passes": (DEEP, pagoda.AdamW(), {"accumulation_steps": 2}),
     "two passes, fp32 gradients": (
         DEEP,
         pagoda.SGD(lr=1e-3),
         {"accumulation_steps": 2, "precision": pagoda.MixedPrecision(gradients="fp32")},
     ),
     "8-bit moments, auto": (DEEP, pagoda.AdamW(moments="8bit"), {"accumulation_steps": 2, "activations": "auto"}),
-    "fp16": (DEEP, pagoda.Lion(lr=1e-4), {"precision": "fp16", "accumulation_steps": 1}),
-    "adafactor, clipped": (DEEP, pagoda.Adafactor(lr=1e-3), {"clip_grad_norm": 1.0}),
     "asynchronous": (TIED, pagoda.AdamW(), {"update": "async", "accumulation_steps": 1}),
 }
 

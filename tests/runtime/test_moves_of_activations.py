@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.runtime.test_tape import count, llama_loss, settle, steps
 
 import pagoda
 from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.optim.adamw import AdamW
 from pagoda.plan.activations import Policy, SavedBlocks
-from pagoda.plan.ops import HOST, SSD, OpKind
+from pagoda.plan.ops import HOST, SSD
 from pagoda.plan.planner import make_plan
+from pagoda.plan.traffic import activations_at
 from pagoda.runtime.timeline_recorder import TimelineRecorder
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import Span
 from tests.forecast.machines import SMALL
+from tests.runtime.test_timeline_recorder import count, llama_loss, settle, steps
 from tests.zoo import llama
 
 PIECE = 4096
-VERBS = {"save": OpKind.SAVE, "return": OpKind.RETURN}
 
 
 def order(spans: Iterable[Span], lane: str) -> list[str]:
@@ -68,11 +68,12 @@ def test_what_is_moved_is_what_is_planned(place: str, mode: ActivationMode, tmp_
     parts = [part for block in sizes.blocks for part in block.saved(Policy(mode))]
     nbytes = sum(part.movable for part in parts)
     out, back = ("d2h", "h2d") if place == HOST else ("ssd_write", "ssd_read")
-    ops = [op for at_tick in plan.activations_at.values() for op in at_tick]
+    moves = [move for of_tick in activations_at(plan).values() for move in of_tick]
+    assert {lane for lane, _ in moves} == {out, back}
     for verb, lane in (("save", out), ("return", back)):
         done = [span for span in spans if span.name == f"{verb} activation"]
-        assert {span.lane for span in done} == {lane} == {op.lane for op in ops if op.kind == VERBS[verb]}
-        planned = sum(op.nbytes for op in ops if op.kind == VERBS[verb])
+        assert {span.lane for span in done} == {lane}
+        planned = sum(nbytes for moved, nbytes in moves if moved == lane)
         assert planned == sum(part.paged for part in parts)
         ran = sum(span.nbytes for span in done)
         # What is still on its way out when backward wants it is taken as it is.

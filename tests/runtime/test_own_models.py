@@ -3,8 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -120,42 +119,14 @@ def test_layers_of_torch_train_as_in_torch(build: Callable[[], nn.Module], memor
     assert _losses(model, optimizer, 3) == pytest.approx(losses_in_torch(twin, 3), rel=1e-4)
 
 
-def test_a_frozen_parameter_may_be_held_in_a_list_too(wrap: Wrap) -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
-            self.tables = [self.table]
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x @ self.tables[0]).square().mean()  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    model = Listed()
-    expected = model(X).item()
-    model, optimizer = wrap(model, ARENA, precision="fp32")
-    loss = model(X)
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
-    loss.backward()
-    optimizer.step()
-    assert all(value.isfinite().all() for value in model.state_dict().values())
-
-
 # --- penalties ----------------------------------------------------------------------------------------------
 
 
-def total(values: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([*values]).sum()
-
-
-@pytest.mark.parametrize(
-    "penalty", [lambda p: p.abs().sum(), lambda p: p.square().sum(), lambda p: p.sum()], ids=["l1", "l2", "sum"]
-)
-def test_a_penalty_on_gathered_parameters_has_its_gradient(
-    penalty: Callable[[torch.Tensor], torch.Tensor], wrap: Wrap
-) -> None:
+def test_a_penalty_on_gathered_parameters_has_its_gradient(wrap: Wrap) -> None:
     """After the block the parameters are placeholders again, and NaN has no sign that a gradient could have."""
+
+    def penalty(model: nn.Module) -> torch.Tensor:
+        return torch.stack([param.abs().sum() for param in model.parameters()]).sum()
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
         loss.backward()
@@ -168,10 +139,10 @@ def test_a_penalty_on_gathered_parameters_has_its_gradient(
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)
     model, optimizer = wrap(model, SMALL_UNITS, precision="fp32")
     for _ in range(3):
-        step(twin, plain, twin(X[0], [0, 1]) + total(map(penalty, twin.parameters())))
+        step(twin, plain, twin(X[0], [0, 1]) + penalty(twin))
         loss = model(X[0], [0, 1])
         with pagoda.gathered(model):
-            loss = loss + total(map(penalty, model.parameters()))
+            loss = loss + penalty(model)
         step(model, optimizer, loss)
     weights = model.state_dict()
     for name, expected in twin.state_dict().items():
@@ -240,12 +211,20 @@ def _made_for_inference() -> nn.Module:
         return Layers()
 
 
+def _complex() -> nn.Module:
+    model = Layers()
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (_over_one_memory, r"layers\.0\.0\.weight.*layers\.1\.0\.weight.*same memory"),
         (_made_for_inference, "inference_mode"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "no shape yet"),
+        (nn.Tanh, "no parameters: there is nothing to train"),
+        (_complex, r"'phase' is torch\.complex64"),
         (lambda: "a model", "takes a torch.nn.Module"),
     ],
 )
@@ -256,27 +235,11 @@ def test_models_that_would_train_otherwise_than_in_torch_are_refused(
         pagoda.wrap(build(), pagoda.AdamW(), memory=RESIDENT)
 
 
-def test_budgets_that_are_none_are_refused() -> None:
-    with pytest.raises(pagoda.ConfigError, match=r"pagoda\.Memory"):
-        pagoda.wrap(Layers(), pagoda.AdamW(), memory="8GiB")  # type: ignore[arg-type]
-
-
-def test_a_model_may_be_wrapped_without_gradients(wrap: Wrap, tmp_path: Path) -> None:
-    with torch.no_grad():
-        model, optimizer = wrap(Layers())
-    before = model.state_dict()
-    model(X[0], [0, 1]).backward()
-    optimizer.step()
-    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 # --- what would be lost, or run wrongly ---------------------------------------------------------------------
 
 WRITES: dict[str, Callable[[nn.Module], object]] = {
     "cast": lambda model: model.half(),
     "data": lambda model: setattr(model.layers[0][0].weight, "data", torch.ones(WIDTH, WIDTH)),  # type: ignore[index]
-    "fill": lambda model: nn.init.zeros_(model.layers[0][0].bias),  # type: ignore[index,arg-type]
-    "fill-data": lambda model: model.layers[0][0].bias.data.fill_(1.0),  # type: ignore[index,union-attr]
 }
 
 
@@ -291,13 +254,6 @@ def test_what_is_written_to_a_placeholder_is_refused(how: str, wrap: Wrap) -> No
     with pytest.raises(pagoda.UsageError, match=r"layers\.0\.0\.(weight|bias).*modify=True"):
         write_and_run()
     model(X[0], [0]).backward()
-    optimizer.step()
-
-
-def test_moves_that_move_nothing_are_allowed(wrap: Wrap) -> None:
-    model, optimizer = wrap(Layers())
-    model.to("cpu").to(torch.bfloat16).share_memory()
-    model(X[0], [0, 1]).backward()
     optimizer.step()
 
 

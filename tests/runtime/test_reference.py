@@ -93,12 +93,9 @@ def assert_close(paged: Outcome, plain: Outcome, precision: str, start: dict[str
 
 
 RECIPES = [
-    Recipe("llama"),
-    Recipe("llama", clip=None, accumulation=4),
     Recipe("llama", frozen=True, checkpointing=True),
     Recipe("conv"),
     Recipe("conv", clip=None, accumulation=4),
-    Recipe("conv", frozen=True, checkpointing=True),
 ]
 
 

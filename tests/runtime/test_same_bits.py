@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference import split
 from zoo import (
     ALL_ON_SSD,
     ARENA,
     ARENA_ALL_ON_SSD,
-    MODELS,
     PAGE,
     PLACEMENTS,
     RESIDENT,
@@ -34,11 +32,6 @@ from .loops import CASES, WIDTH, Nested, built
 
 
 @cache
-def resident(recipe: Recipe) -> Outcome:
-    return train(recipe, RESIDENT)
-
-
-@cache
 def resident_case(name: str) -> Outcome:
     return run(built(name), RESIDENT, CASES[name].loop, clip_grad_norm=0.5)
 
@@ -52,21 +45,6 @@ def memory_of(recipe: Recipe, placement: str, directory: Path) -> pagoda.Memory:
         announced=recipe.accumulation if recipe.announced else None,
         clipping=recipe.clip is not None,
     )
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_zoo_trains_what_it_says(model: str) -> None:
-    """Losses move, clipping bites, freezing freezes."""
-    plain = resident(Recipe(model, clip=None))
-    assert len(plain.losses) == 5
-    assert len(set(plain.losses)) > 2
-    assert all(norm is not None and norm > 0.5 for norm in resident(Recipe(model)).norms[:2])
-    frozen, start = resident(Recipe(model, frozen=True)), Recipe(model, frozen=True).build()
-    kept = {name for name, p in start.named_parameters() if not p.requires_grad}
-    assert kept
-    for name, param in start.named_parameters():
-        changed = not torch.equal(frozen.weights[name], split(param.detach())[0])
-        assert changed == (name not in kept), name
 
 
 def unusual_loops() -> list[object]:
@@ -91,27 +69,28 @@ def test_unusual_loops_do_not_depend_on_placement(name: str, placement: str, tmp
 @pytest.mark.parametrize(
     ("recipe", "share"),
     [
-        *((Recipe("llama"), s) for s in (0.1, 0.5, 0.9)),
-        *((Recipe("t5", clip=None, announced=True), s) for s in (0.3, 0.7)),
+        (Recipe("llama"), 0.1),
+        (Recipe("llama"), 0.6),
+        (Recipe("t5", clip=None, announced=True), 0.4),
     ],
     ids=lambda value: value.model if isinstance(value, Recipe) else value,
 )
 def test_any_budget_between_least_and_all_gives_the_same_bits(recipe: Recipe, share: float, tmp_path: Path) -> None:
     least = memory_of(recipe, ALL_ON_SSD, tmp_path).host
-    most = resident(recipe).plan.peak_bytes["host"]  # type: ignore[union-attr]
+    resident = train(recipe, RESIDENT)
+    most = resident.plan.peak_bytes["host"]  # type: ignore[union-attr]
     assert isinstance(least, int)
     host = int(least + share * (most - least))
     memory = pagoda.Memory(host=host, ssd=f"{tmp_path}:1GiB", unit_limit=UNIT_LIMIT, page_size=PAGE)
     outcome = train(recipe, memory)
-    outcome.assert_same_bits(resident(recipe))
+    outcome.assert_same_bits(resident)
     assert outcome.peak_bytes["host"] <= host
 
 
-@pytest.mark.parametrize("placement", [ALL_ON_SSD, ARENA_ALL_ON_SSD])
-def test_several_threads_do_not_change_a_bit(placement: str, tmp_path: Path) -> None:
+def test_several_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     """Blocks of one unit are updated at once; torch's own results may depend on the threads it computes with."""
     recipe = Recipe("conv", accumulation=2, steps=3)
-    memory = memory_of(recipe, placement, tmp_path)
+    memory = memory_of(recipe, ARENA_ALL_ON_SSD, tmp_path)
     torch.set_num_threads(2)
     reference = train(recipe, RESIDENT)
     train(recipe, memory).assert_same_bits(reference)

@@ -59,7 +59,7 @@ def test_weights_that_were_fetched_before_they_are_needed_have_arrived(steps: St
 def test_weights_that_are_still_on_their_way_are_late_and_no_hit(steps: Steps) -> None:
     def never_in_time(engine: Any) -> None:
         """A fetch is under way until compute waits for something."""
-        fill, wait = engine.leases._fill, engine.accesses._driver.wait
+        fill, wait = engine.leases._fetcher.fill, engine.accesses._driver.wait
         lock, held, waiting = threading.Lock(), list[tuple[Handle, Handle]](), False
 
         def slowly(*lease: Any) -> Handle:
@@ -82,7 +82,7 @@ def test_weights_that_are_still_on_their_way_are_late_and_no_hit(steps: Steps) -
             wait(*condition)
             waiting = False
 
-        engine.leases._fill, engine.accesses._driver.wait = slowly, release
+        engine.leases._fetcher.fill, engine.accesses._driver.wait = slowly, release
 
     for stats in steps(ssd=True, change=never_in_time)[2:]:
         found = stats.accesses

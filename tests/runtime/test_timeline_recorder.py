@@ -193,35 +193,6 @@ def test_compute_is_at_work_between_accesses_but_for_its_waits(tmp_path: Path) -
         assert 0 < max(nbytes for _, nbytes in points) <= plan.peak_bytes[tier]
 
 
-def test_without_a_recording_there_is_no_timeline_and_a_later_one_is_a_new_one(tmp_path: Path) -> None:
-    model = Chain()
-    with wrapped(model, ARENA, tmp_path, None) as optimizer:
-        steps(model, optimizer, chain_loss, 2)
-        assert optimizer.timeline is None
-        optimizer.trace_next_step()
-        assert optimizer.timeline is None
-        steps(model, optimizer, chain_loss, 2)
-        first = optimizer.timeline
-        assert first is not None
-        optimizer.trace_next_step()
-        steps(model, optimizer, chain_loss, 1)
-        assert optimizer.timeline is not first
-        assert first.step_s > 0
-
-
-def test_a_tape_takes_work_of_many_threads() -> None:
-    recorder = TimelineRecorder()
-    threads = [
-        threading.Thread(target=lambda: [recorder.add("update", "update a", 0.0, 1.0, 1) for _ in range(1000)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert recorder.timeline({}, {}, None, 0).bytes_moved == {"update": 4000}
-
-
 def test_the_ledger_is_what_is_taken_for_good_and_the_leases() -> None:
     recorder = TimelineRecorder()
     for nbytes in (30, 30, 10):

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from live_durations import replay
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.trace import STEP, Access, Phase, Trace
 from pagoda.simulate.hardware import Cpu, Drive, Hardware, MatmulRate
-from pagoda.simulate.replay import replay
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 from tests.plan.strategies import STATES, figure

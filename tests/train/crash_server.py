@@ -22,7 +22,7 @@ from rich.console import Console
 
 from pagoda.checkpoint.tensors import TensorWriter
 from pagoda.optim import AdamW
-from pagoda.optim.formats import warm_up
+from pagoda.optim.kernels import warm_up
 from pagoda.train import TrainConfig
 from pagoda.train.loop import _Loop, run
 from pagoda.train.run_dir import RunCheckpoint, RunDir

@@ -18,9 +18,10 @@ from pagoda.experts.modules import RoutedExperts
 from pagoda.forecast.model_description import describe_model
 from pagoda.models import build_model
 from pagoda.train import TrainConfig, run
-from pagoda.train.data import Batches, ByteText
+from pagoda.train.data import Batches, Rows
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
+from pagoda.train.tokens import open_tokens
 from pagoda.transforms.operator_tiles import Tiling
 
 
@@ -58,12 +59,10 @@ def loss_in_transformers(exported: Path, config: TrainConfig, step: int) -> floa
     pairs = config.model.startswith("t5")
     kind: Any = AutoModelForSeq2SeqLM if pairs else AutoModelForCausalLM
     model = kind.from_pretrained(exported, dtype=torch.bfloat16).train()
-    batches = Batches(
-        text=ByteText.open(config.data), batch_size=config.batch_size, seq_len=config.seq_len, continued=pairs
-    )
-    ids, labels = batches.batch(step)
+    rows = Rows.of(open_tokens(config.data), config.seq_len * (2 if pairs else 1))
+    batches = Batches(rows=rows, batch_size=config.batch_size, continued=pairs)
     with torch.no_grad():
-        loss: torch.Tensor = model(input_ids=ids, labels=labels.contiguous(), output_router_logits=True).loss
+        loss: torch.Tensor = model(**batches.batch(step), output_router_logits=True).loss
     return loss.item()
 
 

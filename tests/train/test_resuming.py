@@ -265,7 +265,13 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written(
     assert len(second_run) == 2
     assert all(f"is in use by another run (process {os.getpid()} on" in said for said in second_run)
     assert curve(config) == curve(done)
-    assert sorted(path.name for path in config.out.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl"]
+    assert sorted(path.name for path in config.out.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "plan.json",
+        "run.yaml",
+    ]
 
 
 def test_reading_a_run_needs_no_lock(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

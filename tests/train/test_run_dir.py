@@ -47,7 +47,7 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
     assert run_dir.started_config() == CONFIG
     run_dir.create(replace(CONFIG, steps=40))
     assert run_dir.started_config().steps == 40
-    assert [entry.name for entry in run_dir.path.iterdir()] == ["config.json"]
+    assert [entry.name for entry in run_dir.path.iterdir()] == ["config.json", "run.yaml"]
 
 
 def test_resuming_without_a_run_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -92,7 +92,8 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replaced)
     monkeypatch.setattr(os, "mkdir", made)
-    rewritten = [("fsync", "a/b/config.json.tmp"), ("replace", "a/b/config.json"), ("fsync", "a/b")]
+    names = ("a/b/run.yaml", "a/b/config.json")
+    rewritten = [step for name in names for step in (("fsync", f"{name}.tmp"), ("replace", name), ("fsync", "a/b"))]
     RunDir(tmp_path / "a" / "b").create(CONFIG)
     assert done == [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a"), *rewritten]
     done.clear()

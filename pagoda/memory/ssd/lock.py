@@ -35,11 +35,6 @@ class DirectoryLock:
         """Let others have the directories. Idempotent."""
         self._closer()
 
-    def abandon(self) -> None:
-        """In a forked process: close its copies of the descriptors, without unlocking the files that they share."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
     def _lock(self, directory: Path) -> None:
         try:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -55,36 +50,36 @@ class DirectoryLock:
                 gc.collect()  # an optimizer that was dropped without close() may still hold it
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _holder(os.fstat(descriptor).st_ino)
+            why = f"cannot be locked: {error.strerror}; name a directory on a local file system in ssd="
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                holder = _holder(os.fstat(descriptor).st_ino)
+                why = (
+                    f"is in use by {holder}: wait for it to end, close() its optimizer, or "
+                    "name another directory in ssd="
+                )
             os.close(descriptor)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StorageError(
-                    f"SSD directory {directory} cannot be locked: {error.strerror}; name a directory on a local file "
-                    "system in ssd="
-                ) from error
-            raise StorageError(
-                f"SSD directory {directory} is in use by {holder}: wait for it to end, close() its optimizer, or name "
-                "another directory in ssd="
-            ) from error
+            raise StorageError(f"SSD directory {directory} {why}") from error
         self._descriptors.append(descriptor)
 
 
 _locks: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
 
 
+def _unlock(descriptors: list[int], shared: bool = False) -> None:
+    while descriptors:
+        descriptor = descriptors.pop()
+        if not shared:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
 def _abandon_all() -> None:
+    """In a forked process: close its copies of the descriptors, without unlocking the files that they share."""
     for lock in _locks:
-        lock.abandon()
+        _unlock(lock._descriptors, shared=True)
 
 
 os.register_at_fork(after_in_child=_abandon_all)
-
-
-def _unlock(descriptors: list[int]) -> None:
-    while descriptors:
-        descriptor = descriptors.pop()
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
 
 
 def _holder(inode: int) -> str:

@@ -1,27 +1,34 @@
 """The SSD tier: pages that are verified when read and, once frozen, never overwritten."""
 
+import contextlib
+import logging
+import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pagoda.errors import BudgetError, StorageError
+from pagoda.memory.identity import checkpoint_id_of
 from pagoda.memory.page import Run
 from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.commits import Reference
 from pagoda.memory.ssd.committed import CommittedPages
+from pagoda.memory.ssd.lock import DirectoryLock
 from pagoda.memory.ssd.orphans import gc_hint
-from pagoda.memory.ssd.record import StoreRecord
+from pagoda.memory.ssd.record import StoreRecord, locate
 from pagoda.memory.ssd.slots import PageTable, Slots, SlotTable, slots_of
 from pagoda.memory.ssd.store import PageStore
 from pagoda.memory.ssd.xxh3 import hashes_of
 
+_log = logging.getLogger("pagoda")
+
 _LOOK_AGAIN_S = 0.5
 """How often a store that waits for free slots looks whether anybody is still about to free some."""
 
-live: "weakref.WeakValueDictionary[str, SSDTier]" = weakref.WeakValueDictionary()
+_live: "weakref.WeakValueDictionary[str, SSDTier]" = weakref.WeakValueDictionary()
 """store id -> the tier that has it open in this process."""
 
 
@@ -58,7 +65,7 @@ class SSDTier:
         self._commits = {commit.commit: commit.table for commit in self._store.commits}
         for table in self._commits.values():
             self._table.pin(table)
-        live[self.record.id] = self
+        _live[self.record.id] = self
 
     @property
     def record(self) -> StoreRecord:
@@ -170,7 +177,7 @@ class SSDTier:
                 return
             self._closed = True
             self._changed.notify_all()
-        live.pop(self.record.id, None)
+        _live.pop(self.record.id, None)
         self._store.close()
 
     def _part(self, run: Run, offset_bytes: int, nbytes: int) -> Run:
@@ -296,3 +303,45 @@ class PageSnapshot:
         if self._kept not in self._tier._kept:
             raise ValueError("the snapshot was released")
         return self._kept
+
+
+def forget_commit(reference: Mapping[str, Any], checkpoint_id: str, directories: Sequence[str | Path] = ()) -> None:
+    """Delete a commit of a checkpoint that is no more, durably, so that its slots are free; deletes the store too if
+    that was its last and nobody has it open. Raises StorageError when that fails.
+
+    Looks in `directories` only. A commit stays if it is not there, if it belongs to another checkpoint, if a checkpoint
+    with this id is still where it was saved (then a copy was deleted), or if somebody else has its directories open.
+    """
+    wanted = Reference.from_json(reference)
+    tier = _live.get(wanted.store)
+    record = tier.record if tier is not None else locate(wanted.store, [Path(directory) for directory in directories])
+    if record is None:
+        _log.warning(
+            "the pages of checkpoint %s are not in the SSD directories of this run, and are kept: pagoda gc %s",
+            checkpoint_id,
+            " ".join(wanted.directories),
+        )
+        return
+    if wanted.commit not in record.commit_ids():
+        return
+    mine = [directory for other in [*_live.values()] for directory in other.record.directories]
+    try:
+        lock = DirectoryLock([d for d in record.directories if not any(os.path.samefile(d, own) for own in mine)])
+    except StorageError:
+        return  # a rank that has them open forgets its own; else `pagoda gc` finds it
+    with contextlib.closing(lock):
+        try:
+            commit = record.read_commit(wanted.commit)
+        except StorageError as error:
+            _log.warning("%s; it is kept", error)
+            return
+        if commit.checkpoint_id != checkpoint_id:
+            _log.warning("%s belongs to another checkpoint, and is kept", record.commit_path(wanted.commit))
+        elif checkpoint_id_of(Path(commit.checkpoint)) == checkpoint_id:
+            _log.warning("the pages of %s are kept: what was deleted is a copy of it", commit.checkpoint)
+        elif tier is not None:
+            tier.forget(wanted.commit)
+        else:
+            record.remove_commit(wanted.commit)
+            if not record.commit_ids():
+                record.remove()

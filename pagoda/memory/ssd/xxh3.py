@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from llvmlite import ir
+from llvmlite.binding import add_symbol
 from numba import types
-from numba.extending import intrinsic
 
 from pagoda.jit import kernel
 
@@ -29,23 +28,15 @@ def _address_of_xxh3() -> int | None:
 
 
 _XXH3 = _address_of_xxh3()
-
-
-def _call_intrinsic(_context: Any, _function: Any, _data: Any, _nbytes: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        return builder.call(builder.inttoptr(args[0], ir.FunctionType(word, [word, word]).as_pointer()), args[1:])
-
-    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
-
-
-_call = intrinsic(_call_intrinsic)
+if _XXH3 is not None:
+    add_symbol("pagoda_xxh3", _XXH3)
+_xxh3 = types.ExternalFunction("pagoda_xxh3", types.uint64(types.uint64, types.uint64))
 
 
 @kernel
-def _hash_pages(function: int, address: int, page_bytes: int, hashes: Any) -> None:
+def _hash_pages(address: int, page_bytes: int, hashes: Any) -> None:
     for page in range(len(hashes)):
-        hashes[page] = _call(function, address + page * page_bytes, page_bytes)
+        hashes[page] = _xxh3(address + page * page_bytes, page_bytes)
 
 
 def hashes_of(data: memoryview, page_bytes: int) -> npt.NDArray[np.uint64]:
@@ -55,5 +46,5 @@ def hashes_of(data: memoryview, page_bytes: int) -> npt.NDArray[np.uint64]:
         hashes[:] = [xxhash.xxh3_64_intdigest(data[at : at + page_bytes]) for at in range(0, data.nbytes, page_bytes)]
     elif len(hashes):
         address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-        _hash_pages(_XXH3, address, page_bytes, hashes)
+        _hash_pages(address, page_bytes, hashes)
     return hashes

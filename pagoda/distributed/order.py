@@ -1,0 +1,315 @@
+"""The order of collectives: which comes next, on every rank the same, whatever each of them wants."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+from pagoda.distributed.transport import Transport
+from pagoda.errors import RankError, UsageError
+
+
+class CollectiveKind(IntEnum):
+    """What a rank wants of the others."""
+
+    GATHER = 0
+    """A unit's weights, of every rank's slice."""
+    REDUCE = 1
+    """The mean of every rank's gradient of a unit, in slices."""
+    SHARE = 2
+    """A unit's updated weights, where every rank has all of them and updated a slice (stages 1 and 2)."""
+    ON_ALL_RANKS = 3
+    """A collective that all ranks must want: others cannot take part in it otherwise."""
+    BEGIN = 4
+    """To follow a list of collectives that all ranks have had."""
+    LEAVE = 5
+    """Nothing any more."""
+    FAIL = 6
+    """Nothing any more, as something has failed here."""
+
+
+_SERVED = (CollectiveKind.REDUCE, CollectiveKind.SHARE)
+"""What a rank takes part in that does not want it, as soon as it wants anything."""
+_FIRST = ((CollectiveKind.GATHER,), (CollectiveKind.BEGIN,), _SERVED)
+"""What is done before all else: it brings ranks that have fallen behind to where the others are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective that a rank wants. Calls of one kind about the same thing are answered together."""
+
+    kind: CollectiveKind
+    about: int = 0
+    """The unit; of BEGIN, the part of the program."""
+    what: str = ""
+    """Of what needs all ranks, what it is, in words."""
+    version: int = 0
+    """How often the unit has been updated; in a list, since the part of the program began."""
+    due: int = field(default=0, compare=False)
+    """Where in the trace compute was."""
+    lists: tuple[int, ...] = ()
+    """Of BEGIN: what stands for each list that the rank can follow; 0 for none."""
+
+    def is_with(self, other: "Call") -> bool:
+        """Whether both are answered at once."""
+        return (self.kind, self.about, self.what) == (other.kind, other.about, other.what)
+
+    @property
+    def place(self) -> str:
+        """Where in its program a rank is."""
+        if self.kind in (CollectiveKind.GATHER, CollectiveKind.BEGIN):
+            return "a forward or backward"
+        return self.what or ("a backward" if self.kind is CollectiveKind.REDUCE else "optimizer.step()")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """A part of compute's program: a step from its first access to its end, or what follows it."""
+
+    number: int | None
+    """Which of the two; None for evaluation between steps, which has no list."""
+    trace: object
+    """What steps are expected to be."""
+    versions: tuple[int, ...]
+    """By unit, when it began."""
+
+
+class Order:
+    """Decides with the other ranks which collective comes next. One thread calls all methods, in compute's order.
+
+    *A list.* When a part of the program begins, each rank says what stands for the list of collectives that it wanted
+    the last time, and of the one that all last had alike. If all have one in common they follow it: nothing is said
+    before a collective that it has. A rank that comes to an entry has taken part in all entries before it: in those
+    that it has no use for, with what it has. It does not come to an entry before compute has reached the place in the
+    trace that the entry is due at, and never passes over what needs all ranks. So what the list does not have, or not
+    yet, moves nothing. Weights of that kind a rank asks the others for, one by one; before all else it passes over the
+    rest of the list.
+
+    *No list.* Every rank says what it wants, before each collective. All that want weights are answered first, together
+    if they want the same, else each by itself. A rank that wants to BEGIN is answered next, then the first rank that
+    wants what others can take part in: they do, and say again what they want. So ranks may want things in any order,
+    and none waits for ever: a rank that says nothing is computing, or in what it has asked for.
+
+    *The end.* Where something has failed on a rank, it takes part in the rest of its list, so that none waits for it,
+    and then says that it has. Once a rank has failed or left, all others raise RankError where they next say something.
+    Where ranks want different things that need all of them, all raise UsageError.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        take_part: Callable[[CollectiveKind, int, int | None], None],
+        family: Callable[[int], Collection[int]],
+        sharers: Callable[[int], Collection[int]],
+        listed: bool = True,
+    ) -> None:
+        """`take_part` takes part in a collective about a unit after so many updates, which this rank has no use for;
+        None where only ranks that have other parts of the unit take part. `family` gives the ranks that have a part of
+        a unit that is also here, `sharers` those that have the slices of one copy of it. `listed`: ranks may follow
+        lists."""
+        self._transport = transport
+        self._do_take_part = take_part
+        self._family = family
+        self._sharers = sharers
+        self._listed = listed
+        self._part: Part | None = None
+        """The part that this rank has come to."""
+        self._known: dict[int, list[Sequence[Call]]] = defaultdict(lambda: [(), ()])
+        """By part: the list of the last time, and the list that all ranks last had alike."""
+        self._trace: object = None
+        """By which the known lists say when an entry is due."""
+        self._list: Sequence[Call] = ()
+        """What all ranks follow; empty for none."""
+        self._next = 0
+        self._wanted: list[Call] | None = None
+        """What this rank has wanted in this part, where that is to become a list."""
+        self._broken: BaseException | None = None
+        """Why nobody can be talked to any more."""
+        self.failed = False
+        """Whether something has failed here: what this rank gives is of no use."""
+        self.asked = 0
+        """Units that this rank had to ask for by itself, as the list does not have them."""
+        self.served = 0
+        """Collectives of other ranks that this one took part in without wanting them."""
+
+    def come_to(self, call: Call, part: Part | None) -> bool:
+        """Come to a collective about a unit: returns whether all ranks that share it take part now, or this one is to
+        ask for it by itself."""
+        if part is not self._part:
+            self._enter(part)
+        if self._wanted is not None and self._broken is None:
+            if self._claim(call):
+                return True
+            if self._list and call.kind is CollectiveKind.GATHER:
+                self.asked += 1
+                return False
+            self._pass_over(self._rest())
+        asking = self._askers(call, self._settle(call))
+        return {*self._sharers(call.about)}.issubset(asking)
+
+    def come_together(self, call: Call, part: Part | None, step: bool | None) -> None:
+        """Come to what needs all ranks. `step` is given where a step ends with it: whether the next one is to be like
+        it."""
+        if part is not self._part or step is not None:
+            self.leave(whole=step is not False)
+        elif self._wanted is not None and not self._claim(call):
+            self._pass_over(self._rest())
+        self._settle(call)
+
+    def leave(self, whole: bool) -> None:
+        """The part is over: take part in what is left of its list, and keep what it was if it was `whole`."""
+        if self._wanted is not None:
+            assert self._part is not None
+            assert self._part.number is not None
+            self._pass_over(self._rest())
+            self._known[self._part.number][0] = tuple(self._wanted) if whole else ()
+        self._part, self._list, self._wanted = None, (), None
+
+    def close(self) -> None:
+        """Tell the others that nothing more is wanted here."""
+        self.leave(whole=False)
+        self._settle(Call(CollectiveKind.LEAVE))
+
+    def fail(self, call: Call, part: Part | None, alike: bool) -> None:
+        """What a collective needs has failed here, so this rank cannot do its part. Take part all the same, unless all
+        do it `alike` and know of it anyway, and stop the others."""
+        self.failed = True
+        if alike or self.come_to(call, part) or call.kind is not CollectiveKind.GATHER:
+            self._take_part(call.kind, call.about, call.version)
+        self._stop()
+
+    def _enter(self, part: Part | None) -> None:
+        """Come to another part of compute's program."""
+        self.leave(whole=True)
+        self._part = part
+        if part is None or part.number is None or not self._listed:
+            return
+        if part.trace is not self._trace:
+            self._known.clear()
+            self._trace = part.trace
+        known = self._known[part.number]
+        mine = Call(CollectiveKind.BEGIN, part.number, lists=tuple(_hash(calls, sum(part.versions)) for calls in known))
+        said = self._settle(mine)
+        self._wanted = []
+        if all(call.is_with(mine) for call in said):
+            for number, hashes in enumerate(zip(*(call.lists for call in said), strict=True)):
+                if len({*hashes}) == 1 and hashes[0]:
+                    known[1] = self._list = known[number]
+                    break
+        self._next = 0
+
+    def _claim(self, call: Call) -> bool:
+        """Come to an entry of the list; returns False if the list does not have it, or not yet."""
+        entry = call
+        if call.kind is not CollectiveKind.ON_ALL_RANKS:
+            entry = replace(call, version=call.version - self._version(call.about))
+        assert self._wanted is not None
+        self._wanted.append(entry)
+        for place in range(self._next, len(self._list)):
+            found = self._list[place]
+            if found == entry and found.due <= entry.due:
+                passed, self._next = self._list[self._next : place], place + 1
+                self._pass_over(passed)
+                return True
+            if found.kind is CollectiveKind.ON_ALL_RANKS:
+                break
+        return False
+
+    def _rest(self) -> Sequence[Call]:
+        """What is left of the list before ranks do something together; it counts as passed over."""
+        first = self._next
+        while self._next < len(self._list) and self._list[self._next].kind is not CollectiveKind.ON_ALL_RANKS:
+            self._next += 1
+        return self._list[first : self._next]
+
+    def _pass_over(self, entries: Iterable[Call]) -> None:
+        if self._broken is not None or self._transport.broken:
+            return  # nobody takes part any more
+        for entry in entries:
+            self.served += 1
+            self._take_part(entry.kind, entry.about, self._version(entry.about) + entry.version)
+
+    def _take_part(self, kind: CollectiveKind, unit: int, version: int | None) -> None:
+        try:
+            self._do_take_part(kind, unit, version)
+        except BaseException:
+            if not self.failed and not self._transport.broken:  # it has not taken part yet, and the others wait for it
+                self.failed = True
+                self._do_take_part(kind, unit, version)
+                self._stop()
+            raise
+
+    def _stop(self) -> None:
+        """Tell the others that something has failed here, unless nobody can be told any more."""
+        with suppress(Exception):
+            self.leave(whole=False)
+        with suppress(BaseException):
+            self._settle(Call(CollectiveKind.FAIL))
+        self._broken = self._broken or RankError(f"Rank {self._transport.rank} has failed: see its first error.")
+
+    def _settle(self, call: Call) -> Sequence[Call]:
+        """Take part in what others want until `call` is what all do now; returns every rank's call."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            while True:
+                calls = self._transport.announce(call)
+                chosen = self._choose(call, calls)
+                if chosen.is_with(call) or chosen.kind is call.kind is CollectiveKind.GATHER:
+                    return calls
+                if chosen.kind in _SERVED:
+                    self.served += 1
+                    asking = self._askers(chosen, calls)
+                    self._take_part(chosen.kind, chosen.about, calls[asking[0]].version if asking else None)
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _choose(self, mine: Call, calls: Sequence[Call]) -> Call:
+        """What is done now."""
+        if mine.kind in (CollectiveKind.LEAVE, CollectiveKind.FAIL):
+            return mine
+        me = f"rank {self._transport.rank}"
+        for rank, call in enumerate(calls):
+            if call.kind is CollectiveKind.FAIL:
+                raise RankError(f"Rank {rank} has failed, so {me} stops: see its own error.")
+        for rank, call in enumerate(calls):
+            if call.kind is CollectiveKind.LEAVE:
+                raise RankError(
+                    f"Rank {rank} has closed its optimizer, but {me} is at {mine.place}: run the same number of steps "
+                    "on every rank."
+                )
+        chosen = next((call for kinds in _FIRST for call in calls if call.kind in kinds), calls[0])
+        if chosen.kind is CollectiveKind.ON_ALL_RANKS and not all(chosen.is_with(call) for call in calls):
+            wanted = ", ".join(f"rank {rank} is at {call.place}" for rank, call in enumerate(calls))
+            raise UsageError(f"Ranks are at different points, each of which needs all of them: {wanted}.")
+        return chosen
+
+    def _askers(self, call: Call, calls: Sequence[Call]) -> tuple[int, ...]:
+        """Of the ranks that have a part of a unit that is also here, those that want what `call` does.
+
+        Raises RankError where they mean other versions of the weights.
+        """
+        family = self._family(call.about)
+        found = tuple(rank for rank, other in enumerate(calls) if rank in family and other.is_with(call))
+        if len({calls[rank].version for rank in found}) > 1:
+            raise RankError(
+                f"Ranks {', '.join(map(str, found))} ask for the weights of unit {call.about} after different numbers "
+                "of updates: run the same steps, and the same evaluations, on every rank."
+            )
+        return found
+
+    def _version(self, unit: int) -> int:
+        """Updates that a unit had had when this part began."""
+        assert self._part is not None
+        return self._part.versions[unit]
+
+
+def _hash(calls: Sequence[Call], updates: int) -> int:
+    """What stands for a list in a part that begins after so many updates."""
+    if not calls:
+        return 0
+    said = repr([updates, *((call.kind.value, call.about, call.what, call.version, call.due) for call in calls)])
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest()) or 1

@@ -1,0 +1,229 @@
+"""The reduction: the mean of ranks' gradients of a unit, in slices, by all-to-alls and sums in the order of ranks."""
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagoda.distributed.shards import Shards
+from pagoda.distributed.transport import Group
+from pagoda.memory.region import Region
+from pagoda.optim.means import mean_into, sum_into
+from pagoda.plan.collective import reduce_buffers
+from pagoda.plan.layout import GRAD, Layout
+from pagoda.plan.slices import Span, slice_elements
+from pagoda.plan.units import ALIGN_ELEMENTS, UnitSpec
+
+GIVEN, DROPPED, NOT_FINITE = 1, 2, 4
+"""Bits of a flag, which a header has of each parameter: a rank has a gradient of it; the user has dropped earlier ones
+since; it is NaN or infinite, where its update may begin before `step()`."""
+Flags = Any
+"""uint8 [parameters], of numpy: a flag of each."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What gradients are added up in, where compute leaves them: constant in size, whatever the number of ranks."""
+
+    dtype: torch.dtype
+    """Of gradients."""
+    header_bytes: int
+    fills: tuple[torch.Tensor, torch.Tensor]
+    """uint8, for the whole gradient of the widest unit: one that backward fills, one that is reduced."""
+    landing: torch.Tensor
+    """As large: what arrives from other ranks."""
+    sums: torch.Tensor
+    """fp32 [1 or, with replicas, one more than those, elements of a piece]: the sum over a replica's ranks, and those
+    of all replicas."""
+
+    @classmethod
+    def open(cls, tier: Region, layout: Layout, dtype: torch.dtype) -> "Buffers":
+        """Take what the plan has for gradients of `dtype`, from the tier where compute leaves them."""
+        planned, page = reduce_buffers(layout), layout.page_bytes
+        assert planned is not None
+        sizes = (planned.whole_pages, planned.whole_pages, planned.landing_pages)
+        first, second, landing = (tier.take(pages).tensor(torch.uint8, pages * page) for pages in sizes)
+        rest, shape = tier.take(planned.pages - sum(sizes)), (planned.rows, planned.piece)
+        sums = rest.tensor(torch.float32, planned.rows * planned.piece).view(shape)
+        return cls(dtype, planned.header_bytes, (first, second), landing, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """What a rank sends each other one at a time: its messages to all places, one after another in a buffer."""
+
+    at: int
+    """First byte of all of them."""
+    spans: list[Span]
+    """By place, elements of the unit: a part of that rank's slice."""
+    starts: list[int]
+    """First byte of each message, and the end of the last, from `at` on."""
+    header_bytes: int
+    """What goes before the elements in each."""
+
+    def messages(self, buffer: torch.Tensor) -> torch.Tensor:
+        """All of them."""
+        return buffer[self.at : self.at + self.starts[-1]]
+
+    def values(self, place: int, messages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The elements of one."""
+        return messages[self.starts[place] + self.header_bytes :].view(dtype)[: len(self.spans[place])]
+
+
+Mean = tuple[Span, torch.Tensor, bool]
+"""Elements of a unit, the mean of ranks' gradients of them, and whether they are of this rank's slice."""
+
+
+class Reduction:
+    """Adds up gradients of units over the ranks that share each.
+
+    A rank's messages to all places lie one after another in a buffer, so an all-to-all takes them as they are. A
+    header goes before the elements of each, so that a rank that has no gradient takes part all the same: its messages
+    are zeros, and nobody reads more of them than the flags. Equal slices go in one all-to-all; of slices that differ,
+    no more goes at a time than finds room where messages arrive. Each rank adds up what it gets in the order of ranks
+    (`optim.means` states the rounding). With replicas, a replica's ranks are added up first, then the replicas' sums,
+    in fp32 throughout.
+    """
+
+    def __init__(self, shards: Shards, groups: Mapping[tuple[int, ...], Group], buffers: Buffers, divisor: int) -> None:
+        """`groups`, by their ranks, are those that have the slices of a unit, and those that have the same slices, one
+        a replica. Sums are divided by `divisor`."""
+        self._shards = shards
+        self._groups = groups
+        self._buffers = buffers
+        self._divisor = divisor
+        self._laid_out: dict[int, list[AllToAll]] = {}
+        self._nothing: torch.Tensor | None = None
+
+    def all_to_alls(self, spec: UnitSpec) -> list[AllToAll]:
+        """In which the gradient of a unit goes: one after another in a buffer."""
+        known = self._laid_out.get(spec.index)
+        if known is not None:
+            return known
+        slices, itemsize = self._shards.trained_slices(spec), self._buffers.dtype.itemsize
+        header, places, at = self._buffers.header_bytes, len(slices), 0
+        room = (self._buffers.landing.numel() // places - header) // itemsize // ALIGN_ELEMENTS * ALIGN_ELEMENTS
+        padded = 0 if self._shards.differ else slice_elements(spec.trainable_numel, places)
+        found = self._laid_out[spec.index] = []
+        for start in range(0, max(1, *map(len, slices)), room):
+            spans = [_part(span, start, start + room) for span in slices]
+            starts = [*accumulate((header + (padded or len(span)) * itemsize for span in spans), initial=0)]
+            found.append(AllToAll(at, spans, starts, header))
+            header, at = 0, at + starts[-1]
+        return found
+
+    def reduce(self, spec: UnitSpec, mine: torch.Tensor | None, flags: Flags) -> tuple[Flags, Iterator[Mean]]:
+        """What all ranks together have of a unit's gradient, and the mean, as far as it belongs in this rank's extent.
+
+        `mine` has this rank's messages without their headers; None where it has no gradient. The iterator must be
+        exhausted: ranks communicate in it.
+        """
+        count, first = len(flags), self.all_to_alls(spec)[0]
+        if mine is None:
+            mine = self._zeros()
+        else:
+            for start in first.starts[:-1]:
+                mine[start : start + count] = torch.from_numpy(flags)
+        by_place = self._exchange(spec, first, mine)[:, :count].cpu().numpy()
+        everyone = np.bitwise_or.reduce(by_place)
+        if len(self._shards.copies(spec)) > 1:
+            everyone = np.bitwise_or.reduce(self._of_copies(spec, torch.from_numpy(everyone)).cpu().numpy())
+        return everyone, self._means(spec, mine, by_place & GIVEN)
+
+    def _exchange(self, spec: UnitSpec, each: AllToAll, given: torch.Tensor) -> torch.Tensor:
+        """What the rank at each place has for this one, uint8 [places, bytes]."""
+        group = self._group(spec)
+        sizes = [stop - start for start, stop in pairwise(each.starts)]
+        mine = sizes[group.place]
+        arriving = self._buffers.landing[: len(sizes) * mine].view(len(sizes), mine)
+        group.exchange(arriving, each.messages(given), sizes)
+        return arriving
+
+    def _means(self, spec: UnitSpec, given: torch.Tensor, by_place: Flags) -> Iterator[Mean]:
+        group, dtype, landing = self._group(spec), self._buffers.dtype, self._buffers.landing
+        for number, each in enumerate(self.all_to_alls(spec)):
+            if number > 0:
+                self._exchange(spec, each, given)
+            span, bounds = each.spans[group.place], [*pairwise(each.starts)]
+            size = bounds[group.place][1] - bounds[group.place][0]
+            rows = [landing[at * size + each.header_bytes :].view(dtype)[: len(span)] for at in range(len(bounds))]
+            self._add_up(spec, span, rows, by_place, rows[group.place])
+            if self._shards.is_cut(spec, GRAD):
+                yield span, rows[group.place], True
+                continue
+            _move(each.values(group.place, landing, dtype), rows[group.place])
+            group.gather(landing[: each.starts[-1]], bounds)
+            for place, of_place in enumerate(each.spans):
+                yield of_place, each.values(place, landing, dtype), place == group.place
+
+    def _add_up(
+        self, spec: UnitSpec, span: Span, rows: Sequence[torch.Tensor], by_place: Flags, mean: torch.Tensor
+    ) -> None:
+        """Make `mean` that of a span of a unit; `rows` are those of the ranks at each place."""
+        sums = self._buffers.sums
+        for start in range(0, len(span), sums.shape[1]):
+            stop = min(start + sums.shape[1], len(span))
+            total = sums[0, : stop - start]
+            for first, last, places in _ranges(spec, by_place, span.start + start, span.start + stop):
+                at = slice(first - span.start, last - span.start)
+                sum_into(total[at.start - start : at.stop - start], [rows[place][at] for place in places])
+            if len(self._shards.copies(spec)) > 1:
+                sum_into(total, list(self._of_copies(spec, total)))
+            mean_into(mean[start:stop], total, self._divisor)
+        if mean.is_cuda:  # other lanes and streams may read a mean from now on
+            torch.cuda.current_stream(mean.device).synchronize()
+
+    def _group(self, spec: UnitSpec) -> Group:
+        return self._groups[self._shards.sharers(spec)]
+
+    def _of_copies(self, spec: UnitSpec, mine: torch.Tensor) -> torch.Tensor:
+        """Something of every replica's rank that has the same slice, shape [replicas, *that of `mine`]."""
+        group, count = self._groups[self._shards.copies(spec)], mine.numel()
+        room = self._buffers.sums[1:].view(-1).view(mine.dtype)[: len(group.ranks) * count]
+        found = room.view(len(group.ranks), count)
+        found[group.place].copy_(mine)
+        group.gather(room, [(place * count, (place + 1) * count) for place in range(len(group.ranks))])
+        return found
+
+    def _zeros(self) -> torch.Tensor:
+        """Messages of a rank that has no gradient. In RAM they take none, as nobody writes to them."""
+        landing = self._buffers.landing
+        if landing.is_cuda:
+            return torch.zeros_like(landing)
+        if self._nothing is None:
+            self._nothing = torch.frombuffer(mmap.mmap(-1, landing.numel()), dtype=torch.uint8)
+        return self._nothing
+
+
+def _part(span: Span, start: int, stop: int) -> Span:
+    """Elements [start, stop) of a span's own."""
+    return Span(min(span.start + start, span.stop), min(span.start + stop, span.stop))
+
+
+def _ranges(spec: UnitSpec, by_place: Flags, start: int, stop: int) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """[start, stop) of a unit in ranges of adjoining parameters that the ranks at the same places have a gradient of:
+    (first element, last one's end, places)."""
+    first, before = start, None
+    for slot, placed in enumerate(spec.slots):
+        if placed.offset >= stop or not placed.param.trainable:
+            break
+        places = by_place[:, slot].nonzero()[0].tolist()
+        if placed.offset > first and places != before and before is not None:
+            yield first, placed.offset, before
+            first = placed.offset
+        before = places
+    if before is not None and first < stop:
+        yield first, stop, before
+
+
+def _move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes to where they may overlap."""
+    if source.is_cuda:
+        target.copy_(source.clone())
+    elif target.data_ptr() != source.data_ptr():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)

@@ -1,0 +1,283 @@
+"""The arithmetic of updates, written once for the CPU and the GPU: elements, formats and codecs.
+
+The functions are in words that both compilers have: `jit` defines them for the CPU, and `triton_parts` compiles the
+source of this file with its own words for the GPU. So both compute the same operations in the same order.
+
+A value is fp32. A word is 32 bits, unsigned, and wraps. A form says what weights or gradients are kept in. A function
+that takes a constant (a form, a flag) is compiled for it, so what other constants would need is not in a kernel.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pagoda.jit import part
+from pagoda.optim import codecs
+from pagoda.optim.jit import (
+    HAS_CONVERSIONS,
+    add,
+    bit_and,
+    bit_or,
+    bit_xor,
+    bits_of,
+    divide,
+    extended,
+    float_of,
+    fp32,
+    multiply,
+    number,
+    quiet_bits,
+    rounded_to_half,
+    shift_left,
+    shift_right,
+    square_root,
+    subtract,
+    truncated,
+    where,
+    word,
+)
+
+FP32, BF16, FP16 = 0, 1, 2
+"""The forms."""
+FORMS: Mapping[torch.dtype, int] = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+
+ADAMW, ADAM, SGD, SGD_MOMENTUM, LION = range(5)
+PLAIN: Mapping[str, tuple[int, bool]] = {
+    "adamw": (ADAMW, False),
+    "adamw_moments_bf16": (ADAMW, True),
+    "adam": (ADAM, False),
+    "sgd": (SGD, False),
+    "sgd_momentum": (SGD_MOMENTUM, False),
+    "lion": (LION, False),
+}
+"""`ElementwiseRule.kernel_name` -> the rule, and whether its moments are bf16 that is rounded as `codecs` says; else
+they are fp32. Of all kernels but that for 8-bit moments."""
+
+# One element of a rule: the contracts of `adamw`, `adam`, `sgd` and `lion`. Each returns the weight and its moments.
+
+
+@part
+def adam_element(w: Any, m: Any, v: Any, gradient: Any, scalars: Any, decoupled: Any) -> Any:
+    grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size = scalars
+    g = gradient * grad_scale
+    if decoupled:
+        w = w * decay
+    else:
+        g = g + w * decay
+    m = m * beta1 + g * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
+    w = w - step_size * divide(m, divide(square_root(v), bias2_sqrt) + eps)
+    return w, m, v
+
+
+@part
+def sgd_element(w: Any, m: Any, gradient: Any, scalars: Any, has_momentum: Any) -> Any:
+    grad_scale, weight_decay, carried, taken, momentum, nesterov, lr = scalars
+    g = gradient * grad_scale
+    g = g + w * weight_decay
+    d = g
+    if has_momentum:
+        m = m * carried + g * taken
+        d = where(nesterov > fp32(0.0), g + m * momentum, m)
+    return w - lr * d, m
+
+
+@part
+def lion_element(w: Any, m: Any, gradient: Any, scalars: Any) -> Any:
+    grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
+    g = gradient * grad_scale
+    w = w * decay
+    c = m * beta1 + g * one_minus_beta1
+    sign = where(c > fp32(0.0), fp32(1.0), where(c < fp32(0.0), fp32(-1.0), fp32(0.0)))
+    w = w - lr * sign
+    return w, m * beta2 + g * one_minus_beta2
+
+
+# Formats: a value of 16 bits, and a master of a weight of 16 bits and what is kept beside it, as `rule` states both.
+
+
+@part
+def bf16_to_fp32(half: Any) -> Any:
+    return float_of(shift_left(half, 16))
+
+
+@part
+def fp16_to_fp32_in_integers(half: Any) -> Any:
+    # Shifted into fp32's place, the exponent is 112 too small: one exact multiplication, also for denormals. Infinity
+    # and NaN have no larger exponent to go to, and get fp32's; a NaN becomes a quiet one.
+    magnitude = shift_left(bit_and(half, 0x7FFF), 13)
+    widened = bits_of(float_of(magnitude) * fp32(5192296858534827628530496329220096.0))
+    special = bit_or(magnitude, where(magnitude > 0x0F800000, word(0x7FC00000), word(0x7F800000)))
+    bits = where(magnitude >= 0x0F800000, special, widened)
+    return float_of(bit_or(bits, shift_left(bit_and(half, 0x8000), 16)))
+
+
+@part
+def fp32_to_fp16_in_integers(value: Any) -> Any:
+    # To nearest, ties to even. Denormals: adding 0.5, whose last place is fp16's smallest step, rounds to it.
+    bits = bits_of(value)
+    magnitude = bit_and(bits, 0x7FFFFFFF)
+    odd = bit_and(shift_right(magnitude, 13), 1)
+    normal = shift_right(add(add(magnitude, 0xC8000FFF), odd), 13)
+    denormal = subtract(bits_of(float_of(magnitude) + fp32(0.5)), 0x3F000000)
+    nan = bit_or(bit_and(shift_right(magnitude, 13), 0x3FF), 0x7E00)
+    special = where(magnitude > 0x7F800000, nan, word(0x7C00))
+    rounded = where(magnitude < 0x38800000, denormal, normal)
+    rounded = where(magnitude >= 0x47800000, special, rounded)
+    return bit_or(rounded, bit_and(shift_right(bits, 16), 0x8000))
+
+
+fp16_to_fp32 = extended if HAS_CONVERSIONS else fp16_to_fp32_in_integers
+fp32_to_fp16 = rounded_to_half if HAS_CONVERSIONS else fp32_to_fp16_in_integers
+
+
+@part
+def _exponent(half: Any) -> Any:
+    exponent = bit_and(shift_right(half, 10), 0x1F)
+    return where(exponent > 1, exponent, word(1))
+
+
+@part
+def master_of(form: Any, high: Any, low: Any) -> Any:
+    """A master of its two halves."""
+    if form == FP16:
+        unit = float_of(shift_left(add(_exponent(high), 127 - 40), 23))
+        # Subtracting zero keeps a negative zero.
+        value = fp16_to_fp32(high) - number(subtract(0, low)) * unit
+    else:
+        value = float_of(add(shift_left(high, 16), low))
+    return value
+
+
+@part
+def halves_of(form: Any, value: Any) -> Any:
+    """Both halves of a master, as words of which 16 bits are kept."""
+    if form == FP16:
+        high = fp32_to_fp16(value)
+        # Every step is exact but the rounding to an integer: in 1.5 * 2 ** 23 the last place is one, and the low bits
+        # are the integer's own.
+        per_unit = float_of(shift_left(subtract(127 + 40, _exponent(high)), 23))
+        low = quiet_bits((value - fp16_to_fp32(high)) * per_unit + fp32(12582912.0))
+    else:
+        low = quiet_bits(value)
+        high = shift_right(add(low, 0x8000), 16)
+    return high, low
+
+
+# Codecs of moments: the contracts of `codecs`.
+
+MAX_NOISY = codecs.MAX_NOISY
+TENTH_STEPS = codecs.TENTH_STEPS
+TOP_SIGNED, TOP_UNSIGNED, ZERO_SIGNED = codecs.TOP_SIGNED, codecs.TOP_UNSIGNED, codecs.ZERO_SIGNED
+(A0, B0), (A1, B1), (A2, B2), (A3, B3), (A4, B4), (A5, B5), (A6, B6) = codecs.LINES
+
+
+@part
+def noise_bits(index: Any, low: Any, high: Any) -> Any:
+    """The 32 random bits of an element."""
+    x = bit_xor(index, low)
+    x = multiply(bit_xor(x, shift_right(x, 16)), 0x7FEB352D)
+    x = add(bit_xor(x, shift_right(x, 15)), high)
+    x = multiply(x, 0x846CA68B)
+    return bit_xor(x, shift_right(x, 16))
+
+
+@part
+def round_noisily(value: Any, noise: Any) -> Any:
+    """The bits of bf16, with 16 random bits."""
+    bits = bits_of(value)
+    noise = where(bit_and(bits, 0x7FFFFFFF) < MAX_NOISY, noise, word(0))
+    return shift_right(add(bits, noise), 16)
+
+
+@part
+def magnitude(value: Any) -> Any:
+    """The bits of a value without its sign: they order as magnitudes do."""
+    return bit_and(bits_of(value), 0x7FFFFFFF)
+
+
+@part
+def scale_of(top: Any) -> Any:
+    """The scale of a block whose largest magnitude has the bits `top`; 0 or NaN where the block becomes zeros."""
+    scale = where(top >= 0x00800000, float_of(top), fp32(0.0))
+    return where(top >= 0x7F800000, float_of(word(0x7FC00000)), scale)
+
+
+@part
+def _has_bit(bits: Any, at: Any) -> Any:
+    return shift_left(bits, 31 - at) >= 0x80000000
+
+
+@part
+def _map_value(place: Any) -> Any:
+    # `place` is from 1 to below 256. The three steps of the contract ask for the three bits of its exponent, and bring
+    # it to that of 128, which is exact. Maps are computed, not looked up: gathers are several times slower on a CPU.
+    bits = bits_of(place)
+    exponent = add(bits, 1 << 23)
+    f = float_of(bit_or(bit_and(bits, 0x7FFFFF), 0x43000000))
+    p = where(_has_bit(exponent, 25), fp32(1.0), fp32(1e-4))
+    p = where(_has_bit(exponent, 24), p, p * fp32(1e-2))
+    p = where(_has_bit(exponent, 23), p, p * fp32(1e-1))
+    return p * (f * fp32(TENTH_STEPS) - fp32(0.8))
+
+
+@part
+def decode(code: Any, signed: Any) -> Any:
+    """The map's value of a code of exp_avg, which is `signed`, or of exp_avg_sq."""
+    if signed:
+        k = bit_and(code, 127)
+        value = _map_value(number(k) * fp32(2.0) + fp32(1.0))
+        value = where(k == 127, fp32(1.0), value)
+    else:
+        k = word(code)
+        value = _map_value(number(k) + fp32(1.5))
+        value = where(k == 255, fp32(1.0), value)
+    value = where(k == 0, fp32(0.0), value)
+    if signed:
+        value = float_of(bit_or(bits_of(value), shift_left(shift_right(code, 7), 31)))
+    return value
+
+
+@part
+def _lower(a: Any, b: Any) -> Any:
+    return where(a < b, a, b)
+
+
+@part
+def _line(x: Any, slope: Any, offset: Any) -> Any:
+    return x * fp32(slope) + fp32(offset)
+
+
+@part
+def _cell(x: Any, by: Any) -> Any:
+    """`u` of the contract, times `by`, without the line that only exp_avg_sq needs: all of exp_avg's values on that
+    are in its first cell, where the next line ends."""
+    u = _lower(_line(x, by * A1, by * B1), _line(x, by * A2, by * B2))
+    v = _lower(_line(x, by * A3, by * B3), _line(x, by * A4, by * B4))
+    return _lower(u, _lower(v, _lower(_line(x, by * A5, by * B5), _line(x, by * A6, by * B6))))
+
+
+@part
+def _nearest(u: Any) -> Any:
+    n = float_of(bit_and(bits_of(u), 0x7F800000))
+    return where(u - n < fp32(0.2), u - fp32(1.0), u)
+
+
+@part
+def encode(value: Any, inverse: Any, signed: Any) -> Any:
+    """The code of a moment, as a word; `inverse` is 1 over its block's scale."""
+    # What the contract has but cannot change a code is left out.
+    x = float_of(magnitude(value)) * inverse
+    if signed:
+        u = _lower(_nearest(_cell(x, 1)), fp32(126.5))
+        u = where(x >= fp32(TOP_SIGNED), fp32(127.0), u)
+        u = where(x < fp32(ZERO_SIGNED), fp32(0.0), u)
+        code = bit_or(truncated(u), bit_and(shift_right(bits_of(value), 24), 128))
+    else:
+        u = _nearest(_lower(_cell(x, 2), _line(x, 2 * A0, 2 * B0))) - fp32(1.0)
+        u = _lower(where(u > fp32(1.0), u, fp32(1.0)), fp32(254.5))
+        u = where(x >= fp32(TOP_UNSIGNED), fp32(255.0), u)
+        u = where(x > fp32(0.0), u, fp32(0.0))
+        code = truncated(u)
+    return code

@@ -1,0 +1,128 @@
+"""Update kernels on a GPU: the contracts of rules, with each way of `codecs` to keep moments.
+
+A kernel takes pointers to the first of `n` elements: bf16 and int16 halves as int16, codes as uint8, fp32 as fp32. It
+does not use the pointers beyond the states of its rule. `scalars` are the rule's, a tuple.
+"""
+
+import triton.language as tl
+
+from pagoda.optim import arithmetic, codecs
+from pagoda.optim.triton_parts import (
+    adam_element,
+    add,
+    as_fp32,
+    bf16_to_fp32,
+    decode,
+    encode,
+    jit,
+    lion_element,
+    load_master,
+    magnitude,
+    noise_bits,
+    round_noisily,
+    scale_of,
+    sgd_element,
+    store_master,
+    word,
+)
+
+_ADAMW, _SGD = tl.constexpr(arithmetic.ADAMW), tl.constexpr(arithmetic.SGD)
+_SGD_MOMENTUM, _LION = tl.constexpr(arithmetic.SGD_MOMENTUM), tl.constexpr(arithmetic.LION)
+_BLOCK = tl.constexpr(codecs.BLOCK)
+
+
+@jit(do_not_specialize=("n", "index", "key_low", "key_high"))
+def update(
+    weight: tl.tensor,
+    weight_low: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    gradient: tl.tensor,
+    n: tl.tensor,
+    index: tl.tensor,
+    key_low: tl.tensor,
+    key_high: tl.tensor,
+    scalars: tl.tensor,
+    rule: tl.constexpr,
+    noisy: tl.constexpr,
+    form: tl.constexpr,
+    size: tl.constexpr,
+) -> None:
+    """One step on ``n`` elements, `size` a program, of masters in a `form` (`arithmetic`), with fp32 moments or
+    (`noisy`) bf16 ones.
+
+    `index` is the first element's in its parameter, the keys are those of `Key`, each as an int32 of the same bits.
+    Their values shall not compile kernels of their own.
+    """
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    mask = at < n
+    w = load_master(weight, weight_low, at, mask, form)
+    grad = as_fp32(tl.load(gradient + at, mask, 0), form)
+    if rule == _SGD:
+        w, _ = sgd_element(w, w, grad, scalars, False)
+    elif rule == _SGD_MOMENTUM:
+        w, m = sgd_element(w, tl.load(first + at, mask, 0.0), grad, scalars, True)
+        tl.store(first + at, m, mask)
+    elif rule == _LION:
+        w, m = lion_element(w, tl.load(first + at, mask, 0.0), grad, scalars)
+        tl.store(first + at, m, mask)
+    else:
+        m, v = tl.load(first + at, mask, 0), tl.load(second + at, mask, 0)
+        if noisy:
+            m, v = bf16_to_fp32(m), bf16_to_fp32(v)
+        w, m, v = adam_element(w, m, v, grad, scalars, rule == _ADAMW)
+        if noisy:
+            noise = noise_bits(add(index, at), word(key_low), word(key_high))
+            m, v = round_noisily(m, noise & 0xFFFF).to(tl.int16), round_noisily(v, noise >> 16).to(tl.int16)
+        tl.store(first + at, m, mask)
+        tl.store(second + at, v, mask)
+    store_master(weight, weight_low, at, w, mask, form)
+
+
+@jit()
+def _encode_blocks(
+    value: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    at: tl.tensor,
+    mask: tl.tensor,
+    row: tl.tensor,
+    there: tl.tensor,
+    signed: tl.constexpr,
+) -> None:
+    scale = scale_of(tl.max(tl.where(mask, magnitude(value), 0), axis=1))
+    tl.store(scales + row, scale, there)
+    usable = (scale > 0.0)[:, None]
+    inverse = tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0))[:, None]
+    code = tl.where(usable, encode(tl.where(usable, value, 0.0), inverse, signed), 0)
+    tl.store(codes + at, code.to(tl.uint8), mask)
+
+
+@jit(do_not_specialize=("n",), do_not_specialize_on_alignment=("exp_avg_scale", "exp_avg_sq_scale"))
+def adamw_8bit(
+    weight: tl.tensor,
+    weight_low: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    exp_avg_scale: tl.tensor,
+    exp_avg_sq_scale: tl.tensor,
+    gradient: tl.tensor,
+    n: tl.tensor,
+    scalars: tl.tensor,
+    form: tl.constexpr,
+    size: tl.constexpr,
+) -> None:
+    """AdamW with 8-bit moments: a program has whole quantization blocks, and the first element is that of one."""
+    rows: tl.constexpr = size // _BLOCK
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    at = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = at < n
+    there = row * _BLOCK < n
+    w = load_master(weight, weight_low, at, mask, form)
+    grad = as_fp32(tl.load(gradient + at, mask, 0), form)
+    m = decode(tl.load(exp_avg + at, mask, 0), True) * tl.load(exp_avg_scale + row, there, 0.0)[:, None]
+    v = decode(tl.load(exp_avg_sq + at, mask, 0), False) * tl.load(exp_avg_sq_scale + row, there, 0.0)[:, None]
+    w, m, v = adam_element(w, m, v, grad, scalars, True)
+    store_master(weight, weight_low, at, w, mask, form)
+    _encode_blocks(m, exp_avg, exp_avg_scale, at, mask, row, there, True)
+    _encode_blocks(v, exp_avg_sq, exp_avg_sq_scale, at, mask, row, there, False)

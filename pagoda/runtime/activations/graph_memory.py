@@ -1,0 +1,206 @@
+"""GraphMemory: what becomes of each block's activations, as asked or as forwards before have shown to be best."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pagoda.distributed.tensors import local
+from pagoda.errors import BudgetError
+from pagoda.memory.sizes import format_at_least, format_bytes
+from pagoda.plan.activations import (
+    LEAST_OFFLOADED_BYTES,
+    ActivationBytes,
+    ActivationPlan,
+    Bucket,
+    Policy,
+    Room,
+    StepSizes,
+    bucket_of,
+    choose,
+    growth,
+    peak_of,
+)
+from pagoda.plan.ops import HOST, SSD
+from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.activations.blocks import Block, without_cache
+from pagoda.runtime.activations.forward_trace import ForwardTrace
+from pagoda.runtime.activations.offload import Offloader
+from pagoda.runtime.activations.packing import Packing
+from pagoda.runtime.activations.partition import Partitioner
+from pagoda.runtime.activations.places import open_places
+from pagoda.runtime.activations.recompute import flat, run_recomputed
+from pagoda.runtime.activations.saved import SavedStorage, SavedStorages
+from pagoda.runtime.device import Device
+from pagoda.runtime.lanes import Lane
+from pagoda.runtime.leases import Leases
+from pagoda.runtime.store import Store
+
+_MOST_BUCKETS = 64
+"""Shapes whose plans are remembered."""
+_NO_LIMIT = 1 << 62
+
+
+class GraphMemory:
+    """Runs each block of a forward under its policy.
+
+    With the mode "auto", the first forward of a bucket of shapes recomputes every block, which shows how large each is;
+    from the next one on the plan made of that is followed. No policy changes a bit, so plans may change at any time.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        accesses: Accesses,
+        store: Store,
+        directories: Mapping[Path, int | None],
+        lanes: dict[str, Lane],
+        device: Device,
+        stalled: Callable[[str, float], None],
+        poison: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group` are the ranks that divide activations among them."""
+        self._options = options = store.plan.options
+        self._device = device
+        self._page_bytes = min(LEAST_OFFLOADED_BYTES, store.plan.page_bytes)
+        self._places = open_places(store, device, directories, self._page_bytes, poison) if options.may_offload else []
+        self._fixed = None if options.activations == "auto" else Policy(options.activations)
+        self._saved = SavedStorages()
+        self._offloader = Offloader(
+            self._places, self._page_bytes, self._fixed is not None, lanes, device, self._saved, stalled
+        )
+        partitioner = None if group is None else Partitioner(group)
+        self.packing = Packing(leases, accesses, self._saved, self._offloader, partitioner, self._note)
+        self._rates: dict[str, tuple[float, float]] | None = None
+        """Of each place, once measured."""
+        self._plans: dict[Bucket, ActivationPlan] = {}
+        self._refusals: dict[Bucket, str] = {}
+        self._bucket: Bucket = ()
+        self._growth = 1.0
+        self._peak = ActivationBytes()
+        """The largest that any forward was planned with."""
+        self._trace = self._new_trace()
+        """That of the last forward."""
+
+    @property
+    def plan(self) -> ActivationPlan:
+        """The policies of the last forward that was planned, and what one forward was planned to take at most, or
+        graphs have taken."""
+        latest = self._plans.get(self._bucket, ActivationPlan((), ActivationBytes()))
+        return replace(latest, peak=self._peak.or_more(self._taken(kept=0)))
+
+    @property
+    def peak_bytes(self) -> Mapping[str, int]:
+        """tier -> most bytes of offloaded activations at once, so far."""
+        return {place.tier: place.scratch.peak_bytes for place in self._places if place.scratch.peak_bytes}
+
+    def begin_forward(self, inputs: Any) -> None:
+        """A forward of the whole model starts; `inputs` are its arguments.
+
+        Raises BudgetError where one with inputs as large has shown that it cannot keep to the budget.
+        """
+        self._learn()
+        shapes = [tensor.shape for tensor in _tensors(inputs)]
+        self._bucket = bucket_of(shapes)
+        self._growth = growth(shapes)
+        self._trace = self._new_trace()
+        if self._bucket in self._refusals:
+            raise BudgetError(self._refusals[self._bucket])
+
+    def run(
+        self,
+        block: Block,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        again: Callable[..., Any],
+    ) -> Any:
+        """A block's forward, under its policy; `again` is the same forward when backward repeats it."""
+        if self.packing.policy is not None or not torch.is_grad_enabled() or _in_backward():
+            return forward(*args, **kwargs)
+        trace, policy = self._trace, self._next_policy()
+        if policy.recomputes:
+            kwargs = without_cache(block.module, kwargs)
+        given = frozenset(self._saved.find(local(tensor)) for tensor in _tensors((args, kwargs)))
+        with self.packing.in_block(len(trace.blocks), policy), trace.block(policy, given) as account:
+            if not policy.recomputes:
+                return forward(*args, **kwargs)
+            return run_recomputed(block.module, forward, again, (args, kwargs), self.packing, account.save)
+
+    def end_of_step(self) -> ActivationBytes:
+        """Close a step, and make a plan of what it has shown; returns the most that its graphs kept."""
+        self._learn(ended=True)
+        self._trace = self._new_trace()
+        kept = self._saved.peak_bytes
+        self._saved.start_step()
+        self._offloader.settle()
+        return self._taken(kept)
+
+    def close(self) -> None:
+        """Give everything back. Lanes have ended."""
+        self._offloader.close()
+
+    def _taken(self, kept: int) -> ActivationBytes:
+        return ActivationBytes(kept, self.peak_bytes.get(HOST, 0), self.peak_bytes.get(SSD, 0))
+
+    def _note(self, storage: SavedStorage) -> None:
+        """A graph saves a storage."""
+        if not _in_backward():
+            self._trace.save(storage)
+
+    def _next_policy(self) -> Policy:
+        """The policy of the next block of the forward."""
+        if self._fixed is not None:
+            return self._fixed
+        plan, index = self._plans.get(self._bucket), len(self._trace.blocks)
+        return Policy.RECOMPUTE if plan is None or index >= len(plan.policies) else plan.policies[index]
+
+    def _new_trace(self) -> ForwardTrace:
+        planned = self._fixed is not None or self._bucket in self._plans
+        return ForwardTrace(None if planned else self._device)
+
+    def _learn(self, ended: bool = False) -> None:
+        """Plan for the bucket of the last forward, once, if all of that has been seen.
+
+        When a step has `ended`, what has not been recomputed needs no gradients.
+        """
+        if self._bucket in self._plans or not (self._trace.complete or (ended and self._trace.begun)):
+            return
+        sizes = self._trace.sizes(self._page_bytes)
+        room = self._room(sizes)
+        if self._fixed is None:
+            plan = choose(sizes.scaled(self._growth), room)
+            needed = peak_of(sizes, plan.policies, room.host).kept
+            if self._options.activations_limited and needed > room.kept:
+                self._refusals[self._bucket] = (
+                    f"Activations do not fit: for inputs of shapes {', '.join(map(str, self._bucket))} graphs keep "
+                    f"{format_at_least(needed)} even with every block recomputed, and memory.activations allows "
+                    f"{format_bytes(room.kept)}. Raise it, give memory.ssd to offload to, or make the batch smaller."
+                )
+        else:
+            policies = (self._fixed,) * len(sizes.blocks)
+            plan = ActivationPlan(policies, peak_of(sizes, policies, room.host), sizes)
+        if len(self._plans) == _MOST_BUCKETS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[self._bucket] = plan
+        self._peak = self._peak.or_more(plan.peak)
+
+    def _room(self, sizes: StepSizes) -> Room:
+        """What the activations of a step may use."""
+        if self._rates is None:
+            self._rates = {place.tier: place.rates() for place in self._places} if self._fixed is None else {}
+        limit = self._options.activation_bytes
+        kept = _NO_LIMIT if limit is None else limit
+        return Room.of_step(sizes, kept, {place.tier: place.scratch.room_bytes for place in self._places}, self._rates)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flat(values)[0] if isinstance(leaf, torch.Tensor)]

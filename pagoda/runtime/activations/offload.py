@@ -1,0 +1,206 @@
+"""Offloading: saved storages leave the memory that compute uses, and come back ahead of backward."""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pagoda.errors import BudgetError, UsageError
+from pagoda.memory.sizes import format_bytes
+from pagoda.memory.ssd.slots import Hashes
+from pagoda.plan.activations import BUFFERED, OFFLOAD_LANES
+from pagoda.runtime.activations.places import Pieces, Place
+from pagoda.runtime.activations.saved import AbsentStorage, SavedStorage, SavedStorages, storage_of
+from pagoda.runtime.device import Device
+from pagoda.runtime.lanes import Handle, Lane
+
+
+class OffloadedStorage(AbsentStorage):
+    """A storage whose bytes are in a place. Their pages are free again when the last reference to it is gone, those of
+    transfers included."""
+
+    __slots__ = ("_offloader", "hashes", "nbytes", "pieces", "place", "reading", "source", "target", "used", "written")
+
+    def __init__(
+        self, offloader: "Offloader", place: Place, pieces: Pieces, source: torch.Tensor, version: int
+    ) -> None:
+        super().__init__(version)
+        self._offloader = offloader
+        self.place = place
+        self.pieces = pieces
+        self.nbytes = source.nbytes
+        self.source: torch.Tensor | None = source
+        """The storage, until its bytes have been written; uint8, shape [nbytes]."""
+        self.target: torch.Tensor | None = None
+        """What they have been read into, or are being read into."""
+        self.hashes: list[Hashes] = []
+        self.written: Handle
+        self.reading: Handle | None = None
+        self.used = False
+        """Whether backward has asked for it."""
+
+    def __del__(self) -> None:
+        self._offloader.freed.append((self.place, self.pieces))  # atomic, on whatever thread
+
+    def whole(self) -> torch.Tensor:
+        return self._offloader.bring_back(self)
+
+
+class Offloader:
+    """Moves saved storages out and back, each once however many tensors lie in it.
+
+    At most two of the largest are on their way out, and two on their way back, at a time. Backward uses them in the
+    reverse order, so what was saved last is read first. Only the compute thread calls this class.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        least_bytes: int,
+        required: bool,
+        lanes: dict[str, Lane],
+        device: Device,
+        saved: SavedStorages,
+        stalled: Callable[[str, float], None],
+    ) -> None:
+        """Storages of `least_bytes` and more go to the first of `places` that has room; `required` makes it an error
+        that none has, else they stay."""
+        self.places = tuple(places)
+        self._least_bytes = least_bytes
+        self._required = required
+        self._lanes = lanes
+        self._device = device
+        self._saved = saved
+        self._stalled = stalled
+        self.freed: deque[tuple[Place, Pieces]] = deque()
+        """Pages that nothing needs any more."""
+        self._order: list[weakref.ref[OffloadedStorage]] = []
+        """What was offloaded, in that order, as far as it is needed."""
+        self._window = 0
+        """Most bytes on their way in each direction."""
+        self._writing: deque[tuple[Handle, int]] = deque()
+        """What is on its way out, and its bytes."""
+        self._closed = False
+
+    def offload(self, tensor: torch.Tensor, storage: SavedStorage) -> OffloadedStorage | None:
+        """Start moving the storage of a tensor, unless it has been moved; None where it has to stay."""
+        if tensor.device != self._device.torch_device or not storage.may_leave(tensor, self._least_bytes):
+            return None
+        offloaded = storage.absent(OffloadedStorage, tensor._version)
+        if offloaded is None:
+            place, pieces = self._alloc(storage.nbytes)
+            if place is None:
+                return None
+            offloaded = OffloadedStorage(self, place, pieces, storage_of(tensor, torch.uint8), tensor._version)
+            storage.replace_by(offloaded)
+            self._write(offloaded)
+        return offloaded
+
+    def bring_back(self, offloaded: OffloadedStorage) -> torch.Tensor:
+        """The storage, in the memory that compute uses."""
+        offloaded.used = True
+        if offloaded.target is None:
+            offloaded.target = offloaded.source  # still here while it is being written
+        if offloaded.target is None:
+            offloaded.target = self._read(offloaded)
+        if offloaded.reading is not None:
+            self._wait(offloaded.reading)
+        return offloaded.target
+
+    def read_ahead(self) -> None:
+        """Backward goes on: read what it will need next."""
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        room = self._window
+        for reference in reversed(self._order):
+            offloaded = reference()
+            if offloaded is None or offloaded.used or offloaded.source is not None:
+                continue
+            room -= offloaded.nbytes
+            if room < 0:
+                break
+            if offloaded.target is None:
+                offloaded.target = self._read(offloaded)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way out, and give pages back. Raises what a transfer raised."""
+        self._hold_back(0)
+        self._take_back()
+        live = [(reference, offloaded) for reference in self._order if (offloaded := reference()) is not None]
+        self._order = [reference for reference, _ in live]
+        self._window = BUFFERED * max((offloaded.nbytes for _, offloaded in live), default=0)
+
+    def close(self) -> None:
+        """Lanes have ended: what they did not bring back is gone."""
+        self._closed = True
+        for place in self.places:
+            place.scratch.close()
+
+    def _alloc(self, nbytes: int) -> tuple[Place | None, Pieces]:
+        self._take_back()
+        for place in self.places:
+            pieces = place.scratch.alloc(nbytes)
+            if pieces is not None:
+                return place, pieces
+        if self._required:
+            last = self.places[-1].tier
+            names = " and ".join(place.tier for place in self.places)
+            room = sum(place.scratch.room_bytes for place in self.places)
+            raise BudgetError(
+                f"No room to offload activations: {names} has {format_bytes(room)} beside training state, and "
+                f"{format_bytes(nbytes)} more are needed. Raise memory.{last}, or use "
+                "activations='recompute+offload', which moves the inputs of blocks alone, or 'auto'.",
+                tier=last,
+            )
+        return None, ()
+
+    def _write(self, offloaded: OffloadedStorage) -> None:
+        reference, nbytes = weakref.ref(offloaded), offloaded.nbytes
+        issued = self._device.fence()
+
+        def write() -> None:
+            wanted = reference()
+            if wanted is not None and wanted.source is not None:  # else the graph is gone
+                wanted.hashes = wanted.place.write(wanted.pieces, wanted.source, issued)
+                wanted.source = None
+
+        lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][0]]
+        offloaded.written = lane.submit(write, (), nbytes, "save activation")
+        self._order.append(reference)
+        self._writing.append((offloaded.written, nbytes))
+        self._window = max(self._window, BUFFERED * nbytes)
+        self._hold_back(self._window)
+
+    def _read(self, offloaded: OffloadedStorage) -> torch.Tensor:
+        if self._closed:
+            raise UsageError("Backward needs activations that were offloaded, but the optimizer is closed.")
+        target = torch.empty(offloaded.nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        self._saved.count(self._saved.find(target))
+        issued = self._device.fence()
+
+        def read() -> None:
+            offloaded.place.read(offloaded.pieces, offloaded.hashes, target, issued)
+
+        lane = self._lanes[OFFLOAD_LANES[offloaded.place.tier][1]]
+        offloaded.reading = lane.submit(read, (offloaded.written,), offloaded.nbytes, "return activation")
+        return target
+
+    def _take_back(self) -> None:
+        """Let pages be used again."""
+        while self.freed:
+            place, pieces = self.freed.popleft()
+            place.scratch.free(pieces)
+
+    def _hold_back(self, most: int) -> None:
+        """Wait until at most `most` bytes are on their way out."""
+        while self._writing and (self._writing[0][0].done or sum(nbytes for _, nbytes in self._writing) > most):
+            self._wait(self._writing.popleft()[0])
+
+    def _wait(self, handle: Handle) -> None:
+        if not handle.done:
+            start = time.perf_counter()
+            handle.wait_until_done()
+            self._stalled(handle.lane, time.perf_counter() - start)
+        handle.wait()

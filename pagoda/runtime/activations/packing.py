@@ -1,0 +1,231 @@
+"""Packing: what graphs keep. Of a weight its name, of an activation itself or where its bytes are."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagoda.distributed.tensors import Form, local
+from pagoda.errors import UsageError
+from pagoda.plan.activations import Policy
+from pagoda.runtime.accesses import Accesses
+from pagoda.runtime.activations.offload import Offloader
+from pagoda.runtime.activations.partition import Partitioner
+from pagoda.runtime.activations.saved import Packed, SavedStorage, SavedStorages, View, kept, moved
+from pagoda.runtime.hidden import hidden_class, outside_use
+from pagoda.runtime.leases import Leases
+from pagoda.runtime.unit import LiveUnit, ShownParameter
+
+Note = Callable[[SavedStorage], None]
+"""Is told of a storage that is saved and is not a weight's."""
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""A pair for `torch.autograd.graph.saved_tensors_hooks`."""
+
+
+class WeightReference:
+    """What a graph keeps in place of a tensor that lies in a lease.
+
+    A checkpoint of torch's takes it for a tensor: it asks for shape, dtype, device and whether a gradient is required.
+    """
+
+    __slots__ = ("_accesses", "_form", "_unit", "_version", "_view", "device", "dtype", "shape")
+
+    requires_grad = False
+
+    def __init__(self, accesses: Accesses, unit: LiveUnit, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self._view, self._form = View(local(tensor)), Form.of(tensor)
+        self._accesses = accesses
+        self._unit = unit
+        self._version = unit.version
+        unit.packed += 1
+
+    def __del__(self) -> None:
+        self._unit.packed -= 1
+
+    def unpack(self) -> torch.Tensor:
+        """The weight, leased again. Raises UsageError where it was updated since."""
+        unit = self._unit
+        if unit.version != self._version:
+            raise UsageError(
+                f"Backward needs the weights of {unit.spec.name!r} as they were in forward (version {self._version}), "
+                f"but an update has changed them since (version {unit.version}). Run every backward of a graph before "
+                "optimizer.step(); with updates under backward, leave out wrap(accumulation_steps=...) so that they "
+                "wait for step()."
+            )
+        weight = self._view.of(self._accesses.read(unit))
+        return weight if self._form is None else self._form.around(weight)
+
+
+class Packing:
+    """The pair of hooks for `torch.autograd.graph.saved_tensors_hooks`.
+
+    Unpacking is itself the backward access: it leases the unit again, so correctness never depends on a
+    backward hook. Hooks hide those around them, so what becomes of activations is decided here too.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        accesses: Accesses,
+        saved: SavedStorages,
+        offloader: Offloader,
+        partitioner: Partitioner | None,
+        note: Note,
+    ) -> None:
+        self._leases = leases
+        self._accesses = accesses
+        self._saved = saved
+        self._offloader = offloader
+        self._partitioner = partitioner
+        self._note = note
+        self.policy: Policy | None = None
+        """That of the block whose forward runs; None outside blocks."""
+        self._entered: list[tuple[Callable[[torch.Tensor], Any], Any]] = []
+        """The hooks that are active, outermost first, each after what packs for them."""
+        self._placeholders: dict[int, str] = {}
+        self._buffers: frozenset[int] = frozenset()
+
+    def register(self, units: list[LiveUnit]) -> None:
+        """Learn the placeholders, so that saving one names the parameter that was used in the wrong place."""
+        self._placeholders = {
+            placeholder.untyped_storage()._cdata: unit.name(slot)
+            for unit in units
+            for slot, placeholder in enumerate(unit.placeholders)
+        }
+
+    def leave_alone(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Learn the model's buffers: they live anyway, so a graph that saves them keeps nothing."""
+        dense = (buffer for buffer in buffers if buffer.layout is torch.strided)
+        self._buffers = frozenset(buffer.untyped_storage()._cdata for buffer in dense)
+
+    def enter(self, note: Note | None = None) -> bool:
+        """Start packing, if that is not under way; returns whether `leave` must be called.
+
+        Inside a non-reentrant checkpoint, which has to see each tensor that is saved, weights go to it by reference: it
+        pins no lease. `note` is for its recomputation; that of a user's checkpoint is not counted. Hooks of the user's
+        get all that is no weight: a weight that they kept would be a placeholder after the forward.
+        """
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and self._entered and top[0] is self._entered[-1][0]:
+            return False
+        pack: Callable[[torch.Tensor], Any] = self._pack
+        unpack: Callable[[Any], torch.Tensor] = self._unpack
+        if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
+            pack, unpack = partial(self._pack_in_checkpoint, top[0], note), partial(_unpack_in_checkpoint, top[1])
+        elif top is not None:
+            pack = partial(self._pack_inside, top)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks.__enter__()  # raises where hooks are disabled
+        self._entered.append((pack, hooks))
+        return True
+
+    def leave(self) -> None:
+        """Stop packing."""
+        _, hooks = self._entered.pop()
+        hooks.__exit__(None, None, None)
+
+    @contextmanager
+    def in_block(self, index: int, policy: Policy) -> Iterator[None]:
+        """Inside, a block of the forward runs for the first time."""
+        self.policy = policy
+        if self._partitioner is not None:
+            self._partitioner.begin_block(index)
+        try:
+            yield
+        finally:
+            self.policy = None
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        reference = self._reference(tensor)
+        if reference is not None:
+            return reference.unpack
+        form = Form.of(tensor)
+        if form is None:
+            return self._pack_part(tensor, alike=True)
+        part = self._pack_part(local(tensor), form.replicated)
+        return lambda: form.around(part())
+
+    def _pack_part(self, tensor: torch.Tensor, alike: bool) -> Packed:
+        """Pack what this rank has of a tensor; `alike` says whether other ranks may have the same."""
+        storage = self._activation(tensor)
+        if storage is None:
+            return kept(tensor)
+        if alike and self._partitioner is not None and self.policy is not None and self.policy.recomputes:
+            partitioned = self._partitioner.partition(
+                tensor, storage, lambda part: self._keep(part, self._saved.find(part))
+            )
+            if partitioned is not None:
+                return moved(tensor, partitioned)
+        return self._keep(tensor, storage)
+
+    def _keep(self, tensor: torch.Tensor, storage: SavedStorage) -> Packed:
+        self._saved.count(storage)
+        self._note(storage)
+        if self.policy is not None and self.policy.offloads:
+            offloaded = self._offloader.offload(tensor, storage)
+            if offloaded is not None:
+                return moved(tensor, offloaded)
+        return kept(tensor)
+
+    def _pack_inside(self, hooks: Hooks, tensor: torch.Tensor) -> Packed:
+        """Pack a tensor inside hooks of the user's."""
+        pack, unpack = hooks
+        reference = self._reference(tensor)
+        if reference is not None:
+            return reference.unpack
+        if self._partitioner is not None or (self.policy is not None and self.policy.offloads):
+            raise UsageError(
+                "Hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu, ...) are active "
+                "around a forward whose activations wrap(activations=...) offloads or divides: leave one of them out."
+            )
+        return partial(unpack, pack(tensor))
+
+    def _pack_in_checkpoint(self, pack: Callable[[Any], Any], note: Note | None, tensor: torch.Tensor) -> Any:
+        reference = self._reference(tensor)
+        if reference is None and note is not None:
+            storage = self._activation(local(tensor))
+            if storage is not None:
+                self._saved.count(storage)
+                note(storage)
+        return pack(reference or tensor)
+
+    def _unpack(self, packed: Packed) -> torch.Tensor:
+        self._offloader.read_ahead()
+        return packed()
+
+    def _reference(self, tensor: torch.Tensor) -> WeightReference | None:
+        """The name of a leased weight; None for what is none. Raises UsageError for a weight that is not leased."""
+        mine = local(tensor)
+        if not (_plain(mine) or isinstance(mine, nn.Parameter)):
+            return None
+        address = mine.untyped_storage()._cdata
+        lease = self._leases.find(address)
+        if lease is not None:
+            return WeightReference(self._accesses, lease.unit, tensor)
+        name = self._placeholders.get(address)
+        if name is not None:
+            raise UsageError(outside_use(name))
+        return None
+
+    def _activation(self, tensor: torch.Tensor) -> SavedStorage | None:
+        """The storage of a tensor that is no weight; None where keeping it keeps nothing that would not live anyway."""
+        if not _plain(tensor) or tensor.untyped_storage()._cdata in self._buffers:
+            return None
+        return self._saved.find(tensor)
+
+
+def _unpack_in_checkpoint(unpack: Callable[[Any], Any], held: Any) -> torch.Tensor:
+    found: Any = unpack(held)
+    return found.unpack() if isinstance(found, WeightReference) else found
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, ShownParameter, hidden_class(torch.Tensor), hidden_class(nn.Parameter))
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether its storage is all that a tensor has."""
+    return tensor.layout is torch.strided and type(tensor) in _PLAIN

@@ -1,0 +1,164 @@
+"""Saved storages: what graphs keep for backward, counted for exactly as long as it lives, and what stands for a saved
+tensor: itself, or where its bytes are."""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Packed = Callable[[], torch.Tensor]
+"""What a graph keeps in place of a tensor: called, it gives the tensor, where compute reads it."""
+
+_MOST_OF_STORAGE = 8
+"""A tensor that is less than one in so many bytes of its storage stays: to move it would move all of that."""
+
+
+class AbsentStorage(ABC):
+    """What graphs keep in place of a storage. It lives as long as some graph needs it."""
+
+    __slots__ = ("__weakref__", "version")
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        """Version of the tensor that it was made of."""
+
+    @abstractmethod
+    def whole(self) -> torch.Tensor:
+        """A tensor in whose storage all bytes are, where compute reads them."""
+
+
+_Absent = TypeVar("_Absent", bound=AbsentStorage)
+
+
+class SavedStorage:
+    """One storage that a block was given or that a graph has saved, as long as the storage lives."""
+
+    __slots__ = ("_absent", "_alive", "counted", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.counted = False
+        """Whether a graph has saved it, so that it is an activation."""
+        self._absent: weakref.ref[AbsentStorage] | None = None
+        self._alive: object = None
+
+    def may_leave(self, tensor: torch.Tensor, least_bytes: int) -> bool:
+        """Whether a graph may keep something else in place of a tensor that lies here."""
+        if self.nbytes < least_bytes or tensor.nbytes * _MOST_OF_STORAGE < self.nbytes:
+            return False
+        is_users = tensor.is_leaf and tensor.requires_grad  # so it lives on
+        return not (is_users or tensor.is_conj() or tensor.is_neg())
+
+    def absent(self, kind: type[_Absent], version: int) -> _Absent | None:
+        """What some graph keeps in its place, if that is of a kind and was made of the given version."""
+        found = self._absent() if self._absent is not None else None
+        return found if isinstance(found, kind) and found.version == version else None
+
+    def replace_by(self, absent: AbsentStorage) -> None:
+        """Graphs keep something in its place."""
+        self._absent = weakref.ref(absent)
+
+
+class SavedStorages:
+    """Every storage that is saved now, once however many tensors lie in it, and the bytes of all.
+
+    Invariant: a storage is known here exactly while it lives, so that its address stands for it.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        """Most bytes that lived at once since `start_step`."""
+        self._live_bytes = 0
+        self._known: dict[int, SavedStorage] = {}
+        self._dead: deque[int] = deque()
+        """Storages that have died, on whatever thread: appending is atomic."""
+
+    def start_step(self) -> None:
+        """Count the peak anew, from what lives now."""
+        self._bury()
+        self.peak_bytes = self._live_bytes
+
+    def find(self, tensor: torch.Tensor) -> SavedStorage:
+        """The storage that a tensor lies in; counts nothing."""
+        self._bury()
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        found = self._known.get(address)
+        if found is None:
+            found = self._known[address] = SavedStorage(storage.nbytes())
+            found._alive = weakref.ref(storage, lambda _: self._dead.append(address))
+        return found
+
+    def count(self, storage: SavedStorage) -> None:
+        """A graph saves a tensor: its storage is an activation from now until it dies."""
+        if not storage.counted:
+            storage.counted = True
+            self._live_bytes += storage.nbytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
+    def _bury(self) -> None:
+        while self._dead:
+            found = self._known.pop(self._dead.popleft())
+            if found.counted:
+                self._live_bytes -= found.nbytes
+
+
+def storage_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All of the storage that a tensor lies in, flat, in whole elements of `dtype`."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class View:
+    """How a tensor lies in its storage."""
+
+    __slots__ = ("dtype", "offset", "shape", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset()
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies so in the storage of another one."""
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+def kept(tensor: torch.Tensor) -> Packed:
+    """A tensor that stays: its value, and the version it was saved at.
+
+    Called, it raises RuntimeError if the tensor was changed since: torch compares versions only where no hooks are.
+    """
+    value, version = tensor.detach(), tensor._version  # the tensor itself could hold the graph that holds this
+
+    def unpack() -> torch.Tensor:
+        _check_unchanged(value, version, value.shape)
+        return value
+
+    return unpack
+
+
+def moved(tensor: torch.Tensor, storage: AbsentStorage) -> Packed:
+    """A tensor whose storage is absent. Called, it raises RuntimeError if the tensor was changed since."""
+    view, version = View(tensor), tensor._version
+    counter = tensor.detach()  # shares the tensor's version counter, and then not its storage
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def unpack() -> torch.Tensor:
+        _check_unchanged(counter, version, view.shape)
+        return view.of(storage.whole())
+
+    return unpack
+
+
+def _check_unchanged(counter: torch.Tensor, version: int, shape: torch.Size) -> None:
+    if counter._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} that was saved at version {version}. Do not change it before backward."
+        )

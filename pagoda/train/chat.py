@@ -1,0 +1,145 @@
+"""Conversations as tokens: written with the tokenizer's chat template, and counted by the loss in assistant turns only.
+
+What an assistant has written is known in one of three ways, the same for all conversations of a run:
+
+- The template has generation markers (`{% generation %}`): transformers says what is between them.
+- TRL is installed and has a training variant of the template, which has markers. That is what TRL trains with.
+- The template writes the beginning of a conversation in the same way as the whole. Then a turn of the assistant is what
+  comes after the beginning with its generation prompt.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import ConfigError
+from pagoda.train.records import Document, Message
+
+_PROBE = [
+    {"role": role, "content": content}
+    for role, content in (("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
+]
+_ASSISTANT = "assistant"
+
+
+def trl_version() -> str | None:
+    """Of the TRL that is installed, if any: other variants of templates give other tokens."""
+    try:
+        return version("trl")
+    except PackageNotFoundError:
+        return None
+
+
+class ChatTemplate:
+    """A tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._template: str | None = None
+        self._marked: bool | None = None
+        """Whether the template has generation markers; None until a conversation is seen."""
+
+    def encode(self, document: Document) -> npt.NDArray[np.int32]:
+        """A conversation's tokens, int32 [N]: ids, and ~ids for all that no assistant has written.
+
+        Raises:
+            ConfigError: there is no template, or it refuses the conversation, or does not say who wrote what.
+        """
+        if self._marked is None:
+            self._choose(document.where)
+        messages, tools = list(document.messages), list(document.tools) or None
+        try:
+            ids, trained = self._by_markers(messages, tools) if self._marked else self._by_turns(messages, tools)
+        except ConfigError:
+            raise
+        except Exception as error:  # templates raise errors of their own, and of Jinja
+            raise ConfigError(f"{document.where}: the tokenizer's chat template refuses this: {error}") from error
+        return np.where(np.array(trained, dtype=bool), ids, np.invert(ids)).astype(np.int32)
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """The ids of a conversation that an assistant goes on with. Raises ConfigError where there is no template."""
+        if self._marked is None:
+            self._choose("the prompt")
+        ids: list[int] = self._tokenizer(self._written(messages, None, prompt=True), add_special_tokens=False)[
+            "input_ids"
+        ]
+        return ids
+
+    def _choose(self, where: str) -> None:
+        """Finds out how the template says what assistants have written."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            raise ConfigError(
+                f"{where} is a conversation, and the tokenizer has no chat template: put a chat_template.jinja beside "
+                "it (that of the model's instruct version), or give plain text"
+            )
+        self._template = template
+        if "{% generation" in template or "{%- generation" in template:
+            self._marked = True
+            return
+        self._marked = False
+        if (variant := self._variant()) is not None:
+            self._template, self._marked = variant, True
+            return
+        whole = self._written(_PROBE, None)
+        if not all(whole.startswith(self._written(_PROBE[:n], None, n % 2 == 1)) for n in range(1, len(_PROBE))):
+            raise ConfigError(
+                f"{where} is a conversation, and the tokenizer's chat template does not say which part of it an "
+                "assistant has written: put {% generation %} and {% endgeneration %} around that in "
+                "chat_template.jinja, or install trl, which has such variants of many templates"
+            )
+
+    def _variant(self) -> str | None:
+        """TRL's training variant of the template, or None."""
+        if trl_version() is None:
+            return None
+        from trl.chat_template_utils import get_training_chat_template
+
+        try:
+            variant: str | None = get_training_chat_template(self._tokenizer)
+        except ValueError:  # a template that it does not know
+            return None
+        return variant
+
+    def _by_markers(self, messages: list[Any], tools: list[Any] | None) -> tuple[list[int], list[int]]:
+        found = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=self._template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return found["input_ids"], found["assistant_masks"]
+
+    def _by_turns(self, messages: list[Any], tools: list[Any] | None) -> tuple[list[int], list[bool]]:
+        text = self._written(messages, tools)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != _ASSISTANT:
+                continue
+            before = self._written(messages[:index], tools, prompt=True)
+            until = self._written(messages[: index + 1], tools)
+            if not (until.startswith(before) and text.startswith(until)):
+                raise ConfigError(
+                    f"messages[{index}] of an assistant is written in another way at the end of a conversation than in "
+                    "the middle: put {% generation %} and {% endgeneration %} around it in chat_template.jinja"
+                )
+            spans.append((len(before), len(until)))
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        trained = np.zeros(len(found["input_ids"]), dtype=bool)
+        for start, stop in spans:
+            # As transformers does with markers: tokens from the one with the first character to that with the last.
+            first, last = found.char_to_token(start), found.char_to_token(stop - 1)
+            if first is not None and last is not None:
+                trained[first : last + 1] = True
+        return found["input_ids"], trained.tolist()
+
+    def _written(self, messages: list[Any], tools: list[Any] | None, prompt: bool = False) -> str:
+        written: str = self._tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=self._template, tokenize=False, add_generation_prompt=prompt
+        )
+        return written

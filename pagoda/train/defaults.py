@@ -1,0 +1,193 @@
+"""What a run takes where its user leaves something open, each choice with its reason."""
+
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from pagoda.checkpoint.pretrained import weight_files
+from pagoda.distributed.mesh import Mesh
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.forecast.activations import estimate_activations
+from pagoda.forecast.model_description import describe_model
+from pagoda.memory.ram import free_ram
+from pagoda.memory.sizes import format_bytes
+from pagoda.models.build import is_encoder_decoder, model_directory, positions_of
+from pagoda.tiers import HOST_SHARE
+from pagoda.train.config import TrainConfig
+from pagoda.train.data import Rows
+from pagoda.train.ranks import from_first
+from pagoda.train.request import TrainRequest
+from pagoda.train.run_dir import RunDir
+from pagoda.train.tokenizer import open_tokenizer
+from pagoda.train.tokens import Tokens, open_tokens
+
+_SEQ_LEN, _MOST_SEQ_LEN = 1024, 4096
+_LEAST_SEQUENCES = 8
+"""Of a text: shorter sequences are better than fewer."""
+_EVAL_SHARE, _LEAST_TO_HOLD_OUT = 0.05, 40
+_DEVICE_SHARE = 0.5
+"""Of the free memory of a GPU, for pages; activations take the rest."""
+_LRS = {"random": 3e-4, "pretrained": 2e-5, "adapters": 2e-4}
+_LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2}
+"""Of those, for optimizers whose steps have another length."""
+
+
+def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
+    """The configuration with nothing left open; says every choice. All ranks take what the first one finds.
+
+    Raises:
+        ConfigError: data, a model or a setting that cannot be used.
+        StorageError: there is no room for tokens.
+    """
+    if not isinstance(config, TrainRequest):
+        lr, _ = _learning_rate(config)
+        return replace(config, optim=replace(config.optim, lr=lr))
+    if config.resume and config.out is None:
+        raise ConfigError("--resume continues a run: name its directory with --out")
+    if not config.resume and config.out is not None:
+        RunDir(config.out).check_free()
+    chosen, reasons = from_first(mesh, "the choice of settings", lambda: _chosen(config, mesh.size, console))
+    for reason in reasons:
+        console.print(f"Chosen: {reason}", soft_wrap=True, highlight=False, markup=False)
+    return chosen
+
+
+def _chosen(asked: TrainRequest, ranks: int, console: Console) -> tuple[TrainConfig, list[str]]:
+    """The configuration, and why."""
+    reasons: list[str] = []
+    lr, why = _learning_rate(asked)
+    reasons += why
+    asked = replace(asked, optim=replace(asked.optim, lr=lr))
+    if asked.out is None:
+        asked = replace(asked, out=_new_directory(asked))
+        reasons.append(f"--out {asked.out}")
+    if asked.memory.device is None and torch.cuda.is_available():
+        free = int(torch.cuda.mem_get_info()[0] * _DEVICE_SHARE)
+        asked = replace(asked, memory=replace(asked.memory, device=str(free)))
+        reasons.append(f"--memory.device {format_bytes(free)}: {_DEVICE_SHARE:.0%} of the GPU's free memory")
+    open_ = (asked.seq_len, asked.steps, asked.batch_size, asked.eval_share)
+    if None not in open_:
+        return asked.with_choices(), reasons
+    tokenizer = open_tokenizer(model_directory(asked.model), asked.tokenizer)
+    tokens = open_tokens(asked.data, tokenizer, asked.cache, asked.column, console)
+    seq_len = asked.seq_len
+    if seq_len is None:
+        seq_len, why = _sequence(asked, tokens)
+        asked = replace(asked, seq_len=seq_len)
+        reasons += why
+    if asked.batch_size is None:
+        batch, passes, why = _batch(asked, seq_len, ranks)
+        asked = replace(asked, batch_size=batch, accumulation_steps=passes)
+        reasons += why
+    rows = len(Rows.of(tokens, seq_len * (2 if is_encoder_decoder(asked.model) else 1)))
+    if asked.eval_share is None:
+        holds_out = asked.eval_data is None and _kind(asked) != "random" and rows >= _LEAST_TO_HOLD_OUT
+        asked = replace(asked, eval_share=_EVAL_SHARE if holds_out else 0.0)
+        if holds_out:
+            reasons.append(f"--eval-share {_EVAL_SHARE}: of {rows:,} sequences, to see whether what is learned holds")
+    if asked.steps is None:
+        left = rows - round(rows * (asked.eval_share or 0))
+        epochs = asked.epochs or (3.0 if tokens.about.chats else 1.0)
+        sequences = asked.with_choices(steps=1).batch_size * asked.accumulation_steps * ranks
+        steps = max(1, ceil(epochs * left / sequences))
+        asked = replace(asked, steps=steps, epochs=None)
+        reasons.append(f"--steps {steps:,}: {epochs:g} epoch{'s' * (epochs != 1)} of {left:,} sequences")
+    return asked.with_choices(), reasons
+
+
+def _kind(config: TrainConfig) -> str:
+    """What is trained: "adapters", all of a "pretrained" model, or one with "random" weights."""
+    if config.lora.rank is not None:
+        return "adapters"
+    directory = model_directory(config.model)
+    return "pretrained" if directory is not None and weight_files(directory) else "random"
+
+
+def _learning_rate(config: TrainConfig) -> tuple[float, list[str]]:
+    if config.optim.lr is not None:
+        return config.optim.lr, []
+    kind = _kind(config)
+    share = _LR_SHARES.get(config.optimizer)
+    lr = _LRS["random"] if share is None else round(_LRS[kind] * share, 12)
+    of = {"random": "random weights", "pretrained": "all of a pretrained model", "adapters": "adapters"}[kind]
+    why = f"usual for {of} with {config.optimizer}" if share else f"a guess: {config.optimizer} may need another"
+    return lr, [f"--optim.lr {lr:g}: {why}"]
+
+
+def _new_directory(asked: TrainRequest) -> Path:
+    """A directory in runs/ that is not there yet, with the names of model and data."""
+    stem = f"{Path(asked.model).resolve().name}-{Path(asked.data).stem}".replace("*", "")
+    names = (Path("runs") / f"{stem}{end}" for end in ("", *(f"-{number}" for number in range(2, 10**6))))
+    return next(path for path in names if not path.exists())
+
+
+def _sequence(asked: TrainRequest, tokens: Tokens) -> tuple[int, list[str]]:
+    """Tokens of a sequence."""
+    positions = positions_of(asked.model)
+    most = _MOST_SEQ_LEN if positions is None else min(positions, _MOST_SEQ_LEN)
+    if tokens.about.chats:
+        lengths = np.diff(tokens.ends, prepend=0)
+        needed = int(np.quantile(lengths, 0.99))
+        seq_len = min(most, 1 << (max(needed, 16) - 1).bit_length())
+        return seq_len, [f"--seq-len {seq_len}: 99% of conversations have {needed:,} tokens or fewer"]
+    seq_len = min(most, _SEQ_LEN)
+    least = 2 if is_encoder_decoder(asked.model) else 1
+    while seq_len > 16 and len(tokens) < _LEAST_SEQUENCES * least * seq_len:
+        seq_len //= 2
+    why = "the model's positions" if positions == seq_len else "usual for texts"
+    if len(tokens) < _LEAST_SEQUENCES * least * 2 * seq_len:
+        why = f"the data has no more than {len(tokens):,} tokens"
+    return seq_len, [f"--seq-len {seq_len}: {why}"]
+
+
+def _batch(asked: TrainRequest, seq_len: int, ranks: int) -> tuple[int, int, list[str]]:
+    """Sequences of a forward pass, and passes of a step."""
+    target = max(1, round(asked.tokens_per_step / seq_len / ranks))
+    described = describe_model(asked.model, batch_size=1, seq_len=seq_len, count_flops=False)
+    itemsize = 4 if asked.precision == "fp32" else 2
+    room, of = _room(asked)
+
+    def takes(batch: int) -> int:
+        return estimate_activations(described, batch * seq_len, itemsize, asked.activations, asked.chunked_loss).total
+
+    if takes(1) > room:
+        raise BudgetError(
+            f"the activations of one sequence of {seq_len} tokens take about {format_bytes(takes(1))}, and "
+            f"{format_bytes(room)} are left for them ({of}): use a smaller --seq-len, or a smaller --memory.host with "
+            "--memory.ssd DIR"
+        )
+    batch = 1
+    while batch * 2 <= target and takes(batch * 2) <= room:
+        batch *= 2
+    if asked.accumulation_steps != 1:
+        passes = asked.accumulation_steps
+        why = "as asked for"
+    else:
+        passes = max(1, round(target / batch))
+        why = f"about {asked.tokens_per_step:,} tokens a step (--tokens-per-step)"
+    return (
+        batch,
+        passes,
+        [
+            f"--batch-size {batch}: activations take about {format_bytes(takes(batch))} of {format_bytes(room)} ({of})",
+            f"--accumulation-steps {passes}: {why}",
+        ],
+    )
+
+
+def _room(asked: TrainRequest) -> tuple[int, str]:
+    """Bytes for activations where compute runs, and of what."""
+    memory = asked.memory
+    if memory.activation_bytes is not None:
+        return memory.activation_bytes, "--memory.activations"
+    if memory.device_bytes is not None and not memory.arena_for_device:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"--memory.device is {memory.device}, and torch finds no CUDA GPU here: leave it out")
+        return max(0, torch.cuda.mem_get_info()[0] - memory.device_bytes), "of the GPU, beside pages"
+    free = free_ram()
+    host = int(free * HOST_SHARE) if memory.host_bytes is None else memory.host_bytes
+    return max(0, free - host), f"of {format_bytes(free)} free RAM, beside {format_bytes(host)} for pages"

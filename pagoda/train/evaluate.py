@@ -1,0 +1,115 @@
+"""The loss on data that is not trained on: measured every so often, and what follows from it."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pagoda.distributed.mesh import Mesh
+from pagoda.train.data import IGNORED, Batches
+from pagoda.train.metrics import finite, read_metrics
+from pagoda.train.ranks import from_all
+from pagoda.train.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What one evaluation found; its fields are the keys of a line of `evals.jsonl`."""
+
+    step: int
+    """Steps done before; 0: before the first."""
+    loss: float
+    """Mean over the tokens that the loss counts, in nats."""
+    perplexity: float
+    bits_per_byte: float
+    """Bits that a byte of text takes: comparable between tokenizers."""
+    sequences: int
+    tokens: int
+    """Tokens that the loss counts."""
+    seconds: float
+
+    def to_json(self) -> str:
+        """One line of JSON, without the newline."""
+        return json.dumps(finite(asdict(self)), allow_nan=False)
+
+    def __str__(self) -> str:
+        when = f"after step {self.step}" if self.step else "before the first step"
+        return (
+            f"Evaluation {when}: loss {self.loss:.4f}, perplexity {self.perplexity:,.2f}, {self.bits_per_byte:.4f} "
+            f"bits per byte, {self.sequences:,} sequences in {self.seconds:.1f} s"
+        )
+
+
+class Evaluator:
+    """Measures the loss on rows, which the ranks of a run divide among them."""
+
+    def __init__(self, batches: Batches, mesh: Mesh) -> None:
+        self._batches, self._mesh = batches, mesh
+        count, at_once = len(batches.rows), batches.batch_size * mesh.size
+        # All ranks call the model equally often: the last rows of some are repeated, and do not count.
+        padded = np.full(-(-count // at_once) * at_once, -1, dtype=np.int64)
+        padded[:count] = np.arange(count)
+        self._mine = padded.reshape(-1, mesh.size, batches.batch_size)[:, mesh.rank]
+
+    def measure(self, session: Session, step: int) -> Evaluation:
+        """The loss after `step` steps, the same on every rank."""
+        started = time.perf_counter()
+        total = 0.0
+        counted = 0
+        for chosen in self._mine:
+            batch = self._batches.of_rows(np.maximum(chosen, 0))
+            batch["labels"][chosen < 0] = IGNORED
+            count = self._batches.targets(batch["labels"])
+            if (chosen >= 0).any():
+                total += session.loss(batch) * count
+                counted += count
+            else:
+                session.loss(batch)
+        found = from_all(self._mesh, "an evaluation", (total, counted))
+        tokens = sum(count for _, count in found)
+        loss = math.fsum(part for part, _ in found) / tokens
+        return Evaluation(
+            step=step,
+            loss=loss,
+            perplexity=math.exp(loss) if loss < 700 else math.inf,
+            bits_per_byte=loss / math.log(2) / self._batches.rows.tokens.bytes_per_target,
+            sequences=len(self._batches.rows),
+            tokens=tokens,
+            seconds=time.perf_counter() - started,
+        )
+
+
+@dataclass(frozen=True)
+class History:
+    """The evaluations of a run so far: pairs of step and loss."""
+
+    losses: tuple[tuple[int, float], ...] = ()
+
+    @staticmethod
+    def read(path: Path, until: int) -> "History":
+        """Those in a file of evaluations up to a step."""
+        lines = read_metrics(path) if path.exists() else []
+        known = [(line["step"], line["loss"]) for line in lines if line["step"] <= until]
+        return History(tuple((step, math.inf if loss is None else loss) for step, loss in known))
+
+    def with_(self, found: Evaluation) -> "History":
+        """These and one more."""
+        return History((*self.losses, (found.step, found.loss)))
+
+    @property
+    def best(self) -> int | None:
+        """Steps done before the lowest loss, the first of equal ones; None before the first evaluation of a step."""
+        trained: Sequence[tuple[int, float]] = [entry for entry in self.losses if entry[0]]
+        return min(trained, key=lambda entry: entry[1])[0] if trained else None
+
+    @property
+    def since_best(self) -> int:
+        """Evaluations after the one with the lowest loss, that before the first step included."""
+        if not self.losses:
+            return 0
+        losses = [loss for _, loss in self.losses]
+        return len(losses) - 1 - losses.index(min(losses))

@@ -1,0 +1,130 @@
+"""What a run reads: its data as tokens, cut into rows, in batches; and what is said about them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from pagoda.distributed.mesh import Mesh
+from pagoda.errors import ConfigError
+from pagoda.models.build import is_encoder_decoder
+from pagoda.train.config import TrainConfig
+from pagoda.train.data import Batches, Rows
+from pagoda.train.ranks import from_first
+from pagoda.train.tokenizer import Tokenizer
+from pagoda.train.tokens import Tokens, open_tokens
+
+
+def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
+    """The tokens of --data or --eval-data. The first rank tokenises, if need be; the others find them in the cache.
+
+    Raises:
+        ConfigError: data or a tokenizer that cannot be used.
+        StorageError: there is no room for the tokens.
+    """
+
+    def found() -> Tokens:
+        return open_tokens(name, tokenizer, config.cache, config.column, console)
+
+    from_first(mesh, "the data", lambda: found() and None)
+    tokens = found()
+    if tokens.about.chats and is_encoder_decoder(config.model):
+        raise ConfigError(
+            f"data {name!r} has conversations, and model {config.model!r} has an encoder and a decoder, which "
+            "continue texts here: give plain text"
+        )
+    for line in _described(tokens, tokenizer):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    return tokens
+
+
+def batches_of(
+    config: TrainConfig, tokens: Tokens, tokenizer: Tokenizer, takes_positions: bool, mesh: Mesh, console: Console
+) -> tuple[Batches, Batches | None]:
+    """The batches of a run, and those to evaluate on; says how the tokens are cut into sequences.
+
+    Raises:
+        ConfigError: there is not one sequence.
+    """
+    continued = is_encoder_decoder(config.model)
+    rows = Rows.of(tokens, config.seq_len * (2 if continued else 1))
+    apart = tokens.about.separates and takes_positions and not continued
+    for line in _sequences(rows, apart):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    held_out = _held_out(config, rows, tokenizer, mesh, console)
+    if config.eval_share:
+        rows = rows.held_out(_count(config, rows), config.seed)[0]
+    batches = Batches(
+        rows=rows,
+        batch_size=config.batch_size,
+        accumulation_steps=config.accumulation_steps,
+        seed=config.seed,
+        continued=continued,
+        positions=apart,
+        rank=mesh.rank,
+        ranks=mesh.size,
+    )
+    return batches, None if held_out is None else replace(batches, rows=held_out)
+
+
+def _held_out(config: TrainConfig, rows: Rows, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Rows | None:
+    """The rows to evaluate on, if any."""
+    if config.eval_data is not None:
+        other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
+        found = Rows.of(other, rows.length)
+    elif config.eval_share:
+        found = rows.held_out(_count(config, rows), config.seed)[1]
+    else:
+        return None
+    kept = found.held_out(min(config.eval_rows, len(found)), config.seed)[1]
+    console.print(
+        f"Evaluation: {len(kept):,} of {len(found):,} sequences{' held out' if config.eval_share else ''}, every "
+        f"{config.evaluates_every:,} steps",
+        highlight=False,
+    )
+    return kept
+
+
+def _count(config: TrainConfig, rows: Rows) -> int:
+    """How many rows are held out. Raises ConfigError where none are left to train on."""
+    count = max(1, round(config.eval_share * len(rows)))
+    if count == len(rows):
+        raise ConfigError(
+            f"--eval-share {config.eval_share} leaves nothing of {len(rows)} sequences to train on: use more data, a "
+            "smaller --seq-len, or --eval-data"
+        )
+    return count
+
+
+def _described(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
+    """What was read, and what was not."""
+    about = tokens.about
+    kind = "conversations" if about.chats else "documents"
+    lines = [
+        f"Tokens: {tokenizer.name}",
+        f"Data: {about.source}, {about.documents:,} {kind} in {about.files:,} file{'s' * (about.files != 1)}, "
+        f"{about.tokens:,} tokens, of which the loss counts {about.targets / about.tokens:.0%}",
+    ]
+    if about.skipped:
+        shown = ", ".join(f"{Path(path).name} ({reason})" for path, reason in about.skipped[:3])
+        more = f" and {len(about.skipped) - 3} more" if len(about.skipped) > 3 else ""
+        lines.append(f"Skipped {len(about.skipped)} files: {shown}{more}")
+    if about.untrained:
+        lines.append(f"Left out {about.untrained:,} conversations in which no assistant speaks")
+    return lines
+
+
+def _sequences(rows: Rows, apart: bool) -> list[str]:
+    """How the tokens are cut."""
+    about = rows.tokens.about
+    ends = ", attention ends where a document does" if apart else ""
+    padded = f", {rows.padding:.0%} padding" if about.chats else ""
+    lines = [f"Sequences: {len(rows):,} of {rows.length:,} tokens{padded}{ends}"]
+    if about.separates and not apart:
+        lines[0] += ", attention goes on over the ends of documents (the model takes no position_ids)"
+    if rows.cut:
+        lines.append(
+            f"{rows.cut:,} of {about.documents:,} conversations have more than --seq-len {rows.length} tokens, the "
+            f"longest {rows.longest:,}: they are cut{f', and {rows.dropped:,} left out' if rows.dropped else ''}"
+        )
+    return lines

@@ -1,0 +1,230 @@
+"""Files of records, and what a record says: a text, or a conversation.
+
+A record is an object of JSON, a row of CSV, or a row of Parquet or Arrow. Its columns say what it is: a text, or a
+conversation (`messages`, ShareGPT's `conversations`, Alpaca's `instruction`, `input` and `output`). What cannot be read
+is refused with its file, its line and the reason.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pagoda.errors import ConfigError
+
+RECORDS = {".arrow": "arrow", ".feather": "arrow", ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json"}
+"""Files that hold records wherever they are: a folder that has any of them is a data set."""
+TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv"}
+"""Files that also lie among source code: records if they are named, or most of a folder."""
+_COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4"})
+_MOST_LISTED = 12
+_TEXTS = ("text", "content")
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+_ALPACA = frozenset({"instruction", "output"})
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+"""ShareGPT's names of roles, in the words of chat templates."""
+
+Message: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text, a piece of a long one, or a conversation."""
+
+    where: str
+    """File, and line or row, for messages."""
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Any, ...] = ()
+    begins: bool = True
+    """Whether a text begins here: False for the second piece of a long one."""
+    ends: bool = True
+
+
+Meaning: TypeAlias = Callable[[Mapping[str, Any], str], Document]
+"""Makes a document of a row, and of where it is."""
+
+
+def read_records(path: Path, column: str | None, read: Callable[[int], None]) -> Iterator[Document]:
+    """The documents of a file of records.
+
+    Args:
+        path: the file.
+        column: the one that holds the text or the conversation; by default the first that is known.
+        read: told how many bytes have been read since it was called last.
+
+    Raises:
+        ConfigError: a line or row that cannot be read, with the reason.
+    """
+    kind, size, done = (RECORDS | TABLES)[suffix(path)], path.stat().st_size, 0
+    rows = _json_rows(path) if kind == "json" else _csv_rows(path) if kind == "csv" else _columnar_rows(path, kind)
+    meaning: Meaning | None = None
+    columns: Collection[str] = ()
+    for where, row, position in rows:
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{where}: a {type(row).__name__} where a record with columns should be")
+        if meaning is None or row.keys() != columns:
+            meaning, columns = _meaning(row, where, column), row.keys()
+        yield meaning(row, where)
+        if done < position <= size:
+            read(position - done)
+            done = position
+    read(size - done)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """Lines of JSON, or the entries of an array, which is read whole. Each with where it is, and the bytes read."""
+    with opened(path) as file:
+        first = next((line for line in file if line.strip()), b"")
+    if first.lstrip()[:1] == b"[":
+        try:
+            with opened(path) as file:
+                entries = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: not JSON: {error}") from error
+        for number, entry in enumerate(entries, 1):
+            yield f"{path}, entry {number}", entry, 0
+        return
+    position = 0
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            position += len(line)
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where}: not JSON: {error}. Each line is to be a record of its own") from error
+            yield where, row, position
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
+    with opened(path) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        csv.field_size_limit(1 << 30)
+        reader = csv.DictReader(lines, delimiter="\t" if suffix(path) == ".tsv" else ",", strict=True)
+        while True:
+            try:
+                row = next(reader, None)
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}, line {reader.line_num + 1}: not CSV: {error}") from error
+            if row is None:
+                return
+            where = f"{path}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise ConfigError(f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header")
+            yield where, row, 0
+
+
+def _columnar_rows(path: Path, kind: str) -> Iterator[tuple[str, Any, int]]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigError(f"{path} is {kind}, which needs datasets: pip install 'pagoda-train[train]'") from error
+    try:
+        rows = load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield f"{path}, row {number}", row, 0
+    except Exception as error:  # pyarrow and datasets have many kinds of errors for damaged files
+        said = str(error.__cause__ or error).splitlines()[:1] or [type(error).__name__]
+        raise ConfigError(f"{path} cannot be read as {kind}: {said[0]}") from error
+
+
+def _meaning(row: Mapping[str, Any], where: str, column: str | None) -> Meaning:
+    """What makes a document of a row with these columns. Raises ConfigError where it has none that is known."""
+    if column is not None:
+        if column not in row:
+            raise ConfigError(f"{where}: no column {column!r}; it has {_names(row)}. Correct --column")
+        return _conversation(column) if isinstance(row[column], list | tuple) else _text(column)
+    for name in _CONVERSATIONS:
+        if isinstance(row.get(name), list | tuple):
+            return _conversation(name)
+    for name in _TEXTS:
+        if name in row:
+            return _text(name)
+    if row.keys() >= _ALPACA:
+        return _alpaca
+    raise ConfigError(
+        f"{where}: none of its columns ({_names(row)}) is known to hold text ({', '.join(_TEXTS)}) or a conversation "
+        f"({', '.join(_CONVERSATIONS)}; instruction and output). Name the column with --column"
+    )
+
+
+def _text(column: str) -> Meaning:
+    def document(row: Mapping[str, Any], where: str) -> Document:
+        value = row[column]
+        if not isinstance(value, str | None):
+            raise ConfigError(f"{where}: {column} is a {type(value).__name__}, not text. Name another with --column")
+        return Document(where, value or "")
+
+    return document
+
+
+def _conversation(column: str) -> Meaning:
+    def document(row: Mapping[str, Any], where: str) -> Document:
+        turns = row[column]
+        if not isinstance(turns, list | tuple):
+            raise ConfigError(f"{where}: {column} is a {type(turns).__name__}, not a list of messages")
+        messages = [_message(turn, f"{where}: {column}[{number}]") for number, turn in enumerate(turns)]
+        if isinstance(row.get("system"), str) and row["system"] and messages and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        return Document(where, messages=tuple(messages), tools=tuple(row.get("tools") or ()))
+
+    return document
+
+
+def _message(turn: Any, where: str) -> Message:
+    """A message with role and content, also of one in ShareGPT's words."""
+    if not isinstance(turn, Mapping):
+        raise ConfigError(f"{where} is a {type(turn).__name__}, not a message with role and content")
+    message = {key: value for key, value in turn.items() if value is not None}
+    if "from" in message and "value" in message:
+        message = {"role": message["from"], "content": message["value"]}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ConfigError(f"{where} has no role: a message has role and content, or from and value")
+    if not isinstance(message.get("content", ""), str | list):
+        raise ConfigError(f"{where} has a {type(message['content']).__name__} as content")
+    message.setdefault("content", "")
+    return {**message, "role": _ROLES.get(role, role)}
+
+
+def _alpaca(row: Mapping[str, Any], where: str) -> Document:
+    parts = [row.get("instruction"), row.get("input") or "", row["output"]]
+    if not all(isinstance(part, str) for part in parts):
+        raise ConfigError(f"{where}: instruction, input and output are to be text")
+    instruction, more, output = parts
+    asked = f"{instruction}\n\n{more}" if more else instruction
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    return Document(
+        where, messages=(*system, {"role": "user", "content": asked}, {"role": "assistant", "content": output})
+    )
+
+
+def opened(path: Path) -> Any:
+    """A file opened to read bytes, unpacked if its name says that it is compressed."""
+    if path.suffix.lower() not in _COMPRESSED:
+        return path.open("rb")
+    import fsspec
+
+    try:
+        return fsspec.open(str(path), "rb", compression="infer").open()
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{path} cannot be unpacked: {error}") from error
+
+
+def suffix(path: Path) -> str:
+    """What the name says of the content, compressed or not."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    names = [str(name) for name in row]
+    return ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")

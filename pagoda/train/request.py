@@ -1,0 +1,115 @@
+"""What `pagoda train` is asked for: a configuration in which what is left open is chosen before the run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pagoda.config.decode import decoded
+from pagoda.config.settings import require, require_count
+from pagoda.errors import ConfigError
+from pagoda.train.config import TrainConfig
+
+_NOT_SETTINGS = ("out", "resume", "trace", "trace_step")
+"""Of one command, not of a run that is to be like another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(TrainConfig):
+    """Train or fine-tune a language model whose training state may be larger than memory. --model and --data are
+    enough: what else is left out is chosen, and every choice is said with its reason."""
+
+    batch_size: int | None = None  # type: ignore[assignment]
+    """Sequences per forward pass, on each rank. By default as many as memory has room for, up to --tokens-per-step."""
+    seq_len: int | None = None  # type: ignore[assignment]
+    """Tokens per sequence. By default 1024, or what most conversations fit in, or what the model has positions for. A
+    T5's encoder reads as many, and its decoder continues with as many."""
+    tokens_per_step: int = 16384
+    """Tokens of an optimizer step that batch size and accumulation are chosen for, where --batch-size is left out."""
+    steps: int | None = None  # type: ignore[assignment]
+    """Optimizer steps in all, counted from the start of the run even when it is resumed. By default, those of
+    --epochs."""
+    epochs: float | None = None
+    """Passes over the data, where --steps is left out. By default 3 for conversations, and 1 for texts."""
+    eval_share: float | None = None  # type: ignore[assignment]
+    """Share of the sequences of --data to evaluate on, which are not trained on. By default 0.05 for pretrained weights
+    without --eval-data, if there are sequences enough."""
+    out: Path | None = None  # type: ignore[assignment]
+    """Run directory, created: run.yaml, config.json, metrics.jsonl, checkpoints. By default a new one in runs/."""
+    config: Path | None = None
+    """File of settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
+
+    def __post_init__(self) -> None:
+        """Checks what only a request has; a `TrainConfig` is made of the rest, which checks it.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        for name, least in (("batch_size", 1), ("seq_len", 2), ("steps", 1)):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name), least)
+        require(self.epochs is None or self.epochs > 0, "epochs", self.epochs, "above 0")
+        require(self.tokens_per_step > 0, "tokens_per_step", self.tokens_per_step, "above 0")
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError("give --steps or --epochs, not both")
+
+    def with_choices(self, **choices: Any) -> TrainConfig:
+        """The configuration with what was chosen.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        return TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)} | choices)
+
+    @staticmethod
+    def like(config: TrainConfig, **changes: Any) -> "TrainRequest":
+        """The request in which nothing of a configuration is left open."""
+        return TrainRequest(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)} | changes)
+
+    @staticmethod
+    def read(path: Path) -> "TrainRequest":
+        """Reads a file of settings.
+
+        Raises:
+            ConfigError: it cannot be read, or a setting in it is unknown or of the wrong type.
+        """
+        try:
+            settings = _yaml(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"--config {path} is not YAML: {error}") from error
+        if isinstance(settings, Mapping):
+            settings = {name: value for name, value in settings.items() if name != "hash"}
+        try:
+            return decoded(TrainRequest, settings)
+        except ConfigError as error:
+            raise ConfigError(f"--config {path}: {error}") from error
+
+
+def settings_as_yaml(config: TrainConfig) -> str:
+    """What `TrainRequest.read` reads: all settings of a run but where it is."""
+    import json
+
+    import yaml
+
+    settings = {k: v for k, v in json.loads(config.to_json()).items() if k not in _NOT_SETTINGS}
+    text: str = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _yaml(text: str) -> Any:
+    """YAML in which 2e-5 is a number, as people write it. Raises ValueError."""
+    import re
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML 1.1, with the floats of 1.2."""
+
+    number = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error

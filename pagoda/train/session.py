@@ -1,0 +1,173 @@
+"""The model of a run between its steps: restored, stepped, asked for a loss."""
+
+import random
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from pagoda.checkpoint.directory import read_manifest
+from pagoda.checkpoint.model_config import model_record
+from pagoda.distributed.mesh import Mesh
+from pagoda.errors import CheckpointError, ConfigError, PagodaError
+from pagoda.models.build import model_directory
+from pagoda.optimizer import PagedOptimizer
+from pagoda.train.config import TrainConfig
+from pagoda.train.data import Batches
+from pagoda.train.metrics import DATA, StepMetrics
+from pagoda.train.run_dir import RunCheckpoint
+
+_VERSION = "transformers_version"
+
+
+class Session:
+    """A wrapped model with its optimizer, learning rate and batches."""
+
+    def __init__(
+        self, config: TrainConfig, batches: Batches, model: nn.Module, optimizer: PagedOptimizer, mesh: Mesh
+    ) -> None:
+        self.config = config
+        self.batches = batches
+        self.model = model
+        self.optimizer = optimizer
+        self._ranks = mesh.size
+        self._is_switch = getattr(model.config, "model_type", None) == "switch_transformers"
+        self._scheduler = LambdaLR(optimizer, lambda step: config.optim.lr_factor(step, config.steps))
+        self._device = next(model.parameters()).device
+        self._ran = False
+        """Whether the model has been run."""
+        # Initialisation draws random numbers in an order that may follow the memory split; dropout must not. Ranks drop
+        # elements of their own.
+        seed_all(config.seed + mesh.rank)
+
+    def restore(self, checkpoint: RunCheckpoint) -> None:
+        """Loads `checkpoint`. Raises CheckpointError where it is of another model or text."""
+        self._check_model(checkpoint)
+        extra = self.optimizer.load_checkpoint(checkpoint.path)
+        if extra.get("text") != self.batches.rows.tokens.about.fingerprint:
+            raise CheckpointError(
+                f"{checkpoint.path} was trained on another text than data {self.config.data!r}: give --data the files, "
+                "and --tokenizer the tokenizer, that the run started with"
+            )
+        self.batches = replace(self.batches, first_step=checkpoint.step, first_sample=extra["samples"])
+        self._scheduler.last_epoch = checkpoint.step
+        # Recomputed because `steps` may have changed; otherwise this is the value it has already.
+        factor = self.config.optim.lr_factor(checkpoint.step, self.config.steps)
+        for group, base in zip(self.optimizer.param_groups, self._scheduler.base_lrs, strict=True):
+            group["lr"] = base * factor
+
+    def _check_model(self, checkpoint: RunCheckpoint) -> None:
+        """Raises CheckpointError where the model's own configuration is not that of the checkpoint."""
+        saved, mine = read_manifest(checkpoint.path).get("model"), model_record(self.model)
+        if saved is None or mine is None:
+            return
+        theirs, ours = saved["config"], mine["config"]
+        if theirs.get(_VERSION) != ours.get(_VERSION):
+            return  # another version of transformers may say the same in other words
+        if differing := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
+            raise CheckpointError(
+                f"{checkpoint.path} was trained with another config.json than --model {self.config.model} has: "
+                + ", ".join(f"{name} was {theirs.get(name)} and is {ours.get(name)}" for name in differing)
+                + ". Put back what it was"
+            )
+
+    def _moved(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """To where compute runs. From pinned memory, so that what was queued before goes on meanwhile."""
+        if self._device.type != "cuda":
+            return batch
+        return {name: tensor.pin_memory().to(self._device, non_blocking=True) for name, tensor in batch.items()}
+
+    def step(self, step: int) -> StepMetrics:
+        """Runs step number `step`, counted from 0."""
+        started = time.perf_counter()
+        passes = self.config.accumulation_steps
+        loss_sum = torch.zeros((), device=self._device)
+        balance: torch.Tensor | None = None
+        targets = self.batches.targets_of_step(step)
+        data_s = time.perf_counter() - started
+        # Switch Transformers have no such setting in their config.json.
+        asked = {"output_router_logits": True} if self._is_switch else {}
+        for index in range(passes):
+            before = time.perf_counter()
+            batch = self.batches.batch(step, index)
+            data_s += time.perf_counter() - before
+            # Every token of the step counts as much as any other; ranks average what they have.
+            share = targets / self._ranks / self.batches.targets(batch["labels"])
+            output = self._forward(self._moved(batch), **asked)
+            self.optimizer.scale(output.loss / share).backward()  # type: ignore[no-untyped-call]
+            loss_sum += output.loss.detach().float() / share
+            if (figure := _balance_of(output)) is not None:
+                balance = figure / passes + (0 if balance is None else balance)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._scheduler.step()
+        loss_mean = loss_sum.item()
+        step_s = time.perf_counter() - started
+        stats = self.optimizer.stats
+        return StepMetrics(
+            step=step + 1,
+            loss=loss_mean,
+            grad_norm=stats.grad_norm,
+            loss_scale=stats.loss_scale,
+            skipped=stats.skipped,
+            aux_loss=None if balance is None else balance.item(),
+            lr=lr,
+            step_s=step_s,
+            tokens_per_s=self.batches.tokens_per_step / step_s,
+            stall_s={**stats.stall_s, DATA: data_s},
+            bytes_moved=dict(stats.bytes_moved),
+            peak_bytes=dict(stats.peak_bytes),
+            accesses=dict(stats.accesses),
+            prefetch_hit_rate=stats.prefetch_hit_rate,
+            faults=stats.faults,
+            activation_bytes=asdict(stats.activation_bytes),
+            updates_kept=stats.updates_kept,
+            updates_undone=stats.updates_undone,
+            staleness={unit: asdict(seen) for unit, seen in stats.staleness.items()},
+        )
+
+    def _forward(self, batch: dict[str, torch.Tensor], **asked: bool) -> Any:
+        """What the model says. Raises ConfigError where one from a directory cannot work as its config.json says."""
+        try:
+            return self.model(**batch, **asked)
+        except (PagodaError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # sizes that do not fit each other show here at the earliest
+            if self._ran or model_directory(self.config.model) is None:
+                raise
+            raise ConfigError(
+                f"model {self.config.model!r} fails in its first forward pass: {type(error).__name__}: {error}. Check "
+                "its config.json"
+            ) from error
+        finally:
+            self._ran = True
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> float:
+        """The loss of a batch, in evaluation mode, without a gradient; that of a router is no part of it."""
+        asked = {"output_router_logits": False} if getattr(self.model.config, "output_router_logits", False) else {}
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                loss: float = self._forward(self._moved(batch), **asked).loss.item()
+        finally:
+            self.model.train()
+        return loss
+
+
+def seed_all(seed: int) -> None:
+    """Seeds every random generator that a model may draw from."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _balance_of(output: Any) -> torch.Tensor | None:
+    """The load-balancing loss in what a model gives, without its weight; None where it gives none."""
+    names = ("aux_loss", "encoder_aux_loss", "decoder_aux_loss")
+    found = [figure for name in names if isinstance(figure := getattr(output, name, None), torch.Tensor)]
+    return torch.stack(found).detach().float().mean() if found else None

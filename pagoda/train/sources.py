@@ -1,0 +1,204 @@
+"""What `--data` names: text files, or files of records, as a stream of documents that needs little RAM."""
+
+import glob
+import io
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagoda.errors import ConfigError
+from pagoda.train.records import RECORDS, TABLES, Document, opened, read_records, suffix
+
+STDLIB = "stdlib"
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+_OTHER_SPLITS = ("test", "valid", "eval", "dev")
+_PIECE = 1 << 17
+"""Longer texts are read in pieces of so many characters, up to the end of the line there."""
+_MOST_WHOLE_BYTES = 64 << 20
+"""A file of a folder up to this size is read whole first, so that it can be left out if it is not text."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that is left out."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of `--data`, in order of their names."""
+
+    name: str
+    files: tuple[Path, ...]
+    records: bool
+    """Whether the files hold records; else each is a text."""
+    skipped: tuple[Skipped, ...] = ()
+    column: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
+
+
+def find(name: str, column: str | None = None) -> Source:
+    """Finds the files of a path, a folder, a glob, or `"stdlib"` (this Python's standard library, without its tests).
+
+    Hidden entries of a folder are ignored. A folder with files of records is a data set: only those are read, without
+    those that another split's name says (test, validation).
+
+    Raises:
+        ConfigError: there is nothing there, or no file that can be read.
+    """
+    if name == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        return Source(name, _sorted(root, (p for p in root.rglob("*.py") if _is_library(p, root))), records=False)
+    path = Path(name)
+    found: Iterable[Path]
+    if path.is_file():
+        return Source(name, (path,), records=suffix(path) in (RECORDS | TABLES), column=column)
+    if path.is_dir():
+        root, found = path, path.rglob("*")
+    elif matches := glob.glob(name, recursive=True):
+        root, found = Path(Path(name).anchor), map(Path, matches)
+    else:
+        raise ConfigError(
+            f"data {name!r} does not exist: give a file, a folder, a glob in quotes, or 'stdlib'{_nearby(path)}"
+        )
+    files = _sorted(root, (p for p in found if not _is_hidden(p.relative_to(root))))
+    if not files:
+        raise ConfigError(f"data {name!r} holds no text: there is no file in it")
+    return _of_many(name, root, files, column)
+
+
+def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None) -> Source:
+    """Texts or records, whichever a folder or a glob has."""
+    tables = [path for path in files if suffix(path) in TABLES]
+    if not any(suffix(path) in RECORDS for path in files):
+        if 2 * _size(tables) <= _size(files):
+            return Source(name, files, records=False)
+        kinds = RECORDS | TABLES
+    else:
+        kinds = RECORDS
+    skipped = []
+    for path in files:
+        if suffix(path) not in kinds:
+            skipped.append(Skipped(path, "not a file of records"))
+        elif Path(name) == root and _of_other_split(path.relative_to(root)):
+            skipped.append(Skipped(path, "another split, by its name"))
+    left_out = {entry.path for entry in skipped}
+    kept = tuple(path for path in files if path not in left_out)
+    if not kept:
+        raise ConfigError(
+            f"data {name!r} holds only files of other splits, such as {skipped[0].path.name}: name one of them"
+        )
+    return Source(name, kept, records=True, skipped=tuple(skipped), column=column)
+
+
+def documents(source: Source, read: Callable[[int], None], skip: Callable[[Skipped], None]) -> Iterator[Document]:
+    """Every document, in order.
+
+    Args:
+        source: whose.
+        read: told how many bytes of files have been read since it was called last.
+        skip: told of a file of a folder that turns out not to be text.
+
+    Raises:
+        ConfigError: a file, line or row that cannot be read, with the reason.
+    """
+    for path in source.files:
+        try:
+            if source.records:
+                yield from read_records(path, source.column, read)
+            else:
+                yield from _texts(path, len(source.files) == 1, read, skip)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _texts(path: Path, alone: bool, read: Callable[[int], None], skip: Callable[[Skipped], None]) -> Iterator[Document]:
+    """A text file, in pieces. One that is not UTF-8 text is refused if it is alone, and left out if it is not."""
+    size = path.stat().st_size
+    if alone or size > _MOST_WHOLE_BYTES:
+        for piece in _pieces(path):
+            yield piece
+            read(len(piece.text))
+        return
+    try:
+        yield from list(_pieces(path))
+    except _NotTextError as error:
+        skip(Skipped(path, error.reason))
+    except OSError as error:
+        skip(Skipped(path, error.strerror or type(error).__name__))
+    read(size)
+
+
+def _pieces(path: Path) -> Iterator[Document]:
+    """A text file in pieces that end where a line does, if lines are no longer than pieces."""
+    line = 1
+    with opened(path) as file:
+        reader = io.TextIOWrapper(file, encoding="utf-8", newline="")
+
+        def next_piece() -> str:
+            try:
+                return reader.read(_PIECE) + reader.readline(_PIECE)
+            except UnicodeDecodeError:
+                raise _NotTextError(path, _line_not_utf8(path), "not UTF-8") from None
+
+        piece, begins = next_piece(), True
+        while piece:
+            if "\0" in piece:
+                raise _NotTextError(path, line + piece[: piece.index("\0")].count("\n"), "binary (holds NUL bytes)")
+            line += piece.count("\n")
+            after = next_piece()
+            yield Document(str(path), piece, begins=begins, ends=not after)
+            piece, begins = after, False
+
+
+class _NotTextError(ConfigError):
+    """A file that is not UTF-8 text."""
+
+    def __init__(self, path: Path, line: int, reason: str) -> None:
+        super().__init__(f"{path}, line {line}: {reason}: give a file or folder with UTF-8 text")
+        self.reason = reason
+
+
+def _line_not_utf8(path: Path) -> int:
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+def _sorted(root: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
+    return tuple(sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix()))
+
+
+def _is_library(path: Path, root: Path) -> bool:
+    return not _STDLIB_SKIPPED & set(path.relative_to(root).parts)
+
+
+def _of_other_split(path: Path) -> bool:
+    return any(part.lower().startswith(_OTHER_SPLITS) for part in path.parts)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _size(files: Collection[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def _nearby(path: Path) -> str:
+    """What lies where a path was looked for."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        return f" (there is no directory {parent})"
+    names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    return f" ({parent} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""

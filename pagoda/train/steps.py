@@ -1,0 +1,239 @@
+"""The steps of a run, with all that is due between them: metrics, evaluations, samples, checkpoints, the end."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from pagoda.api import plan_of
+from pagoda.distributed.mesh import Mesh
+from pagoda.errors import ConfigError
+from pagoda.forecast.chrome_trace import write_trace
+from pagoda.memory.files import write_durably
+from pagoda.plan.planner import Plan
+from pagoda.train.data import Batches
+from pagoda.train.evaluate import Evaluation, Evaluator, History
+from pagoda.train.generate import continued
+from pagoda.train.loggers import Loggers
+from pagoda.train.plan_record import plan_record
+from pagoda.train.progress import Progress
+from pagoda.train.rank_metrics import MetricsFiles, share_metrics
+from pagoda.train.resume import CONFIG, Beginning
+from pagoda.train.run_dir import RunCheckpoint, RunDir
+from pagoda.train.session import Session
+from pagoda.train.stop_signal import StopSignal
+from pagoda.train.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What one call of `run` did."""
+
+    out: Path
+    plan: Plan
+    first_step: int
+    """First step this call ran, counted from 1."""
+    last_step: int
+    """Last step it ran: below the configured steps only if it was interrupted."""
+    first_loss: float
+    final_loss: float
+    tokens_per_s: float
+    """Over all of this call's steps, without checkpoints."""
+    checkpoint: Path | None
+    """The last checkpoint it saved."""
+    stopped_by: int | None
+    """Number of the signal that interrupted it, or None."""
+    best_step: int | None = None
+    """Steps done before the evaluation with the lowest loss; None without evaluations."""
+
+
+class Steps:
+    """What a run has done so far, and what is due next."""
+
+    def __init__(
+        self,
+        session: Session,
+        evaluated: Batches | None,
+        tokenizer: Tokenizer,
+        run_dir: RunDir,
+        mesh: Mesh,
+        console: Console,
+    ) -> None:
+        self._session = session
+        self._config = session.config
+        self._tokenizer = tokenizer
+        self._run_dir = run_dir
+        self._mesh = mesh
+        self._console = console
+        self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
+        self._history = History()
+        self._loggers = Loggers(None if mesh.rank else session.config.log, session.config)
+        self._files: MetricsFiles | None = None
+        self._first: Evaluation | None = None
+        """Of before the first step: kept until the run writes."""
+        self._saved: RunCheckpoint | None = None
+
+    def run(self, beginning: Beginning) -> TrainResult:
+        """Runs the steps that are left."""
+        config, done = self._config, beginning.done
+        losses: list[float] = []
+        seconds, step = 0.0, done
+        stopped_by: int | None = None
+        if self._evaluator is not None:
+            self._history = History.read(self._run_dir.evals, until=done)
+            if not done:
+                self._first = self._evaluate(0)
+        try:
+            with StopSignal() as stop, Progress(self._console, config.steps, done) as progress:
+                over = False
+                while not over:
+                    traced = config.trace is not None and step == done + config.trace_step - 1
+                    if traced:
+                        self._session.optimizer.trace_next_step()
+                    mine = self._session.step(step)
+                    if self._files is None and self._mesh.rank == 0:
+                        # Before any rank goes on and may take their names.
+                        for damaged in beginning.damaged:
+                            self._run_dir.put_aside(damaged)
+                    metrics, stopped_by = share_metrics(self._mesh, mine, stop.received)
+                    step += 1
+                    losses.append(metrics.loss)
+                    seconds += metrics.step_s
+                    files = self._opened_files(done)
+                    files.write(metrics, mine)
+                    self._loggers.step(metrics)
+                    if traced and self._mesh.rank == 0:
+                        self._write_trace(step)
+                    progress.show(metrics)
+                    over = step == config.steps or stopped_by is not None
+                    over = self._between(step, files, over, stopped_by is not None)
+            self._session.optimizer.wait_for_checkpoint()
+        finally:
+            if self._files is not None:
+                self._files.close()
+            self._loggers.close()
+        result = TrainResult(
+            out=self._run_dir.path,
+            plan=plan_of(self._session.model),
+            first_step=done + 1,
+            last_step=step,
+            first_loss=losses[0],
+            final_loss=losses[-1],
+            tokens_per_s=len(losses) * self._session.batches.tokens_per_step / seconds,
+            checkpoint=self._saved.path if self._saved else None,
+            stopped_by=stopped_by,
+            best_step=self._history.best,
+        )
+        self._show_end(result)
+        return result
+
+    def _opened_files(self, done: int) -> MetricsFiles:
+        """The files of the run, made once its first step has succeeded."""
+        if self._files is None:
+            if self._mesh.rank == 0:
+                self._run_dir.create(self._config, self._tokenizer.files)
+                write_durably(self._run_dir.plan, plan_record(plan_of(self._session.model)).encode())
+            self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
+            if self._first is not None:
+                self._files.write_evaluation(self._first)
+                self._loggers.evaluation(self._first)
+        return self._files
+
+    def _between(self, step: int, files: MetricsFiles, over: bool, interrupted: bool) -> bool:
+        """Does what is due after a step; returns whether the run is over."""
+        config = self._config
+        improved = False
+        if self._evaluator is not None and not interrupted and (over or step % config.evaluates_every == 0):
+            found = self._evaluate(step)
+            files.write_evaluation(found)
+            self._loggers.evaluation(found)
+            improved = config.keep_best and self._history.best == step
+            if config.patience and self._history.since_best >= config.patience and not over:
+                over = True
+                self._say(
+                    f"Stopped early: no evaluation was better than that after step {self._history.best} in "
+                    f"{self._history.since_best} evaluations (--patience {config.patience})"
+                )
+        if config.sample_every and (over or step % config.sample_every == 0) and not interrupted:
+            self._show_samples(step)
+        due = config.checkpoint_every and step % config.checkpoint_every == 0
+        if due or interrupted or improved or (config.save_at_end and over):
+            self._save(step, files)
+        return over
+
+    def _evaluate(self, step: int) -> Evaluation:
+        assert self._evaluator is not None
+        found = self._evaluator.measure(self._session, step)
+        self._history = self._history.with_(found)
+        self._say(str(found))
+        return found
+
+    def _show_samples(self, step: int) -> None:
+        """What the model writes, greedily and drawn. Every rank generates: all are needed for its weights."""
+        config, chat = self._config, self._session.batches.rows.tokens.about.chats
+        for how, seed in (("greedy", None), ("drawn", config.seed + step)):
+            written = continued(
+                self._session.model,
+                self._tokenizer,
+                config.prompt,
+                chat=chat,
+                tokens=config.sample_tokens,
+                seed=seed,
+            )
+            self._say(f"Sample after step {step}, {how}: {config.prompt}|{written}")
+
+    def _write_trace(self, step: int) -> None:
+        timeline = self._session.optimizer.timeline
+        assert timeline is not None, "a step that was traced has ended"
+        assert self._config.trace is not None
+        try:
+            write_trace(timeline, f"{self._config.model}, step {step}, measured", self._config.trace)
+        except ConfigError as error:
+            self._console.print(f"{error}; the run goes on", soft_wrap=True, highlight=False)
+
+    def _save(self, step: int, files: MetricsFiles) -> None:
+        """Saves the state after `step` steps; the metrics up to it are on disk before it is.
+
+        Of older checkpoints, all but the last ones and the best one are deleted.
+        """
+        files.sync()
+        path = self._run_dir.checkpoint(step)
+        self._run_dir.make_checkpoints()
+        extra = {
+            "step": step,
+            CONFIG: json.loads(self._config.to_json()),
+            "text": self._session.batches.rows.tokens.about.fingerprint,
+            "samples": self._session.batches.samples_before(step),
+        }
+        optimizer = self._session.optimizer
+        optimizer.wait_for_checkpoint()
+        best = self._history.best if self._config.keep_best else None
+        old = [checkpoint for checkpoint in self._run_dir.all_checkpoints() if checkpoint.step != best]
+        keep = self._config.keep_checkpoints
+        replaced = old[: max(0, len(old) + (step != best) - keep)] if keep else []
+        optimizer.save_checkpoint(path, extra, wait=False, replaces=[checkpoint.path for checkpoint in replaced])
+        self._saved = RunCheckpoint(step, path)
+
+    def _show_end(self, result: TrainResult) -> None:
+        lines = [
+            f"Steps {result.first_step} to {result.last_step}: loss {result.first_loss:.4f} ->"
+            f" {result.final_loss:.4f}, {result.tokens_per_s:,.0f} tokens/s. Metrics: {self._run_dir.metrics}"
+        ]
+        if self._config.trace is not None and result.last_step >= result.first_step + self._config.trace_step - 1:
+            lines.append(f"Trace: {self._config.trace}")
+        if result.checkpoint is not None:
+            lines.append(f"Checkpoint: {result.checkpoint}")
+            if self._config.keep_best and result.best_step not in (None, result.last_step):
+                lines.append(
+                    f"Best evaluation: after step {result.best_step}, {self._run_dir.checkpoint(result.best_step)}"
+                )
+        elif result.stopped_by is None:
+            lines.append("No checkpoint was saved (--no-save-at-end): the trained weights are not kept.")
+        if result.stopped_by is not None:
+            lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}")
+        for line in lines:
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,215 @@
+"""From documents to tokens: with the tokenizer of the model's directory, or as bytes."""
+
+import hashlib
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.errors import ConfigError
+from pagoda.train.chat import ChatTemplate, trl_version
+from pagoda.train.records import Document
+
+BYTES = "bytes"
+VOCABULARY = 256
+"""Token ids of text that is read as bytes."""
+_FILES = (
+    "*tokenizer*",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+"""Files of a Hugging Face directory that a tokenizer consists of."""
+
+Encoded = npt.NDArray[np.int32]
+"""A document's tokens: each its id, or ~id (below 0) where the loss does not count it."""
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The files of a directory that belong to a tokenizer, by name."""
+    paths = sorted(path for path in directory.iterdir() if path.is_file())
+    return [path for path in paths if any(fnmatch(path.name, pattern) for pattern in _FILES)]
+
+
+class Tokenizer(Protocol):
+    """What makes tokens of documents."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids are below."""
+
+    @property
+    def key(self) -> str:
+        """Differs between tokenizers that may give other tokens."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """What it was read from."""
+
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+
+    @property
+    def separates(self) -> bool:
+        """Whether attention and loss end where a document does. Bytes run on."""
+
+    def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
+        """The tokens of each document. `first`: nothing comes before them.
+
+        Raises ConfigError for a conversation that cannot be written.
+        """
+
+    @property
+    def end(self) -> list[int] | None:
+        """Ids that end a text or a turn; None where there are none."""
+
+    def prompt(self, text: str, chat: bool) -> list[int]:
+        """The ids of a text to go on with, or of what a user says. Raises ConfigError without a chat template."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+
+
+class ByteTokenizer:
+    """Each byte of UTF-8 is a token, and a line feed comes between texts."""
+
+    name = "bytes of UTF-8 (ids 0 to 255)"
+    vocabulary = VOCABULARY
+    key = BYTES
+    separates = False
+    chats = False
+    files: Sequence[Path] = ()
+    end = None
+
+    def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
+        encoded = []
+        for document in documents:
+            if document.messages:
+                raise ConfigError(
+                    f"{document.where} is a conversation, and there is no tokenizer to write it with: give --tokenizer "
+                    "DIR, or put the tokenizer's files into the model's directory"
+                )
+            text = ("\n" if document.begins and not first else "") + document.text
+            first = False
+            encoded.append(np.frombuffer(text.encode(), np.uint8).astype(np.int32))
+        return encoded
+
+    def prompt(self, text: str, chat: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(id_ for id_ in ids if id_ < VOCABULARY).decode(errors="replace")
+
+
+class ModelTokenizer:
+    """A tokenizer of transformers: texts get its own special tokens and end with its end-of-sequence token.
+
+    Raises ConfigError where it cannot be read.
+    """
+
+    separates = True
+
+    def __init__(self, directory: Path) -> None:
+        from pagoda.models.build import import_transformers
+
+        transformers = import_transformers()
+        try:
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # a broken file is found by one of several libraries
+            said = str(error).strip().splitlines()[:1] or [type(error).__name__]
+            raise ConfigError(
+                f"the tokenizer in {directory} cannot be read: {said[0]}. Copy all files of the tokenizer again, or "
+                "read text as bytes with --tokenizer bytes, which a pretrained model does not know"
+            ) from error
+        tokenizer.model_max_length = 1 << 62  # rows are cut to --seq-len, so that no text is too long
+        self._tokenizer = tokenizer
+        self._before, self._after = _specials(tokenizer)
+        # Chats end turns with a token of their own, whatever is said to end a text.
+        turns = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"])
+        self._ends = [id_ for id_ in (*self._after[-1:], *turns) if id_ not in (None, tokenizer.unk_token_id)]
+        self._chat = ChatTemplate(tokenizer)
+        self.name = f"{type(tokenizer).__name__} of {directory}, {len(tokenizer):,} tokens"
+        self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
+        digest = hashlib.blake2b(str(trl_version()).encode(), digest_size=16)
+        self.files: Sequence[Path] = tokenizer_files(directory)
+        self.chats = bool(tokenizer.chat_template)
+        for path in self.files:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        self.key = digest.hexdigest()
+
+    def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
+        if any(document.messages for document in documents):
+            return [self._chat.encode(d) if d.messages else self._texts([d])[0] for d in documents]
+        return self._texts(documents)
+
+    @property
+    def end(self) -> list[int] | None:
+        return sorted({*self._ends}) or None
+
+    def prompt(self, text: str, chat: bool) -> list[int]:
+        if chat:
+            return self._chat.prompt([{"role": "user", "content": text}])
+        return [*self._before, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _texts(self, documents: Sequence[Document]) -> list[Encoded]:
+        found = self._tokenizer(
+            [document.text for document in documents],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )["input_ids"]
+        return [
+            np.array([*self._before * d.begins, *ids, *self._after * d.ends], dtype=np.int32)
+            for d, ids in zip(documents, found, strict=True)
+        ]
+
+
+def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names, or that of the model's directory; bytes where there is none.
+
+    Raises:
+        ConfigError: the directory asked for has none, or it cannot be read.
+    """
+    if asked == BYTES:
+        return ByteTokenizer()
+    if asked is not None:
+        directory = Path(asked)
+        if not directory.is_dir() or not tokenizer_files(directory):
+            raise ConfigError(f"--tokenizer {asked} is not a directory with the files of a tokenizer, nor 'bytes'")
+    if directory is None or not tokenizer_files(directory):
+        return ByteTokenizer()
+    return ModelTokenizer(directory)
+
+
+def _specials(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What comes before and after each text: what the tokenizer adds itself, and the end of the sequence."""
+    probe = "a"
+    bare: list[int] = tokenizer(probe, add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer(probe)["input_ids"]
+    starts = [at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare]
+    before, after = (whole[: starts[0]], whole[starts[0] + len(bare) :]) if starts else ([], [])
+    end = tokenizer.eos_token_id
+    if end is not None and after[-1:] != [end]:
+        after = [*after, end]
+    return tuple(before), tuple(after)

@@ -1,0 +1,251 @@
+"""The tokens of a data set: made once, kept as memory-mapped files in a cache directory, read with little RAM.
+
+`tokens` has every token of every document, in order: its id, or ~id where the loss does not count it, in 16 or 32 bits.
+`ends` has where each document ends, int64. `about.json` says the rest. The directory's name is a hash of what the
+tokens follow from: the files by path, size and time, the tokenizer, the column. It appears complete or not at all.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pagoda.checkpoint.directory import committed
+from pagoda.errors import ConfigError, StorageError
+from pagoda.memory.files import sync_descriptor, write_durably
+from pagoda.simulate.hardware import hardware_file
+from pagoda.train.records import Document
+from pagoda.train.sources import Source, documents, find
+from pagoda.train.tokenizer import ByteTokenizer, Encoded, Tokenizer
+
+_FORMAT = 1
+_TOKENS, _ENDS, _ABOUT = "tokens", "ends", "about.json"
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
+"""Documents are tokenised together, up to so much of them: more takes RAM, less leaves cores idle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What is known of a data set's tokens."""
+
+    source: str
+    tokenizer: str
+    itemsize: int
+    """Bytes of a token in the file."""
+    tokens: int
+    targets: int
+    """Tokens that the loss counts."""
+    target_bytes: int
+    """Bytes of UTF-8 of the text that these are of."""
+    documents: int
+    files: int
+    chats: bool
+    """Whether documents are conversations, which are not cut."""
+    separates: bool
+    """Whether attention and loss end where a document does."""
+    most: int
+    """One more than the largest id."""
+    untrained: int
+    """Conversations that were left out, as no assistant says anything in them."""
+    fingerprint: str
+    """Of tokens and ends: a resumed run checks that it reads the data it started with."""
+    skipped: tuple[tuple[str, str], ...]
+    """Files that were left out, and why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The tokens of a data set, mapped into memory."""
+
+    about: About
+    ids: npt.NDArray[Any]
+    """Signed integers [tokens]: id, or ~id where the loss does not count it."""
+    ends: npt.NDArray[np.int64]
+    """Where each document ends, [documents]."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def bytes_per_target(self) -> float:
+        """Bytes of text that a token stands for which the loss counts."""
+        return self.about.target_bytes / max(1, self.about.targets)
+
+
+def cache_directory() -> Path:
+    """Where tokens are kept if nothing else is asked for: in the user's cache directory."""
+    return hardware_file().parent / "tokens"
+
+
+def open_tokens(
+    name: str,
+    tokenizer: Tokenizer | None = None,
+    cache: Path | None = None,
+    column: str | None = None,
+    console: Console | None = None,
+) -> Tokens:
+    """The tokens of what `--data` names, tokenised now if they are not in the cache.
+
+    Args:
+        name: file, folder, glob, or "stdlib".
+        tokenizer: by default bytes.
+        cache: directory to keep them in; by default the user's.
+        column: of records, the one with the text or the conversation.
+        console: where to show progress.
+
+    Raises:
+        ConfigError: data that cannot be read, or holds no text.
+        StorageError: the cache cannot be written.
+    """
+    tokenizer = tokenizer or ByteTokenizer()
+    source = find(name, column)
+    root = cache or cache_directory()
+    place = root / _key(source, tokenizer)
+    if not place.exists():
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with FileLock(place.with_suffix(".lock")):
+                if not place.exists():
+                    with committed(place) as folder:
+                        _Writer(folder, source, tokenizer).write(console or Console(quiet=True))
+        except OSError as error:
+            raise StorageError(
+                f"the tokens of {name!r} cannot be kept in {root}: {error}. They take 2 to 4 bytes each; name another "
+                "directory with --cache"
+            ) from error
+    return _opened(place)
+
+
+def _opened(place: Path) -> Tokens:
+    """Maps the files of a cache entry. Raises ConfigError where they are damaged."""
+    try:
+        about = json.loads((place / _ABOUT).read_text())
+        about["skipped"] = tuple(map(tuple, about["skipped"]))
+        known = About(**about)
+        ids = np.memmap(place / _TOKENS, dtype=f"int{8 * known.itemsize}", mode="r", shape=(known.tokens,))
+        ends = np.memmap(place / _ENDS, dtype=np.int64, mode="r", shape=(known.documents,))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"the tokens in {place} are damaged ({error}): delete that directory") from error
+    return Tokens(known, ids, ends)
+
+
+def _key(source: Source, tokenizer: Tokenizer) -> str:
+    """What tells the tokens of one data set from those of another, without reading it."""
+    files = [(os.path.realpath(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in source.files]
+    said = json.dumps([_FORMAT, files, source.records, source.column, tokenizer.key, np.little_endian])
+    return xxhash.xxh3_128_hexdigest(said.encode())
+
+
+class _Writer:
+    """Writes the tokens of a source into a directory."""
+
+    def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
+        self._folder, self._source, self._tokenizer = folder, source, tokenizer
+        self._itemsize = 2 if tokenizer.vocabulary <= 1 << 15 else 4
+        self._tokens = self._targets = self._bytes = self._documents = self._most = self._untrained = 0
+        self._chats = False
+        self._skipped = [*source.skipped]
+        self._hashes = xxhash.xxh3_64(), xxhash.xxh3_64()
+
+    def write(self, console: Console) -> None:
+        """Tokenises all, and shows how far it is. Raises ConfigError where there is no text."""
+        bar = Progress(
+            TextColumn(f"Tokenising {self._source.name}"),
+            BarColumn(bar_width=None),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        with bar, (self._folder / _TOKENS).open("wb") as tokens, (self._folder / _ENDS).open("wb") as ends:
+            task = bar.add_task("", total=self._source.nbytes)
+            found = documents(self._source, lambda nbytes: bar.advance(task, nbytes), self._skipped.append)
+            for batch in _batches(found):
+                self._write_batch(batch, tokens, ends)
+            for file in (tokens, ends):
+                file.flush()
+                sync_descriptor(file.fileno(), self._folder)
+        if not self._documents:
+            why = "; ".join(f"{entry.path.name}: {entry.reason}" for entry in self._skipped[:3])
+            untrained = f" ({self._untrained:,} conversations without a turn of an assistant)" * bool(self._untrained)
+            raise ConfigError(
+                f"data {self._source.name!r} holds no text{f' ({why})' if why else untrained}: give a file or folder "
+                "with UTF-8 text or records, or 'stdlib'"
+            )
+        write_durably(self._folder / _ABOUT, json.dumps(asdict(self._about()), indent=1).encode())
+
+    def _write_batch(self, batch: list[Document], tokens: BinaryIO, ends: BinaryIO) -> None:
+        kept: list[Encoded] = []
+        stops: list[int] = []
+        for document, ids in zip(batch, self._tokenizer.encode(batch, first=not self._tokens), strict=True):
+            counted = int(np.count_nonzero(ids >= 0))
+            if document.messages and not counted:
+                self._untrained += 1
+                continue
+            self._chats |= bool(document.messages)
+            kept.append(ids)
+            self._tokens += len(ids)
+            self._targets += counted
+            self._bytes += _text_bytes(document) if self._tokenizer.separates else len(ids)
+            if document.ends:
+                stops.append(self._tokens)
+        if not kept:
+            return
+        joined = np.concatenate(kept)
+        self._most = max(self._most, int(np.maximum(joined, ~joined).max()) + 1) if len(joined) else self._most
+        self._documents += len(stops)
+        written = joined.astype(f"int{8 * self._itemsize}"), np.array(stops, np.int64)
+        for file, content, digest in zip((tokens, ends), written, self._hashes, strict=True):
+            digest.update(content.data)
+            file.write(content.data)
+
+    def _about(self) -> About:
+        return About(
+            source=self._source.name,
+            tokenizer=self._tokenizer.name,
+            itemsize=self._itemsize,
+            tokens=self._tokens,
+            targets=self._targets,
+            target_bytes=self._bytes,
+            documents=self._documents,
+            files=len(self._source.files) - (len(self._skipped) - len(self._source.skipped)),
+            chats=self._chats,
+            separates=self._tokenizer.separates,
+            most=self._most,
+            untrained=self._untrained,
+            fingerprint="".join(digest.hexdigest() for digest in self._hashes),
+            skipped=tuple((str(entry.path), entry.reason) for entry in self._skipped),
+        )
+
+
+def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents to tokenise together. Empty ones are left out."""
+    batch: list[Document] = []
+    characters = 0
+    for document in found:
+        if not (document.text or document.messages):
+            continue
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _text_bytes(document: Document) -> int:
+    """Bytes of the text that is learned."""
+    spoken = (m["content"] for m in document.messages if m["role"] == "assistant" and isinstance(m["content"], str))
+    return sum(len(text.encode()) for text in (document.text, *spoken))

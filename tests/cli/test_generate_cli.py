@@ -1,0 +1,65 @@
+"""`pagoda generate` and what `pagoda export` writes beside weights, of a run with a tokenizer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pagoda.cli.main import main
+from tests.text_files import chats, write_lines, write_pretrained
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints and evaluations."""
+    folder = tmp_path_factory.mktemp("generate")
+    write_pretrained(folder / "model")
+    write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats()])
+    flags = {
+        "model": folder / "model", "data": folder / "chats.jsonl", "batch-size": 2, "seq-len": 128, "precision": "fp32",
+        "memory.host": "1GiB", "out": folder / "run", "eval-share": 0.2, "steps": 4, "eval-every": 2, "optim.lr": 1e-2,
+        "checkpoint-every": 2,
+    }  # fmt: skip
+    assert main(["train", *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]) == 0
+    return folder
+
+
+def test_an_export_has_the_tokenizer_and_loads_as_a_whole(folder: Path) -> None:
+    assert main(["export", str(folder / "run"), str(folder / "exported")]) == 0
+    mine, own = AutoTokenizer.from_pretrained(folder / "exported"), AutoTokenizer.from_pretrained(folder / "model")
+    assert mine.chat_template == own.chat_template
+    assert mine("What is 1 plus 2?")["input_ids"] == own("What is 1 plus 2?")["input_ids"]
+    assert (folder / "exported" / "generation_config.json").exists()
+
+
+def generated(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    assert main(["generate", *args, "--memory.host", "1GiB", "--tokens", "12"]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(folder / "run"), str(folder / "again"), "--checkpoint", "step-000002"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder / "again")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "again")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 5?"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    torch.manual_seed(0)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=[0, 2], pad_token_id=0)
+    said = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    args = (str(folder / "run"), "--prompt", "What is 5?", "--checkpoint", "step-000002")
+    assert generated(capsys, *args) == said
+    assert generated(capsys, str(folder / "again"), *args[1:3]) == said
+    assert generated(capsys, *args, "--draw") == generated(capsys, *args, "--draw") != said
+    assert not list((folder / "run").glob(".generate-*"))
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(folder / "run"), "--prompt", "a", "--checkpoint", "step-000003"]) == 2
+    assert "it has step-000002, step-000004" in capsys.readouterr().err
+    assert main(["generate", str(folder / "model" / "none"), "--prompt", "a"]) == 2
+    assert "neither a run nor a Hugging Face directory" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Settings of rules: which are refused, what param groups change, the scalars of one step, and the bytes of states."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from lion_pytorch import Lion as TheirLion
+
+from pagoda.errors import ConfigError
+from pagoda.optim import SGD, Adafactor, Adam, AdamW, ElementwiseRule, Hyper, Lion, Muon, Rule, Scalars, gradient_dtype
+
+from .blocks import RULES
+
+
+@pytest.mark.parametrize(
+    ("rule", "field", "value"),
+    [
+        *((AdamW, "lr", value) for value in (-1e-3, math.nan, math.inf, "1e-3")),
+        *((AdamW, "betas", value) for value in ((0.9,), (1.0, 0.999), (0.9, -0.1), (math.nan, 0.999))),
+        *((AdamW, "eps", value) for value in (0.0, 1e-60)),
+        *((AdamW, "weight_decay", value) for value in (-0.1, True)),
+        (AdamW, "moments", "int4"),
+        (Adam, "eps", 0.0),
+        (SGD, "lr", -1.0),
+        (SGD, "momentum", math.nan),
+        (SGD, "dampening", "much"),
+        (SGD, "nesterov", True),
+        (Lion, "betas", (0.9, 1.0)),
+        (Lion, "weight_decay", -1),
+        (Adafactor, "lr", -1.0),
+        (Adafactor, "beta2_decay", 0.1),
+        (Adafactor, "eps", (None, None)),
+        (Adafactor, "d", 0.5),
+        (Adafactor, "weight_decay", -1.0),
+        (Adafactor, "beta1", 1.0),
+        (Muon, "momentum", 1.0),
+        (Muon, "ns_steps", 0),
+        (Muon, "adjust_lr_fn", "other"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(rule: type[Rule], field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{rule.name} {field}"):
+        rule(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("betas", (1, 0)), ("lr", -1)])
+def test_muon_refuses_what_its_adamw_does(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Muon(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("step", 0), ("grad_scale", math.nan), ("grad_scale", math.inf)])
+def test_a_step_that_cannot_be_taken_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Hyper(**{"rule": AdamW(), "step": 1, field: value})
+
+
+@pytest.mark.parametrize(
+    ("rule", "field", "value"),
+    [
+        (AdamW(), "lr", -1.0),
+        (AdamW(), "betas", [1.0, 0.9]),
+        (AdamW(), "eps", 0.0),
+        (SGD(), "momentum", 0.9),
+        (Adafactor(), "beta1", 0.9),
+    ],
+)
+def test_a_group_with_which_no_step_can_be_taken_is_refused(rule: Rule, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        rule.with_group({**rule.defaults(), field: value})
+
+
+def test_a_rule_takes_a_param_group_as_schedulers_and_json_leave_it() -> None:
+    group = {**AdamW(weight_decay=0.1).defaults(), "lr": torch.tensor(0.25), "betas": [0.8, 0.9], "params": []}
+    rule = AdamW(moments="8bit", seed=3)
+    assert rule.with_group(group) == AdamW(lr=0.25, betas=(0.8, 0.9), weight_decay=0.1, moments="8bit", seed=3)
+    assert SGD(momentum=0.5).with_group({**SGD(momentum=0.9).defaults(), "lr": 1}) == SGD(momentum=0.9, lr=1.0)
+
+
+@pytest.mark.parametrize("rule", [AdamW, Adam, SGD, Lion, Adafactor], ids=lambda rule: rule.name)
+def test_defaults_are_those_of_torch(rule: type[Rule]) -> None:
+    kind = TheirLion if rule is Lion else getattr(torch.optim, rule.name)
+    theirs, mine = kind([torch.nn.Parameter(torch.zeros(1))]).defaults, rule().defaults()
+    own = {"beta1", "relative_step", "scale_parameter"} if rule is Adafactor else set()
+    assert {n: v for n, v in mine.items() if n not in own} == {n: theirs[n] for n in mine if n in theirs}
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    for refuse in (gradient_dtype, AdamW().states):
+        with pytest.raises(ConfigError, match="bf16, fp16, fp32"):
+            refuse("fp8")
+
+
+def test_what_each_rule_takes_a_parameter() -> None:
+    for precision in ("bf16", "fp32"):
+        taken = [sum(s.dtype.itemsize / s.per for s in rule.states(precision)) for rule in RULES.values()]
+        assert taken == [12, 8, 6 + 1 / 32, 12, 4, 8, 8, 8]
+        assert AdamW().states(precision)[0].dtype is gradient_dtype(precision)
+    assert [spec.name for spec in AdamW().states("bf16")] == ["weight", "weight_low", "exp_avg", "exp_avg_sq"]
+    assert [spec.name for spec in AdamW().states("fp32")] == ["weight", "exp_avg", "exp_avg_sq"]
+
+
+def test_scalars_are_rounded_once_from_float64() -> None:
+    scalars = AdamW(lr=3e-4, weight_decay=0.1).scalars(3, grad_scale=1 / 3)
+    exact = Scalars(
+        grad_scale=1 / 3,
+        decay=1 - 3e-4 * 0.1,
+        beta1=0.9,
+        one_minus_beta1=1 - 0.9,
+        beta2=0.999,
+        one_minus_beta2=1 - 0.999,
+        bias2_sqrt=math.sqrt(1 - 0.999**3),
+        eps=1e-8,
+        step_size=3e-4 / (1 - 0.9**3),
+    )
+    assert scalars == tuple(float(np.float32(value)) for value in exact)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_scalars_are_fp32_values(rule: ElementwiseRule) -> None:
+    for scalar in rule.scalars(3, 1 / 3):
+        assert type(scalar) is float
+        assert float(np.float32(scalar)) == scalar

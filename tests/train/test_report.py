@@ -1,0 +1,111 @@
+"""`pagoda report`: the page has what the run wrote, stands alone, and opens in a browser without a complaint."""
+
+import io
+import json
+import shutil
+import threading
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pagoda.cli.main import main
+from pagoda.config.memory import Memory
+from pagoda.train import TrainConfig, run
+from pagoda.train.report import report
+from pagoda.train.report_server import server_of
+from pagoda.train.run_dir import RunDir
+from tests.tiny import write_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with state on SSD and evaluations."""
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "text").write_text("a text that is long enough for <b>some</b> sequences. " * 40)
+    (folder / "ssd").mkdir()
+    config = TrainConfig(
+        model=write_model(folder / "model"), data=str(folder / "text"), steps=6, batch_size=2, seq_len=32,
+        memory=Memory(host="1MiB", ssd=str(folder / "ssd")), out=folder / "run", eval_share=0.2, eval_every=2,
+        plan="usual",
+    )  # fmt: skip
+    run(config, Console(file=io.StringIO()))
+    return folder / "run"
+
+
+def test_the_page_has_what_the_run_wrote_and_needs_nothing_else(directory: Path) -> None:
+    assert main(["report", str(directory)]) == 0
+    page = (directory / "report.html").read_text()
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    evals = [json.loads(line) for line in (directory / "evals.jsonl").read_text().splitlines()]
+    assert f"{lines[0]['loss']:.4f} → {lines[-1]['loss']:.4f}" in page
+    assert all(f"{line['loss']:.4f}" in page for line in evals)
+    plan = json.loads((directory / "plan.json").read_text())
+    for said in (*plan["reasons"], *(unit["name"] for unit in plan["units"]), "step-000006", "exp_avg", "optim.lr"):
+        assert said.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;") in page
+    homes = [unit["homes"]["weight"] for unit in plan["units"]]
+    assert all(page.count(f'<span class="tier-{tier}"') == homes.count(tier) for tier in ("device", "host", "ssd"))
+    assert page.count("<svg") == page.count('role="img"') == 5
+    outside = [part.split('"')[0] for part in page.split('href="')[1:] + page.split('src="')[1:]]
+    assert all(target.startswith("#") for target in outside)
+
+
+def long_run(directory: Path, to: Path, steps: int) -> Path:
+    """The same run as if it had gone on."""
+    shutil.copytree(directory, to)
+    line = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+    lines = [json.dumps({**line, "step": step, "loss": 5 / step**0.5}) for step in range(1, steps + 1)]
+    (to / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return to
+
+
+def test_ten_thousand_steps_are_a_small_page(directory: Path, tmp_path: Path) -> None:
+    page = report(long_run(directory, tmp_path / "run", 10_000))
+    assert len(page.encode()) < 1_000_000
+    assert "10,000 of" in page
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no run to resume" in capsys.readouterr().err
+
+
+def test_the_live_page_follows_the_run(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "run")
+    with server_of(tmp_path / "run", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert "6 of 6" in urllib.request.urlopen(address).read().decode()
+        config = RunDir(tmp_path / "run").started_config()
+        RunDir(tmp_path / "run").create(replace(config, steps=9))
+        answer = urllib.request.urlopen(address)
+        assert "6 of 9" in answer.read().decode()
+        assert answer.headers["Refresh"] == "10"
+        server.shutdown()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_opens_in_a_browser_without_a_complaint(scheme: str, directory: Path, tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    page_file = tmp_path / "report.html"
+    page_file.write_text(report(long_run(directory, tmp_path / "run", 10_000)))
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(color_scheme=scheme, viewport={"width": 1200, "height": 900})
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(page_file.as_uri())
+        took_ms = page.evaluate("performance.timing.loadEventEnd - performance.timing.navigationStart")
+        assert not said
+        assert took_ms < 2000
+        back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.screenshot(path=str(tmp_path / f"{scheme}.png"), full_page=True)
+        browser.close()

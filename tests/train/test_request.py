@@ -1,0 +1,120 @@
+"""A model and data are enough: what is chosen is sensible, said, and the same when it is given."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pagoda.cli.main import main, parse
+from pagoda.config.memory import Memory
+from pagoda.errors import BudgetError, ConfigError
+from pagoda.train import OptimConfig, run
+from pagoda.train.metrics import read_metrics
+from pagoda.train.request import TrainRequest
+from pagoda.train.run_dir import RunDir
+from tests.text_files import TEXT, chats, write_lines, write_pretrained
+from tests.tiny import write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("request")
+    write_pretrained(folder / "model")
+    write_model(folder / "random")
+    (folder / "text.txt").write_text(TEXT)
+    write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats(120)])
+    return folder
+
+
+def run_of(folder: Path, **given: Any) -> tuple[Any, str]:
+    """The settings that a run took, and what it said."""
+    shown = io.StringIO()
+    settings = {"model": str(folder / "model"), "memory": Memory(host="64MiB"), "plan": "usual", **given}
+    result = run(TrainRequest(**settings), Console(file=shown, width=300))
+    assert result is not None
+    return RunDir(result.out).started_config(), shown.getvalue()
+
+
+def test_a_model_and_data_are_enough(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["train", "--model", str(folder / "model"), "--data", str(folder / "chats.jsonl")]
+    assert main([*args, "--memory.host", "64MiB", "--plan", "usual"]) == 0
+    config = RunDir(Path("runs/model-chats")).started_config()
+    assert config.optim.lr == 2e-5
+    assert config.seq_len == 256
+    assert config.batch_size * config.accumulation_steps * config.seq_len == 16384
+    assert config.eval_share == 0.05
+    steps = read_metrics(tmp_path / "runs" / "model-chats" / "metrics.jsonl")
+    assert len(steps) == config.steps == 3
+    assert main([*args, "--memory.host", "64MiB", "--plan", "usual", "--steps", "1"]) == 0
+    assert (tmp_path / "runs" / "model-chats-2").is_dir()
+
+
+def test_every_choice_is_said_with_its_reason(folder: Path, tmp_path: Path) -> None:
+    config, shown = run_of(
+        folder, data=str(folder / "text.txt"), out=tmp_path / "run", tokens_per_step=512, epochs=0.05, seq_len=64
+    )
+    assert (config.batch_size, config.accumulation_steps, config.eval_share) == (8, 1, 0.05)
+    assert config.steps == 3
+    for chosen in (
+        "--optim.lr 2e-05: usual for all of a pretrained model with adamw",
+        "--batch-size 8: activations take about",
+        "--accumulation-steps 1: about 512 tokens a step (--tokens-per-step)",
+        "--eval-share 0.05: of",
+        "--steps 3: 0.05 epochs of",
+    ):
+        assert f"Chosen: {chosen}" in shown
+    assert "Chosen: --seq-len" not in shown, "what is given is not chosen"
+
+
+def test_learning_rates_go_by_what_is_trained(folder: Path, tmp_path: Path) -> None:
+    one = {"data": str(folder / "text.txt"), "steps": 1, "seq_len": 64, "batch_size": 1}
+    random, _ = run_of(folder, **one, model=str(folder / "random"), out=tmp_path / "random", tokenizer="bytes")
+    lion, _ = run_of(folder, **one, optimizer="lion", out=tmp_path / "lion")
+    sgd, shown = run_of(folder, **one, optimizer="sgd", out=tmp_path / "sgd")
+    assert (random.optim.lr, lion.optim.lr, sgd.optim.lr) == (3e-4, 4e-6, 3e-4)
+    assert "a guess: sgd may need another" in shown
+
+
+def test_settings_of_a_run_make_another_like_it(folder: Path, tmp_path: Path) -> None:
+    first, _ = run_of(
+        folder, data=str(folder / "chats.jsonl"), out=tmp_path / "one", tokens_per_step=512, steps=3,
+        optim=OptimConfig(betas=(0.9, 0.98)),
+    )  # fmt: skip
+    assert main(["train", "--config", str(tmp_path / "one" / "run.yaml"), "--out", str(tmp_path / "two")]) == 0
+    losses = [[line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")]
+    assert losses[0] == losses[1]
+    second = RunDir(tmp_path / "two").started_config()
+    assert second.differing(first, "the first") == []
+    args = ["train", "--config", str(tmp_path / "one" / "run.yaml"), "--seq-len", "32"]
+    _, changed = parse(args)
+    assert (changed.seq_len, changed.batch_size, changed.optim.betas) == (32, first.batch_size, (0.9, 0.98))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: gpt2\noptim: {lr: 2e-5}\n", None),
+        ("model: gpt2\nlearning_rate: 1\n", "unknown settings: learning_rate"),
+        ("model: gpt2\nsteps: many\n", "steps as 'many', which is a value of the wrong type"),
+        ("model: [\n", "is not YAML"),
+    ],
+)
+def test_a_file_of_settings_is_checked(text: str, message: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    if message is None:
+        assert TrainRequest.read(path).optim.lr == 2e-5
+        return
+    with pytest.raises(ConfigError, match=message):
+        TrainRequest.read(path)
+
+
+def test_too_little_memory_for_one_sequence_is_said_before_anything_is_made(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"activations of one sequence.*smaller --seq-len.*--memory.ssd"):
+        run_of(folder, data=str(folder / "text.txt"), out=tmp_path / "run", memory=Memory(activations="4KiB"))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="not both"):
+        TrainRequest(model="gpt2", steps=1, epochs=1.0)

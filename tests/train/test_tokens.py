@@ -1,0 +1,263 @@
+"""What is read from files, how it becomes tokens, and what is refused with which line."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from pagoda.errors import ConfigError, StorageError
+from pagoda.train import tokens as tokens_module
+from pagoda.train.sources import find
+from pagoda.train.tokenizer import ModelTokenizer, open_tokenizer
+from pagoda.train.tokens import Tokens, open_tokens
+from tests.text_files import CHATML, TEXT, chats, tokenizer, write_lines
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer(CHATML).save_pretrained(directory)
+    return ModelTokenizer(directory)
+
+
+def text_of(tokens: Tokens) -> str:
+    """What tokens of bytes are of."""
+    return bytes(tokens.ids.astype(np.uint8)).decode()
+
+
+def documents_of(tokens: Tokens) -> list[list[int]]:
+    return [part.tolist() for part in np.split(tokens.ids, tokens.ends[:-1])]
+
+
+def test_the_standard_library_is_text_of_this_python_without_its_tests() -> None:
+    tokens = open_tokens("stdlib")
+    assert tokens.about.files > 100
+    assert len(tokens) > 1_000_000
+    assert "class OrderedDict" in text_of(tokens)
+    assert tokens.about.target_bytes == len(tokens)
+
+
+def test_a_folder_is_read_in_order_without_binaries(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_text("zwei ä drei", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("eins")
+    (tmp_path / "c.bin").write_bytes(b"a\0b")
+    (tmp_path / "d.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "small.json").write_text("{}")
+    (tmp_path / ".hidden").write_text("secret")
+    tokens = open_tokens(str(tmp_path))
+    assert text_of(tokens) == "eins\nzwei ä drei\n{}"
+    assert tokens.about.files == 3
+    assert [(Path(path).name, reason) for path, reason in tokens.about.skipped] == [
+        ("c.bin", "binary (holds NUL bytes)"),
+        ("d.txt", "not UTF-8"),
+    ]
+    assert text_of(open_tokens(f"{tmp_path}/*.txt")) == "eins"
+
+
+def test_texts_end_with_the_tokenizers_own_end(model: ModelTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT[:500])
+    (tmp_path / "b.txt").write_text(TEXT[500:900])
+    tokens = open_tokens(str(tmp_path), model)
+    plain = tokenizer()
+    expected = [[*plain(text)["input_ids"], plain.eos_token_id] for text in (TEXT[:500], TEXT[500:900])]
+    assert documents_of(tokens) == expected
+    assert tokens.about.target_bytes == 900
+    assert tokens.ids.dtype == np.int16
+
+
+def test_a_long_text_has_the_tokens_of_the_whole_one(
+    model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read in pieces that end with a line."""
+    monkeypatch.setattr("pagoda.train.sources._PIECE", 1000)
+    text = "\n".join(line.strip() for line in TEXT.splitlines() if line.strip())
+    (tmp_path / "a.txt").write_text(text)
+    tokens = open_tokens(str(tmp_path / "a.txt"), model)
+    assert documents_of(tokens) == [[*tokenizer()(text)["input_ids"], tokenizer().eos_token_id]]
+
+
+TEXTS = ["first", "", "zweiter Text ä", "third, with a comma\nand a line"]
+
+
+def write_as(kind: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / f"data.{kind}"
+    data = datasets.Dataset.from_list(rows)
+    if kind == "jsonl.gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif kind == "jsonl":
+        write_lines(path, rows)
+    elif kind == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind == "arrow":
+        data.save_to_disk(folder / "saved")
+        return folder / "saved"
+    else:
+        getattr(data, f"to_{kind}")(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "arrow"])
+def test_texts_of_records_are_the_same_in_every_format(kind: str, model: ModelTokenizer, tmp_path: Path) -> None:
+    rows = [{"id": number, "content": text} for number, text in enumerate(TEXTS)]
+    tokens = open_tokens(str(write_as(kind, tmp_path, rows)), model)
+    plain = tokenizer()
+    assert documents_of(tokens) == [[*plain(text)["input_ids"], plain.eos_token_id] for text in TEXTS if text]
+    assert not tokens.about.chats
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
+def test_conversations_are_the_same_in_every_format_and_convention(
+    kind: str, model: ModelTokenizer, tmp_path: Path
+) -> None:
+    said = [[turn for turn in chat if turn["role"] != "system"] for chat in chats(6)]
+    open_ai = [{"messages": chat} for chat in said]
+    names = {"user": "human", "assistant": "gpt"}
+    share_gpt = [{"conversations": [{"from": names[t["role"]], "value": t["content"]} for t in c]} for c in said]
+    found = []
+    for number, rows in enumerate((open_ai, share_gpt)):
+        (tmp_path / str(number)).mkdir()
+        found.append(open_tokens(str(write_as(kind, tmp_path / str(number), rows)), model))
+    assert found[0].about.chats
+    assert documents_of(found[0]) == documents_of(found[1])
+    assert found[0].about.fingerprint == found[1].about.fingerprint
+
+
+def test_alpaca_is_a_question_and_an_answer(model: ModelTokenizer, tmp_path: Path) -> None:
+    rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Hi", "input": "", "output": "Ho"}]
+    same = [
+        {"messages": [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+    ]
+    mine = open_tokens(str(write_lines(tmp_path / "a.jsonl", rows)), model)
+    assert documents_of(mine) == documents_of(open_tokens(str(write_lines(tmp_path / "b.jsonl", same)), model))
+
+
+def test_a_folder_of_records_is_a_data_set_without_its_other_splits(model: ModelTokenizer, tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"text": "to learn"}])
+    write_lines(tmp_path / "test-00000.jsonl", [{"text": "not to learn"}])
+    (tmp_path / "README.md").write_text("a long text beside them " * 100)
+    source = find(str(tmp_path))
+    assert [path.name for path in source.files] == ["train.jsonl"]
+    assert {entry.path.name: entry.reason for entry in source.skipped} == {
+        "README.md": "not a file of records",
+        "test-00000.jsonl": "another split, by its name",
+    }
+
+
+BROKEN: dict[str, tuple[str, bytes, str]] = {
+    "not JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
+    "no object": ("a.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: a list where a record"),
+    "no known column": ("a.jsonl", b'{"body": "a", "id": 1}\n', r"line 1: none of its columns \(body, id\).*--column"),
+    "no text": ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: text is a int, not text.*--column"),
+    "no role": ("a.jsonl", b'{"messages": [{"content": "a"}]}\n', r"line 1: messages\[0\] has no role"),
+    "no message": ("a.jsonl", b'{"messages": ["a"]}\n', r"line 1: messages\[0\] is a str"),
+    "broken array": ("a.json", b'[{"text": "a"},', "not JSON"),
+    "fields too many": ("a.csv", b"text,id\na,1\nb,2,3\n", "line 3: not as many fields as the 2"),
+    "an open quote": ("a.csv", b'text,id\na,1\n"b,2\n', "line .: not CSV"),
+    "no Parquet": ("a.parquet", b"PAR1 is not enough", "cannot be read as parquet"),
+    "no Arrow": ("a.arrow", b"\xff\xff\xff\xff\0\0", "cannot be read as arrow"),
+    "not UTF-8": ("a.txt", b"one\ntwo\ncaf\xe9\n", "line 3: not UTF-8"),
+    "NUL": ("a.txt", b"one\nt\0wo\n", "line 2: binary"),
+    "empty": ("a.txt", b"", "holds no text"),
+    "only empty records": ("a.jsonl", b'{"text": ""}\n', "holds no text"),
+    "packed badly": ("a.jsonl.gz", b"no gzip", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_cannot_be_read_is_refused_with_its_line_and_leaves_no_tokens(
+    case: str, model: ModelTokenizer, tmp_path: Path
+) -> None:
+    name, content, message = BROKEN[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        open_tokens(str(tmp_path / name), model, cache=tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("text")
+    binary = tmp_path / "some" / "binary"
+    binary.parent.mkdir()
+    binary.write_bytes(b"\x7fELF\0")
+    with pytest.raises(ConfigError, match=r"does not exist.*has book.txt"):
+        find(str(tmp_path / "bok.txt"))
+    with pytest.raises(ConfigError, match="there is no directory"):
+        find(str(tmp_path / "no" / "bok.txt"))
+    with pytest.raises(ConfigError, match="binary"):
+        open_tokens(str(binary))
+    with pytest.raises(ConfigError, match=r"line 1: no column 'body'; it has text"):
+        open_tokens(str(write_lines(tmp_path / "a.jsonl", [{"text": "a"}])), column="body")
+
+
+def test_tokens_are_made_once(model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": TEXT[:100]}])
+    first = open_tokens(str(path), model, cache=tmp_path / "cache")
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens_module, "documents", lambda *_: pytest.fail("read again"))
+        assert open_tokens(str(path), model, cache=tmp_path / "cache").about == first.about
+    os.utime(path, ns=(1, 1))
+    assert open_tokens(str(path), model, cache=tmp_path / "cache").about.fingerprint == first.about.fingerprint
+    write_lines(path, [{"text": TEXT[:101]}])
+    assert open_tokens(str(path), model, cache=tmp_path / "cache").about.fingerprint != first.about.fingerprint
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_flag(model: ModelTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(StorageError, match="--cache"):
+        open_tokens(str(tmp_path / "a.txt"), model, cache=tmp_path / "a.txt" / "cache")
+
+
+def test_ram_does_not_grow_with_the_text(
+    model: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Python holds while it tokenises; the tokens themselves are mapped from the file."""
+    import tracemalloc
+
+    peaks = []
+    monkeypatch.setattr("pagoda.train.sources._PIECE", 1 << 11)
+    monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 1 << 12)
+    for times in (1, 8):
+        path = tmp_path / f"{times}.txt"
+        path.write_text(TEXT * times)
+        tracemalloc.start()
+        tokens = open_tokens(str(path), model, cache=tmp_path / "cache")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert isinstance(tokens.ids, np.memmap)
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+def test_the_tokenizer_is_the_models_own_or_bytes(tmp_path: Path) -> None:
+    assert open_tokenizer(tmp_path, None).name.startswith("bytes")
+    assert open_tokenizer(None, None).name.startswith("bytes")
+    tokenizer().save_pretrained(tmp_path)
+    assert "400 tokens" in open_tokenizer(tmp_path, None).name
+    assert open_tokenizer(tmp_path, "bytes").name.startswith("bytes")
+    assert "400 tokens" in open_tokenizer(None, str(tmp_path)).name
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        open_tokenizer(None, str(tmp_path / "missing"))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot be read.*--tokenizer bytes"):
+        open_tokenizer(tmp_path, None)
+
+
+def test_special_tokens_of_the_tokenizer_are_kept(tmp_path: Path) -> None:
+    made = tokenizer(bos_token="<|im_start|>")
+
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    made.save_pretrained(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (ids,) = documents_of(open_tokens(str(tmp_path / "a.txt"), ModelTokenizer(tmp_path)))
+    assert ids == [*AutoTokenizer.from_pretrained(tmp_path)("some text")["input_ids"], made.eos_token_id]
+    assert ids[0] == 1
