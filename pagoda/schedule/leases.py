@@ -6,18 +6,20 @@ furthest away, and never evict one that is needed before the unit that it makes 
 
 The life of a lease:
 
-    FETCH [--issued, or ended--> ready] --evicted, or its weights changed--> ended --reclaimed--> its frames are free
+    FILLING --ended--> READY --evicted, or its weights changed--> ENDED --reclaimed--> its frames are free
+       \\--its weights changed--> ENDED (reclaimed once the fetch has ended)
 
 Frames of an ended lease may still be referred to: by a graph that will run backward, or by a tensor of the user's. Only
-the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does. A lease
-may make room while it is being filled: the executor sees to it that what fills the frames next waits for that.
+the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does.
 
 Where several ranks must fetch alike (`plan.agreed`), no decision here depends on when an operation ends: fetches start
-in compute's events alone, ahead of the updates that they wait for.
+in compute's events alone, ahead of the updates that they wait for, and a lease may make room while it is being filled.
+The executor sees to it that such an operation waits for what is under way.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from math import inf
 
 from pagoda.memory.page import Run
@@ -33,6 +35,12 @@ _CANDIDATES = 16
 """Leases that a prefetch tries to take frames from. What compute waits for tries all."""
 
 
+class State(Enum):
+    FILLING = auto()
+    READY = auto()
+    ENDED = auto()
+
+
 @dataclass(eq=False, slots=True)
 class Lease:
     """Frames that hold, or are about to hold, one version of a unit's weights."""
@@ -40,10 +48,9 @@ class Lease:
     unit: int
     run: Run
     version: int
-    ready: bool = False
+    state: State = State.FILLING
+    filled: bool = False
     """Whether what comes later in the device's queue finds its weights there."""
-    ended: bool = False
-    """Whether it has made room for another one, or its weights have become old."""
 
 
 class Leases:
@@ -119,14 +126,23 @@ class Leases:
 
     def issued(self, lease: Lease) -> None:
         """What fills a lease is in the device's queue: compute can be told to go on behind it."""
-        lease.ready = True
+        if lease.filled:
+            return
+        lease.filled = True
+        if lease.state is State.FILLING:
+            lease.state = State.READY
+            if not self._plan.agreed:
+                self._note_idle(lease.unit)
+        elif not self._plan.agreed:
+            self._reclaim(lease)
 
-    def ended(self, lease: Lease, failed: bool) -> None:
+    def ended(self, lease: Lease, failed: bool = False) -> None:
         """The fetch of a lease has ended. One that has `failed` is tried again for as long as compute waits for it."""
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
-        if failed and not lease.ended:
+        if failed and lease.state is not State.ENDED:
+            lease.filled = True
             self._end(lease, again=False)
         else:
             self.issued(lease)
@@ -200,7 +216,7 @@ class Leases:
     def _has_weights(self, unit: int) -> bool:
         """Whether compute can read a unit's weights, as far as leases go."""
         lease = self._leases.get(unit)
-        return not self._plan.units[unit].lease_frames or (lease is not None and lease.ready)
+        return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is State.READY)
 
     def _start(self) -> None:
         for wanted in [*self._waiting]:
@@ -255,7 +271,8 @@ class Leases:
         self._filling += 1
         self._fetching[unit].append(version)
         self._issue(Operation(Kind.FETCH, unit, run, version, self._versions.awaited(unit), about=lease))
-        self._note_idle(unit)
+        if self._plan.agreed:
+            self._note_idle(unit)
         return True
 
     def _make_room(self, count: int, needed_at: float) -> None:
@@ -290,7 +307,8 @@ class Leases:
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease can make room for another."""
-        return not lease.ended and not self._users[lease.unit] and lease.unit != self._last_used
+        settled = lease.state is State.READY or (self._plan.agreed and lease.state is State.FILLING)
+        return settled and not self._users[lease.unit] and lease.unit != self._last_used
 
     def _turn_to(self, unit: int) -> None:
         """Compute has left the unit that it used last."""
@@ -312,9 +330,13 @@ class Leases:
     def _end(self, lease: Lease, again: bool = True) -> None:
         """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
-        lease.ended = True
+        lease.state = State.ENDED
         if again:
             self._note_missing(lease.unit)
+        if lease.filled or self._plan.agreed:
+            self._reclaim(lease)
+
+    def _reclaim(self, lease: Lease) -> None:
         self._reclaiming += 1
         self._issue(Operation(Kind.RECLAIM, lease.unit, lease.run, lease.version, about=lease))
 

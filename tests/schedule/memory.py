@@ -318,6 +318,8 @@ class Memory:
     def free_frames(self, op: Operation) -> None:
         assert op.run is not None
         fetch = self.leases.pop(op.run.start)
+        filled = fetch not in self.stages or self.stages[fetch] > 0
+        require(filled or self.plan.agreed, f"the frames of unit {op.unit} are freed before they are filled")
         del self.references[fetch]
         for frame in self.span(op):
             require(self.frames[frame] is not None, f"frame {frame} is freed twice")
