@@ -189,6 +189,8 @@ class Accesses:
             self.wait(lambda: scheduler.updates.drained, "update")
         finally:
             self.tell(scheduler.drain, False)
+        for feeder in self._executor.feeders:
+            feeder.drop_ahead()
 
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whatever has failed."""

@@ -76,6 +76,7 @@ class Executor:
             Kind.SPILL: self._spill,
             Kind.RELOAD: lambda op: self._follow(op, gradients.reload(op)),
             Kind.UPDATE: self._update,
+            Kind.READ_AHEAD: lambda op: self.feeders[0].read_ahead(op.unit),
             Kind.UNDO: self._undo,
             Kind.PUBLISH: self._publish,
             Kind.SAVE: self._save,

@@ -32,7 +32,8 @@ class HostPath(UpdatePath):
     """Updates blocks by an element-wise rule, on the update lane's threads.
 
     States in RAM are updated at home. Those on SSD stream through the ring: a block is read, updated and written back
-    while others are read and written; the ring's size bounds what is in flight.
+    while others are read and written; the ring's size bounds what is in flight. Slots that no update needs now read
+    ahead the unit that most likely comes next. What is read ahead is the feeder's thread's alone.
     """
 
     def __init__(self, store: Store, kernel: UpdateKernel, lanes: dict[str, Lane]) -> None:
@@ -44,6 +45,12 @@ class HostPath(UpdatePath):
         self._touched = [int(layout.updated_elements(unit) * layout.bytes_per_update) for unit in units]
         """Bytes that each unit's update reads and writes."""
         self._ring = Ring(store.ring)
+        self._ahead_unit = -1
+        """The unit that is read ahead."""
+        self._ahead: dict[int, tuple[Region, list[Handle]]] = {}
+        """Its blocks in the ring: first element -> slot, reads."""
+        self._unread: list[tuple[int, int]] = []
+        """Its blocks that have had no slot yet, last one first."""
         self._tails: dict[tuple[int, str], tuple[int, Handle]] = {}
         """(unit, state on SSD) -> where the pages written last end, and what ends when they are there."""
         self._ring_offsets: dict[str, int] = {}
@@ -61,10 +68,57 @@ class HostPath(UpdatePath):
             return [(0, len(self._store.shards.updated(unit)))]
         return super().cuts(unit)
 
+    def begin(self, unit: int) -> None:
+        if self._streamed[unit]:
+            self._unread = []
+            if unit != self._ahead_unit:
+                self.drop_ahead()
+
+    def end(self, unit: int) -> None:
+        if self._streamed[unit]:
+            self.drop_ahead()  # blocks without a gradient
+
+    def read_ahead(self, unit: int) -> None:
+        self.drop_ahead()
+        self._ahead_unit, self._unread = unit, self._readable_ahead(self._store.plan.units[unit])[::-1]
+        self.read_more()
+
+    def read_more(self) -> None:
+        while self._unread and (slot := self._ring.take_if_free()) is not None:
+            start, stop = self._unread.pop()
+            parts = self._parts(self._ahead_unit, start, stop)
+            self._ahead[start] = slot, [*self._transfers("ssd_read", self._ahead_unit, slot, parts, WEIGHT)]
+
+    def drop_ahead(self) -> list[Handle]:
+        dropped = self._ahead
+        self._ahead_unit, self._ahead, self._unread = -1, {}, []
+        for slot, reads in dropped.values():
+            all_of(reads).then(partial(self._give_back, slot))
+        return [read for _, reads in dropped.values() for read in reads]
+
+    def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        """The blocks of `cuts` that can be read before those before them are written."""
+        return self.cuts(unit)
+
+    def _take_slot(self, start: int) -> tuple[Region, list[Handle]]:
+        """A slot for a block of the unit that is fed, and the reads that bring it, if it was read ahead."""
+        if start in self._ahead:
+            return self._ahead.pop(start)
+        slot = self._ring.take_if_free()
+        if slot is None:
+            self.drop_ahead()  # what is left of it lies behind this block: parameters without a gradient
+            slot = self._ring.take()
+        return slot, []
+
+    def _give_back(self, slot: Region, _error: BaseException | None = None) -> None:
+        self._ring.give_back(slot)
+        if self._unread:
+            self.more()
+
     def submit(self, block: Block, computed: list[Handle], written: list[Handle]) -> None:
         update, start, stop, pieces = block
         unit, undo, index, store = update.unit, update.undo, update.unit.index, self._store
-        slot = self._ring.take() if self._streamed[index] else None
+        slot, using = self._take_slot(start) if self._streamed[index] else (None, [])
         parts = self._parts(index, start, stop)
         addresses = self._addresses(index, slot, parts, update.weights.write)
         itemsize = self._states[0].dtype.itemsize
@@ -80,9 +134,8 @@ class HostPath(UpdatePath):
 
         states = sum(len(part.elements) * store.dtype(name).itemsize for name, part in parts.items())
         touched = 2 * states + (stop - start) * store.dtype(GRAD).itemsize
-        using: list[Handle] = []
         try:
-            if slot is not None:
+            if slot is not None and not using:
                 using.extend(self._transfers("ssd_read", index, slot, parts, update.weights.read))
             handle = self._lanes["update"].submit(compute, using, touched, f"update {unit.spec.name}")
             computed.append(handle)
@@ -96,7 +149,7 @@ class HostPath(UpdatePath):
             raise
         finally:
             if slot is not None:
-                all_of(using).then(lambda _: self._ring.give_back(slot))
+                all_of(using).then(partial(self._give_back, slot))
 
     def _parts(self, unit: int, start: int, stop: int) -> dict[str, Part]:
         """What a block has of each state; nothing of a state that its parameter has not."""

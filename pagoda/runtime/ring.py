@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 Slot = TypeVar("Slot")
@@ -22,6 +22,13 @@ class Ring(Generic[Slot]):
         """Nothing reads or writes a slot any more."""
         for slot in slots:
             self.give_back(slot)
+
+    def take_if_free(self) -> Slot | None:
+        """A free slot, if there is one now."""
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            return None
 
     @contextmanager
     def one(self) -> Iterator[Slot]:

@@ -43,6 +43,10 @@ class TensorPath(HostPath):
     def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         return [(start, start + cut.stop - cut.start) for start, cut in self._cuts_of[unit.index].items()]
 
+    def _readable_ahead(self, unit: UnitSpec) -> list[tuple[int, int]]:
+        """The first: others may share its pages."""
+        return self.cuts(unit)[:1]
+
     def _spans(self, unit: UnitSpec, start: int) -> dict[StateSpec, ShapedSpan]:
         """What the cut from `start` on has of each state, of those that its parameter has."""
         spans = {state: self._layout.part(unit, self._cuts_of[unit.index][start], state) for state in self._states}

@@ -9,7 +9,7 @@ from pagoda.errors import UsageError
 from pagoda.plan.layout import WEIGHT
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient, non_finite_error
-from pagoda.runtime.lanes import Handle, Lane, all_of
+from pagoda.runtime.lanes import Handle, Lane, all_of, wait_all
 from pagoda.runtime.next_update import Segment
 from pagoda.runtime.store import Store
 from pagoda.runtime.undo import Undo
@@ -73,6 +73,8 @@ class UpdatePath:
         self._lanes = lanes
         self._states = store.plan.layout.states
         self._block = store.plan.layout.block_elements
+        self.more: Callable[[], object] = lambda: None
+        """Set by the feeder. Called by any thread when reading ahead can go on, with `read_more`."""
 
     def cuts(self, unit: UnitSpec) -> list[tuple[int, int]]:
         """First and last element of every block of a unit's update."""
@@ -88,6 +90,22 @@ class UpdatePath:
         have been written. If it raises, the lists have all that was submitted."""
         raise NotImplementedError
 
+    def begin(self, unit: int) -> None:
+        """The blocks of a unit follow."""
+
+    def end(self, unit: int) -> None:
+        """They have been submitted."""
+
+    def read_ahead(self, unit: int) -> None:
+        """Read states of a unit that is likely to be updated next, as far as there is room."""
+
+    def read_more(self) -> None:
+        """Go on with that."""
+
+    def drop_ahead(self) -> list[Handle]:
+        """Forget what was read ahead; returns the reads."""
+        return []
+
 
 class Feeder:
     """The thread that feeds a path with updates, in the order in which the scheduler issues them. Small ones are fed by
@@ -101,6 +119,7 @@ class Feeder:
         self._lock = threading.Lock()
         self._closed = False
         self._thread = Lane("feeder")
+        path.more = lambda: self._later(path.read_more)
 
     def submit(self, update: Update) -> None:
         """Feed an update to the path, after those before it. Its handles end when it has, however it did.
@@ -110,12 +129,25 @@ class Feeder:
         if update.kept is None and self.path.is_small(update.unit.spec):
             self._feed(update)
             return
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._thread.submit(partial(self._feed, update))
-        if closed:  # one that came of what was under way then
+        if self._later(partial(self._feed, update)) is None:  # one that came of what was under way then
             update.finish(self.refused or UsageError("The optimizer is closed."))
+
+    def read_ahead(self, unit: int) -> None:
+        """After what has been submitted, a unit is likely to be updated next."""
+        self._later(partial(self.path.read_ahead, unit))
+
+    def drop_ahead(self) -> None:
+        """Wait until nothing is read ahead any more."""
+        reads: list[Handle] = []
+        dropped = self._later(lambda: reads.extend(self.path.drop_ahead()))
+        if dropped is not None:
+            dropped.wait()
+            wait_all(reads)
+
+    def _later(self, work: Callable[[], None]) -> Handle | None:
+        """Do something on this thread, after what it has been given before; None once it is closed."""
+        with self._lock:
+            return None if self._closed else self._thread.submit(work)
 
     def close(self) -> None:
         """Finish what is queued and join the thread."""
@@ -144,6 +176,7 @@ class Feeder:
             update.kept.wait()
         if update.undo is not None:
             update.undo.begin()
+        self.path.begin(unit.index)
         origin = self._store.shards.updated(unit.spec).start
         computed: list[Handle] = []
         written: list[Handle] = []
@@ -157,6 +190,7 @@ class Feeder:
                 computed.append(Handle())
                 computed[-1].finish(error)
                 break
+        self.path.end(unit.index)
         all_computed, all_written = all_of(computed), all_of([*computed, *written])
         all_computed.then(lambda _: update.used())
         weights_on_ssd = self._store.run(unit.index, WEIGHT) is not None

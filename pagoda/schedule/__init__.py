@@ -19,7 +19,7 @@ those before it:
     versions.py     which version of its weights each unit has, and which one compute needs
     leases.py       which weights are in reach of compute: FETCH, RECLAIM
     checkpoints.py  which states a checkpoint reads next, and which old ones are kept for it: SAVE
-    updates.py      which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO
+    updates.py      which update runs next, and which version that makes: UPDATE, PUBLISH, UNDO, READ_AHEAD
 
 `scheduler.py` joins them: it passes each event to the parts that it concerns, in a fixed order, and then lets each
 start what can start now ("pump"). State changes in events alone. What only the executor can know, whether a tensor

@@ -28,6 +28,9 @@ class Kind(StrEnum):
     PUBLISH = "publish"
     """Make the newest weights of a unit those that are read, at once. Only asynchronous updates need it. It is not
     reported."""
+    READ_AHEAD = "read_ahead"
+    """A unit is likely to be updated next: read its states into buffers that nothing else needs. The executor may drop
+    them at any time, and must before anything but an update writes the states. It is not reported."""
     UNDO = "undo"
     """Bring back what a speculative update has changed."""
     SAVE = "save"
@@ -38,8 +41,8 @@ class Kind(StrEnum):
 class Operation:
     """One piece of work on one unit.
 
-    Each is reported once: as ended or failed. An UPDATE may be refused instead, a RECLAIM is answered, and a PUBLISH is
-    not reported.
+    Each is reported once: as ended or failed. An UPDATE may be refused instead, a RECLAIM is answered, and PUBLISH and
+    READ_AHEAD are not reported.
     """
 
     kind: Kind
@@ -70,6 +73,8 @@ class UnitPlan:
     """The size of a buffer for its gradient; 0 where the gradient has a home in RAM."""
     old_state_pages: int = 0
     """What an update needs in the reserve to keep the old states for a checkpoint."""
+    streamed: bool = False
+    """Whether its updates read states from SSD, so that reading ahead saves time."""
     trained: bool = True
     speculated: bool = False
     """Whether it may be updated under backward before it is known whether gradients are clipped."""

@@ -261,5 +261,5 @@ class Scheduler:
         self.leases.serve()
 
     def _issue(self, operation: Operation) -> None:
-        self._under_way += operation.kind is not Kind.PUBLISH
+        self._under_way += operation.kind not in (Kind.PUBLISH, Kind.READ_AHEAD)
         self._out.append(operation)

@@ -62,6 +62,12 @@ class Updates:
         self._sequence = count()
         self._admitted = [0, 0]
         """Updates under way, by updater."""
+        self._before = -1
+        """The unit whose UPDATE was issued last, for the updater that streams states from SSD."""
+        self._after: dict[int, int] = {}
+        """unit -> the one whose UPDATE followed its own the last time."""
+        self._ahead = -1
+        """The unit that is being read ahead, if any."""
         self._early: set[int] = set()
         """Units whose update was queued in this step before `step()`, for good."""
         self.times_kept = self.times_undone = 0
@@ -296,7 +302,7 @@ class Updates:
 
     def drain(self, draining: bool) -> None:
         """Begin or cease to drain. Meanwhile nothing is speculative, and updates do not wait for PUBLISH."""
-        self._draining = draining
+        self._draining, self._ahead = draining, -1
         if draining:
             self.undo_all()
             self._retry_all()
@@ -312,7 +318,7 @@ class Updates:
             queue.clear()
         self.checkpoint = Checkpoint(self._plan, self._order, self._versions, self._issue)
         self._early.clear()
-        self._admitted, self._pending = [0, 0], 0
+        self._admitted, self._pending, self._ahead = [0, 0], 0, -1
 
     # --- decisions ---
 
@@ -339,7 +345,23 @@ class Updates:
                 update = heappop(queue)[-1]
                 if self._versions.of[update.unit].update is update and update.state is State.QUEUED:
                     self._admit(update)
+        if not any(self._queues):
+            self._read_ahead()
         self.checkpoint.pump()
+
+    def _read_ahead(self) -> None:
+        """While no update waits to start: read ahead the unit whose update followed that of the last one before.
+
+        The unit that backward updates last is the one that the next forward needs first. Without this, that forward
+        waits for all of its states.
+        """
+        unit = self._after.get(self._before, -1)
+        if unit in (-1, self._ahead) or self._asynchronous or self._draining or self._versions.failed:
+            return
+        weights = self._versions.of[unit]
+        if self._plan.units[unit].streamed and weights.update is None and weights.guess is None:
+            self._ahead = unit
+            self._issue(Operation(Kind.READ_AHEAD, unit))
 
     def _publish(self, unit: int) -> None:
         """Make the newest weights those that are read, if nothing of this step has read others."""
@@ -403,6 +425,9 @@ class Updates:
             if update.keeps is None:
                 return
         update.state = State.RUNNING
+        if not self._plan.units[update.unit].updater:
+            self._after[self._before] = update.unit
+            self._before, self._ahead = update.unit, -1
         steps = tuple(record.step for record in update.records)
         version, undoable = self._versions.of[update.unit].newest + len(steps), update.speculative
         self._issue(Operation(Kind.UPDATE, update.unit, update.keeps, version, steps, undoable=undoable, about=update))

@@ -85,6 +85,8 @@ class Execution:
         elif kind is Kind.UPDATE:
             self._reading[unit] = None
             self._updates[unit].update(operation)
+        elif kind is Kind.READ_AHEAD:
+            self._updates[unit].read_ahead(operation)
         elif kind is Kind.FETCH and operation.version > self._versions[unit]:
             self._early.setdefault(unit, []).append(operation)
         elif chains := self._chains(kind, unit):

@@ -38,13 +38,16 @@ class _Feeding:
     chunks: Sequence[_Chunk]
     times: float
     """How often as long its chunks take to compute as they do by themselves."""
+    ahead: list[Task]
+    """Reads of its first chunks, begun before the update was."""
     fed: int = 0
     """Chunks that lanes have been given."""
 
 
 class SimulatedUpdates:
-    """Executes UPDATE, as one of the runtime's updaters does: chunk by chunk. A chunk of streamed states is read,
-    updated and written, and takes a slot of the ring until then. Updates take slots in the order in which they come.
+    """Executes UPDATE and READ_AHEAD, as one of the runtime's updaters does: chunk by chunk. A chunk of streamed states
+    is read, updated and written, and takes a slot of the ring until then. Updates take slots in the order in which they
+    come.
     """
 
     def __init__(
@@ -76,11 +79,23 @@ class SimulatedUpdates:
         slots = DEVICE_SLOTS if on_device else plan.placement.ring_slots
         self._slots = max(3, slots * self._block // self._chunk) if slots else 0
         self._queue: deque[_Feeding] = deque()
+        self._ahead_unit = -1
+        """The unit that is read ahead."""
+        self._ahead: list[Task] = []
 
     def update(self, operation: Operation) -> None:
         """Execute an UPDATE."""
+        if operation.unit != self._ahead_unit:
+            self._drop_ahead()
         times = len(operation.steps) * (self._copying(operation.unit) if operation.undoable else 1.0)
-        self._queue.append(_Feeding(operation, self._chunks(operation.unit), times))
+        self._queue.append(_Feeding(operation, self._chunks(operation.unit), times, self._ahead))
+        self._ahead, self._ahead_unit = [], -1
+        self._feed()
+
+    def read_ahead(self, operation: Operation) -> None:
+        """Use free slots to read what comes next, while there is no update that needs them."""
+        self._drop_ahead()
+        self._ahead_unit = operation.unit
         self._feed()
 
     def _feed(self) -> None:
@@ -91,16 +106,22 @@ class SimulatedUpdates:
                 return
             if feeding.fed == len(feeding.chunks):
                 self._queue.popleft()
+        chunks = self._chunks(self._ahead_unit) if self._ahead_unit >= 0 else ()
+        for chunk in chunks[len(self._ahead) :]:
+            read = self._read(chunk)
+            if read is None:
+                return
+            self._ahead.append(read)
 
     def _feed_chunk(self, feeding: _Feeding) -> bool:
         """Give lanes the next chunk of an update; False while there is no slot for it."""
-        chunk = feeding.chunks[feeding.fed]
-        if chunk.read is not None and not self._slots:
-            return False
+        at, chunk = feeding.fed, feeding.chunks[feeding.fed]
         reads: list[Task] = []
         if chunk.read is not None:
-            self._slots -= 1
-            reads.append(self._lanes.submit(chunk.read))
+            read = feeding.ahead[at] if at < len(feeding.ahead) else self._read(chunk)
+            if read is None:
+                return False
+            reads.append(read)
         last = computed = self._lanes.submit(chunk.update, reads, feeding.times)
         if chunk.write is not None:
             last = self._lanes.submit(chunk.write, [computed])
@@ -121,6 +142,18 @@ class SimulatedUpdates:
             published = self._lanes.submit(Work(COLLECTIVE, f"gather {spec.name}", sent, seconds), [published])
         published.then.append(partial(self._weights_written, operation))
         self._lanes.when_ended(last, partial(self._lanes.when_ended, published, partial(self._ended, operation)))
+
+    def _read(self, chunk: _Chunk) -> Task | None:
+        """Begin to read a chunk, if its states stream and there is a slot."""
+        if chunk.read is None or not self._slots:
+            return None
+        self._slots -= 1
+        return self._lanes.submit(chunk.read)
+
+    def _drop_ahead(self) -> None:
+        ahead, self._ahead, self._ahead_unit = self._ahead, [], -1
+        for task in ahead:
+            self._lanes.when_ended(task, self._slot_is_free)
 
     def _slot_is_free(self) -> None:
         self._slots += 1

@@ -6,7 +6,7 @@ from pagoda.schedule.operations import Kind, Operation
 
 from .memory import TORN, Memory, require
 
-MAY_FAIL = frozenset(Kind) - {Kind.RECLAIM}
+MAY_FAIL = frozenset(Kind) - {Kind.RECLAIM, Kind.READ_AHEAD}
 
 
 class Machine(Memory):

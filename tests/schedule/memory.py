@@ -124,6 +124,9 @@ class Memory:
         """FETCH or SAVE -> (version, edition) that it reads."""
         self.held: dict[Operation, None] = {}
         """Reclaims that were answered: still held."""
+        self.ahead: tuple[int, int, int] | None = None
+        """(unit, version, edition) of the states that are read ahead."""
+        self.draining = False
         self.checkpoint: dict[int, int] | None = None
         """unit -> version that the checkpoint must have."""
         self.saved: dict[int, int] = {}
@@ -161,6 +164,8 @@ class Memory:
                     require(not self.used_now[self.leases[op.run.start]], f"unit {op.unit} is evicted while it is used")
                 if op.kind is Kind.PUBLISH:
                     self.publish(op)
+                elif op.kind is Kind.READ_AHEAD:
+                    self.read_ahead(op)
                 elif op.kind is Kind.RECLAIM and self.plan.agreed:
                     self.answer(op)
                 else:
@@ -256,6 +261,10 @@ class Memory:
         require(not home.state_readers, "UPDATE of states that a checkpoint reads")
         if self.plan.max_staleness is None:
             require(not home.readers, f"UPDATE of unit {op.unit}, which somebody reads")
+        if self.plan.units[op.unit].updater == 0 and self.ahead is not None:
+            stale = self.ahead[0] == op.unit and self.ahead[1:] != (home.states, home.edition)
+            require(not stale, f"UPDATE of unit {op.unit} from states that were read ahead too early")
+            self.ahead = None
         if op.run is not None:
             self.keep(op, home)
         if op.undoable:
@@ -299,6 +308,18 @@ class Memory:
         require(not home.readers, f"PUBLISH of unit {op.unit}, which somebody reads")
         require(op.version == home.newest, f"PUBLISH of version {op.version} of unit {op.unit}: {home}")
         home.weights = home.newest
+
+    def read_ahead(self, op: Operation) -> None:
+        """It must be worth it, and what is read must still be so when the update begins."""
+        unit, home, truth = op.unit, self.homes[op.unit], self.truths[op.unit]
+        require(self.plan.max_staleness is None and not self.draining, "READ_AHEAD while nothing should be")
+        require(self.plan.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
+        require(not self.plan.units[unit].updater, f"READ_AHEAD of unit {unit} for the wrong updater")
+        require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")
+        begun = self.scheduler.updates.began_early(unit) and self.steps not in truth.applied
+        require(truth.asked <= home.newest and not begun, f"READ_AHEAD of unit {unit}, whose update is queued")
+        require(not self.scheduler.updates.speculates(unit), f"READ_AHEAD of unit {unit}, whose update may be undone")
+        self.ahead = unit, home.states, home.edition
 
     def answer(self, op: Operation) -> None:
         """RECLAIM: does anything refer to the frames of a lease, or to weights in their home?"""

@@ -271,8 +271,33 @@ MUTANTS = (
     Mutant(
         updates,
         "updates that had been admitted stay so",
-        "self._admitted, self._pending = [0, 0], 0\n",
-        "self._pending = 0\n",
+        "self._admitted, self._pending, self._ahead = [0, 0], 0, -1\n",
+        "self._pending, self._ahead = 0, -1\n",
+    ),
+    # reading ahead
+    Mutant(
+        updates,
+        "a unit whose update is queued is read ahead",
+        "weights.update is None and weights.guess is None:\n            self._ahead",
+        "weights.guess is None:\n            self._ahead",
+    ),
+    Mutant(
+        updates,
+        "what may be undone is read ahead",
+        "weights.update is None and weights.guess is None:\n            self._ahead",
+        "weights.update is None:\n            self._ahead",
+    ),
+    Mutant(
+        updates,
+        "states are read ahead while updates are drained",
+        "or self._asynchronous or self._draining or self._versions.failed:",
+        "or self._asynchronous or self._versions.failed:",
+    ),
+    Mutant(
+        updates,
+        "states are read ahead for the other updater",
+        "        if not self._plan.units[update.unit].updater:\n            self._after",
+        "        if True:\n            self._after",
     ),
     Mutant(updates, "a refused gradient counts as applied", "        self._versions.of[unit].due -= steps\n", ""),
     Mutant(

@@ -96,6 +96,7 @@ def draw_units(rng: random.Random, count: int, mode: str, speculates: bool, rout
             lease_frames=rng.randint(0 if rng.random() < 0.1 else 1, 3) if framed else 0,
             buffer_pages=rng.randint(0 if rng.random() < 0.3 else 1, 3) if staged and mode != "asynchronous" else 0,
             old_state_pages=rng.choice([0, 1, 2]),
+            streamed=rng.random() < 0.8,
             trained=rng.random() < 0.85,
             speculated=speculates and rng.random() < 0.8,
             updater=rng.randint(0, 1) if two_updaters else 0,

@@ -101,7 +101,8 @@ class Player:
         if operation.kind is Kind.UPDATE:
             self.scheduler.gradient_used(operation)
             self.scheduler.weights_written(operation)
-        self.scheduler.ended(operation)
+        if operation.kind is not Kind.READ_AHEAD:
+            self.scheduler.ended(operation)
 
 
 def played(problem: Problem, steps: int = STEPS) -> Player:

@@ -66,6 +66,8 @@ def run_all(scheduler: Scheduler) -> list[Operation]:
             if op.kind is Kind.RECLAIM:
                 scheduler.reclaimed(op, freed=True)
                 continue
+            if op.kind is Kind.READ_AHEAD:
+                continue  # it is not reported
             if op.kind is Kind.UPDATE:
                 scheduler.gradient_used(op)
                 scheduler.weights_written(op)

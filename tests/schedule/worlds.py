@@ -120,6 +120,7 @@ class World(Compute):
     def drain(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.note("drain")
         self.collect()
+        self.draining, self.ahead = True, None
         self.scheduler.drain(True)
         try:
             self.until(lambda: self.scheduler.updates.drained, "updates to end")
@@ -129,6 +130,7 @@ class World(Compute):
                 require(newest == asked, f"unit {unit} is drained to version {newest}, not {asked}")
             meanwhile()
         finally:
+            self.draining = False
             self.scheduler.drain(False)
             self.collect()
 
@@ -176,6 +178,7 @@ class World(Compute):
             self.truths[unit] = Truth()
         self.gradients.clear()
         self.on_ssd.clear()
+        self.ahead = None
         self.scheduler.restored()
         require(
             not self.scheduler.updates.checkpoint.left and not self.scheduler.versions.failed,
