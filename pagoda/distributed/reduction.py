@@ -154,10 +154,12 @@ class Reduction:
             rows = [landing[at * size + each.header_bytes :].view(dtype)[: len(span)] for at in range(len(bounds))]
             self._add_up(spec, span, rows, by_place, rows[group.place])
             if self._shards.is_cut(spec, GRAD):
+                _wait(landing)
                 yield span, rows[group.place], True
                 continue
             _move(each.values(group.place, landing, dtype), rows[group.place])
             group.gather(landing[: each.starts[-1]], bounds)
+            _wait(landing)
             for place, of_place in enumerate(each.spans):
                 yield of_place, each.values(place, landing, dtype), place == group.place
 
@@ -175,8 +177,6 @@ class Reduction:
             if len(self._shards.copies(spec)) > 1:
                 sum_into(total, list(self._of_copies(spec, total)))
             mean_into(mean[start:stop], total, self._divisor)
-        if mean.is_cuda:  # other lanes and streams may read a mean from now on
-            torch.cuda.current_stream(mean.device).synchronize()
 
     def _group(self, spec: UnitSpec) -> Group:
         return self._groups[self._shards.sharers(spec)]
@@ -198,6 +198,12 @@ class Reduction:
         if self._nothing is None:
             self._nothing = torch.frombuffer(mmap.mmap(-1, landing.numel()), dtype=torch.uint8)
         return self._nothing
+
+
+def _wait(means: torch.Tensor) -> None:
+    """Let other lanes and streams read what this one has written."""
+    if means.is_cuda:
+        torch.cuda.current_stream(means.device).synchronize()
 
 
 def _part(span: Span, start: int, stop: int) -> Span:
