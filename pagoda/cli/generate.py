@@ -1,8 +1,7 @@
 """`pagoda generate`: what a trained model writes."""
 
-import shutil
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -24,15 +23,13 @@ def run(config: GenerateConfig, console: Console) -> int:
         _generate(config, config.source, config.source, console)
         return 0
     checkpoint = run_dir.named(config.checkpoint).path
-    folder = Path(tempfile.mkdtemp(prefix=".generate-", dir=run_dir.path))
-    try:
-        with Checkpoint(checkpoint, all_pages=False) as opened:
-            merge = ADAPTER in (opened.manifest.get("model") or {})
+    with Checkpoint(checkpoint, all_pages=False) as opened:
+        merge = ADAPTER in (opened.manifest.get("model") or {})
+    with TemporaryDirectory(prefix=".generate-", dir=run_dir.path) as folder:
+        model = Path(folder, "model")
         with console.status(f"Reading {checkpoint}"):
-            export(checkpoint, folder / "model", merge=merge)
-        _generate(config, folder / "model", run_dir.tokenizer, console)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            export(checkpoint, model, merge=merge)
+        _generate(config, model, run_dir.tokenizer, console)
     return 0
 
 

@@ -45,6 +45,9 @@ figure { margin: 1rem 0 } svg { max-width: 100%; height: auto }
 details { margin: .5rem 0 } pre { overflow-x: auto }
 """
 
+BEGINNING = '<!DOCTYPE html><html lang="en" data-made-by="pagoda report">'
+"""Of every report: only files that begin so are written over."""
+
 
 def report(directory: Path) -> str:
     """The page of a run, as HTML.
@@ -73,7 +76,7 @@ def report(directory: Path) -> str:
     body = "".join(f'<h2 id="{anchors[name]}">{name}</h2>{content}' for name, content in sections.items())
     title = html.escape(f"Run {directory.resolve().name}")
     return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'{BEGINNING}<head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
         f'<body><h1>{title}</h1><nav aria-label="Sections">{links}</nav><main>{body}</main></body></html>\n'
     )

@@ -74,6 +74,16 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "no run to resume" in capsys.readouterr().err
 
 
+def test_only_a_report_is_written_over(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "notes.html"
+    mine.write_text("<!DOCTYPE html><p>mine")
+    assert main(["report", str(directory), "--out", str(mine)]) == 2
+    assert "is not a report" in capsys.readouterr().err
+    assert mine.read_text() == "<!DOCTYPE html><p>mine"
+    page = tmp_path / "page.html"
+    assert [main(["report", str(directory), "--out", str(page)]) for _ in range(2)] == [0, 0]
+
+
 def test_the_live_page_follows_the_run(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "run")
     with server_of(tmp_path / "run", 0) as server:
