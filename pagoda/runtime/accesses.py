@@ -80,7 +80,7 @@ class Accesses:
         """Compute uses a unit until `end`: its weights, where compute can read them, after every update that is due."""
         if phase is Phase.BACKWARD and self._scheduler.updates.began_early(unit.index):
             raise UsageError(
-                f"Unit {unit.spec.name!r} is needed in backward after its update under backward. Leave out "
+                f"Unit {unit.spec.name!r} is needed in backward after its update during backward. Leave out "
                 "wrap(accumulation_steps=...), so that updates wait for optimizer.step()."
             )
         self.check_usable()
