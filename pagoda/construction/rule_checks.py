@@ -7,16 +7,12 @@ from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
 
 
-def check_rule(optimizer: object, tiled: bool) -> None:
-    """Raises ConfigError for what is no rule, and for one that takes parameters whole where tiles cut them."""
+def check_rule(optimizer: object) -> None:
+    """Raises ConfigError for what is no rule."""
     if not isinstance(optimizer, Rule):
         raise ConfigError(
             f"wrap() wants a rule such as pagoda.AdamW(lr=3e-4), not {optimizer!r}. A class of torch or of anyone else "
             "goes in as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
-        )
-    if tiled and isinstance(optimizer, TensorRule):
-        raise ConfigError(
-            f"{optimizer.name} takes parameters whole, but tiles cut them: leave out tile_limit, or take another rule."
         )
 
 

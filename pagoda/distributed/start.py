@@ -63,17 +63,6 @@ def on_any_rank(thing: object, root: ModuleSpec) -> str:
     return numbered.sub(lambda found: f"{found[1]}{int(found[2]) - first[found[1]]}", text)
 
 
-def check_for_ranks(asynchronous: bool, speculate: bool | None) -> None:
-    """Raises ConfigError for settings of `wrap` that one rank alone can be trained with."""
-    why = {
-        "update='async'": (asynchronous, "each would lag by its own amount, and gather weights of different steps"),
-        "speculate=True": (speculate, "another one may still need a unit's old weights, or add to its gradient"),
-    }
-    for name, (asked, reason) in why.items():
-        if asked:
-            raise ConfigError(f"{name} is not for several ranks, as {reason}: leave it out, or train on one.")
-
-
 def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec) -> Plan:
     """The plan that `make` makes on this rank, once every rank has one, and all fit together.
 
