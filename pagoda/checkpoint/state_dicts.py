@@ -147,8 +147,11 @@ def _places_by_rank(model: nn.Module, engine: Engine) -> list[list[_Place]]:
             mine.append(_Place(names[id(param)], 0, tuple(param.shape)))
         else:
             mine.append(_Place([part.whole], part.start, part.shape))
-    parts = 1 if engine.rank_group is None else engine.rank_group.parts
-    return [mine] if parts == 1 else said_by_ranks(engine, "the full state dict", mine)[:parts]
+    group = engine.rank_group
+    if group is None or group.parts == 1:
+        return [mine]
+    apart = group.collectives.mesh.ranks.tensor_parallel
+    return said_by_ranks(engine, "the full state dict", mine)[::apart][: group.parts]
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

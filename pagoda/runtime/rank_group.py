@@ -97,13 +97,14 @@ class RankGroup:
     def of_every_part(self, what: str, mine: torch.Tensor, receivers: Collection[int]) -> list[torch.Tensor]:
         """What each part of the experts has of something alike in shape, which `what` names; nothing where this rank
         is none of the `receivers`. The first rank of each part sends."""
-        parts, part_of_mine = self.parts, self.collectives.mesh.expert_index
+        ranks, part_of_mine = self.collectives.mesh.ranks, self.collectives.mesh.expert_index
         found: list[torch.Tensor] = []
         if self.rank in receivers:
-            found = [mine if part == part_of_mine else torch.empty_like(mine) for part in range(parts)]
-        others = [rank for rank in receivers if rank % parts != part_of_mine and self.rank < parts]
+            found = [mine if part == part_of_mine else torch.empty_like(mine) for part in range(self.parts)]
+        first = ranks.tensor_parallel * part_of_mine
+        others = [rank for rank in receivers if ranks.expert_part(rank) != part_of_mine and self.rank == first]
         sends = [(rank, mine) for rank in others]
-        receives = [(part, tensor) for part, tensor in enumerate(found) if part != part_of_mine]
+        receives = [(ranks.tensor_parallel * part, tensor) for part, tensor in enumerate(found) if part != part_of_mine]
         self.collectives.on_all_ranks(what, lambda: self.collectives.transport.trade(sends, receives))
         return found
 
