@@ -2,7 +2,7 @@
 
 Both train the same model on the same tokens. Rounds alternate them, so that a noisy machine hurts both alike; in each
 round, of steps back to back, the first is not timed: it waits for nothing of a step before it. The ratio is the
-median over rounds. No norm reaches the limit, so that updates under backward, where there are any, stand; with
+median over rounds. No norm reaches the limit, so that updates during backward, where there are any, stand; with
 `--limit` a small one, every step clips.
 
     python benchmarks/clipping.py --ssd DIR --out benchmarks/results/clipping.json
@@ -39,7 +39,7 @@ class Figure:
     lowest: float
     highest: float
     updates_kept: int
-    """Of the last step with clipping: units that were updated under backward."""
+    """Of the last step with clipping: units that were updated during backward."""
     updates_undone: int
 
 

@@ -155,7 +155,7 @@ def cases() -> dict[str, Case]:
 
     everywhere = "ram moments ssd arena arena-ssd"
     add(everywhere, "llama, clipped")
-    add(everywhere, "gpt2, under backward", model="gpt2", clip=None, accumulation=2, announced=True)
+    add(everywhere, "gpt2, during backward", model="gpt2", clip=None, accumulation=2, announced=True)
     add(everywhere, "conv, partly frozen", model="conv", accumulation=2, frozen=True)
     add(everywhere, "t5, checkpointing", model="t5", checkpointing=True)
     add("ram ssd arena-ssd", "fp32", wrap={"precision": "fp32"})
@@ -184,7 +184,7 @@ def cases() -> dict[str, Case]:
         add("ram", f"4 ranks, stage {stage}", ranks=4, mesh={"stage": stage}, wrap={"precision": "fp32"})
     add("ssd arena-ssd", "2 ranks on ssd", ranks=2)
     add("moments", "2 ranks, stage 2, moments", ranks=2, mesh={"stage": 2})
-    add("ram", "2 ranks, under backward", ranks=2, clip=None, announced=True)
+    add("ram", "2 ranks, during backward", ranks=2, clip=None, announced=True)
     add("ram", "2 ranks, muon", ranks=2, rule="muon")
     add("ram", "2 ranks, adafactor", ranks=2, rule="adafactor")
     add("ram", "4 ranks, replicas", ranks=4, mesh={"replicas": 2})

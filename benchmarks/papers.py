@@ -28,7 +28,7 @@ GB (1e9 bytes) of model state on each of N_d ranks. ZeRO (arXiv 1910.02054, tabl
 weight, 2 for the gradient, 12 for the rest. Stage 1 divides the 12 by N_d, stage 2 the gradient too, stage 3 all.
 Pagoda: 2 + 2 + 10, because a 16-bit weight is the high half of the fp32 master and not a second copy; sums of a real
 plan of one rank, in whole pages, without buffers, scaled from the shape's parameters to the nominal ones. With units
-updated under backward a gradient lives in a few buffers only, and 12 bytes remain.
+updated during backward a gradient lives in a few buffers only, and 12 bytes remain.
 """
 
 EFFICIENCY = """
@@ -54,7 +54,7 @@ LARGEST = """
 The largest shape for which the planner has a plan, and its simulated step. GPTs are of one family (`gpt_shape`: hidden
 about 96 times the layers, sequences of 1,024), T5s of hidden 8,192. Assumptions:
 
-- Every rank is data parallel, ZeRO stage 3, and updates units under backward: one micro-batch, no clipping. Clipping
+- Every rank is data parallel, ZeRO stage 3, and updates units during backward: one micro-batch, no clipping. Clipping
   adds 2 bytes a parameter for gradients. ZeRO's 170B and the 1T and 32T of ZeRO-Infinity used model parallelism too.
 - A plan has leases and collective buffers on the GPU and homes in RAM and on SSD. The *closed form* is what would fit
   if the rest of GPU memory were home to state, at 12 bytes a parameter: alone, or beside RAM and SSD. No plan does

@@ -6,9 +6,9 @@ O_DIRECT reads and writes reach together in the same run.
 
     python benchmarks/step_time.py --ssd DIR [--model llama-215m] [--rounds 5] [--speculate] [--clip 1.0] [--out FILE]
 
-With --speculate, every step clips, and the run with state on SSD updates under backward as if nothing would be clipped,
-with the RAM for copies of weights that this takes. A --clip that no norm reaches shows it at its best, a small one at
-its worst.
+With --speculate, every step clips, and the run with state on SSD updates during backward as if nothing would be
+clipped, with the RAM for copies of weights that this takes. A --clip that no norm reaches shows it at its best, a small
+one at its worst.
 
     python benchmarks/step_time.py --ssd DIR --against CHECKOUT [--model llama-15m] [--rounds 15] [--out FILE]
 

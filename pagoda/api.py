@@ -109,7 +109,7 @@ def wrap(
     `Updates("async", max_staleness=...)` says. Each gradient is still applied as its own step, clipped by its own norm.
     `optimizer.drain()` applies everything; `state_dict`, `gathered`, checkpoints, `close` and, between steps, a forward
     without gradients drain first. `optimizer.stats.staleness` has what was observed. `Updates(speculate=...)` is about
-    updates under backward before the norm is known; `optimizer.stats` counts those kept and undone.
+    updates during backward before the norm is known; `optimizer.stats` counts those kept and undone.
 
     `activations` and `tiles` say what becomes of activations, and what is computed in pieces: see `Activations` and
     `Tiles`. Compile blocks before `wrap`, if at all.

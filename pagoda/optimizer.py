@@ -102,7 +102,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         update are frozen.
 
         Raises NonFiniteGradientError, with weights unchanged and gradients dropped, when a gradient is NaN or
-        infinite (with updates under backward, units updated before it was found keep their update).
+        infinite (with updates during backward, units updated before it was found keep their update).
         """
         loss = None
         if closure is not None:
@@ -174,7 +174,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's own format, with every state in RAM: AdamW's takes 8 bytes a parameter. See `save_state_dict`.
 
-        Raises UsageError between backward and `step()` where units are updated under backward.
+        Raises UsageError between backward and `step()` where units are updated during backward.
         """
         self._engine.settle()
         plain = super().state_dict()
@@ -257,7 +257,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         Atomic: `directory` appears complete or not at all. RAM used does not depend on the model's size. `extra`
         must be JSON-able; `load_checkpoint` returns it.
 
-        Raises UsageError between backward and `step()` where units are updated under backward (`accumulation_steps`
+        Raises UsageError between backward and `step()` where units are updated during backward (`accumulation_steps`
         announced, no clipping): some have had this step's update by then, and others have not.
 
         With `wait` False it returns at once, training goes on while the state of now is written, and an error of that
@@ -286,7 +286,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Restore what `save_checkpoint` wrote, into whatever tiers this optimizer was wrapped with.
 
         Raises CheckpointError when the directory is incomplete or holds another model; UsageError between backward
-        and `step()` where units are updated under backward, as `save_checkpoint`. Gradients that no `step()` has
+        and `step()` where units are updated during backward, as `save_checkpoint`. Gradients that no `step()` has
         consumed are dropped.
         """
         groups, extra = self._snapshot.load(Path(directory), named(self.param_groups))

@@ -33,7 +33,7 @@ LOGIT_BYTES = 6
 MOST_UNITS = 200
 """Of a plan; models with more are planned with a part of their layers, and as much of host RAM and drives."""
 OPTIONS = Options(accumulation_steps=1, unit_limit=UNIT_BYTES, keep_checkpoints=0)  # as the papers count
-"""Units are updated under backward: no clipping, one micro-batch."""
+"""Units are updated during backward: no clipping, one micro-batch."""
 
 
 @dataclass(frozen=True)

@@ -70,18 +70,20 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
     """Weights and low halves of masters, by state and by the names of the user's model."""
     parameters = all_states(engine)
     mine = [_place(parameter) for parameter in parameters]
-    parts = 1 if engine.rank_group is None else engine.rank_group.parts
-    by_part = [mine] if parts == 1 else said_by_ranks(engine, "the places of all weights", mine)[:parts]
+    by_part, group = [mine], engine.rank_group
+    if group is not None and group.parts > 1:
+        apart = group.collectives.mesh.ranks.tensor_parallel
+        by_part = said_by_ranks(engine, "the places of all weights", mine)[::apart][: group.parts]
     found: dict[str, dict[str, LazyTensor]] = {}
     for state in {WEIGHT, LOW} & {state.name for state in engine.plan.layout.states}:
         tiles: dict[str, list[tuple[_Place, LazyTensor]]] = {}
         for number, parameter in enumerate(parameters):
             if state not in parameter.spans():
                 continue
-            divided = parts > 1 and parameter.unit.index in engine.plan.layout.expert_units
+            tensor, divided = _whole(parameter, state), parameter.unit.index in engine.plan.layout.expert_units
             for part, places in enumerate(by_part if divided else [mine]):
-                tensor = _of_part(parameter, state, part, receivers) if divided else _whole(parameter, state)
-                tiles.setdefault(places[number].whole, []).append((places[number], tensor))
+                its = tensor if len(by_part) == 1 or not divided else _of_part(parameter, tensor, part, receivers)
+                tiles.setdefault(places[number].whole, []).append((places[number], its))
         for name, of_name in tiles.items():
             joined = cat([tensor for _, tensor in sorted(of_name, key=lambda tile: tile[0].start)])
             shape = of_name[0][0].whole_shape
@@ -97,7 +99,7 @@ def _place(parameter: ParameterState) -> _Place:
 
 
 def _whole(parameter: ParameterState, state: str) -> LazyTensor:
-    """A parameter that every rank has or divides with others."""
+    """A state of a parameter, of which tensor-parallel ranks may each have a part."""
     mine, form = parameter.lazy(state), parameter.unit.forms[parameter.slot]
     if not isinstance(form, Form) or parameter.spec.shard is None:
         return mine
@@ -105,7 +107,7 @@ def _whole(parameter: ParameterState, state: str) -> LazyTensor:
 
     def read(start: int, count: int) -> torch.Tensor:
         if not latest:
-            latest.append(form.around(mine.whole()).full_tensor().reshape(-1))
+            latest.append(form.around(mine.whole()).full_tensor().cpu().reshape(-1))
         values = latest[0][start : start + count].clone()
         if start + count == form.shape.numel():
             latest.clear()
@@ -114,13 +116,13 @@ def _whole(parameter: ParameterState, state: str) -> LazyTensor:
     return LazyTensor(mine.dtype, form.shape, read)
 
 
-def _of_part(parameter: ParameterState, state: str, part: int, receivers: Collection[int]) -> LazyTensor:
-    """What one of the ranks that divide experts has in the place of a parameter of this rank."""
-    mine, rank_group = parameter.lazy(state), parameter.engine.rank_group
+def _of_part(parameter: ParameterState, mine: LazyTensor, part: int, receivers: Collection[int]) -> LazyTensor:
+    """What one of the ranks that divide experts has in the place of a state of this rank's."""
+    rank_group = parameter.engine.rank_group
     assert rank_group is not None, "ranks divide experts"
 
     def read(start: int, count: int) -> torch.Tensor:
-        what = f"{state} of unit {parameter.unit.index}, {parameter.slot}, of part {part}, from element {start}"
+        what = f"unit {parameter.unit.index}, {parameter.slot}, of part {part}, from element {start}"
         return rank_group.of_part(what, mine.read(start, count), part, receivers)
 
     return LazyTensor(mine.dtype, mine.shape, read)

@@ -80,7 +80,7 @@ class OptimizerState:
 
         A state with one element for many of the parameter's is flat.
 
-        Raises UsageError between backward and step() where updates run under backward.
+        Raises UsageError between backward and step() where updates run during backward.
         """
         self._engine.settle()
         states = {

@@ -55,7 +55,7 @@ class Snapshot:
         """Start writing a checkpoint of the state after the last `step()`; the saver's thread finishes it.
 
         One at a time: waits for the one before, and raises its error. `replaces` are checkpoints to delete once this
-        one is complete. Raises UsageError where updates under backward have left the state after `step()` behind
+        one is complete. Raises UsageError where updates during backward have left the state after `step()` behind
         already.
         """
         self._engine.check_between_steps()

@@ -138,7 +138,7 @@ class ModelState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Name -> fp32 master, in the parameter's shape, or buffer; all are copies.
 
-        Raises UsageError between backward and step() where updates run under backward.
+        Raises UsageError between backward and step() where updates run during backward.
         """
         settle(self._states.values())
         masters = {name: whole.master() for name, whole in self._wholes.items()}

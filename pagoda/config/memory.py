@@ -39,10 +39,10 @@ class Split:
     states and their gradients lie there and are updated there."""
     undo_first: bool = False
     """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
-    RAM, with bf16 weights, let the update of moments on SSD run under backward too."""
+    RAM, with bf16 weights, let the update of moments on SSD run during backward too."""
     undo_in_ram: bool = False
     """Where updates are speculative, so are those of units with all their states in RAM, if copies of these fit what is
-    left of it. A copy takes about as long as the update itself, so this is for a CPU that has time under backward."""
+    left of it. A copy takes about as long as the update itself, so this is for a CPU that has time during backward."""
 
     def __post_init__(self) -> None:
         for name in ("weight_share", "grad_share", "device_update_share", "device_home_share"):

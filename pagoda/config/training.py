@@ -97,7 +97,7 @@ class Updates(Settings):
     """With async, the most steps whose gradients may be missing in the weights that a forward reads. 0 gives the bits
     of sync."""
     speculate: bool | None = None
-    """With clipping or fp16, update under backward as if nothing would be clipped or overflow, and redo that where
+    """With clipping or fp16, update during backward as if nothing would be clipped or overflow, and redo that where
     something does: the same bits. By default for state on SSD, where there is room to keep the old state, and for
     state in RAM where --plan search finds that faster; True gives the copies of weights that this takes in RAM
     precedence over other state there, and copies state in RAM too; False does without."""
@@ -197,7 +197,7 @@ class Training(Tiles, Activations, Updates, MixedPrecision, Step):
         decided_last = self.clip_grad_norm is not None or self.may_skip
         if self.speculate and (not decided_last or self.accumulation_steps is None or self.update == "async"):
             raise ConfigError(
-                "speculate=True is for updates under backward with clipping, or dynamic loss scaling: give "
+                "speculate=True is for updates during backward with clipping, or dynamic loss scaling: give "
                 "clip_grad_norm and accumulation_steps, and leave out update='async'."
             )
 

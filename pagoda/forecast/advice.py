@@ -113,7 +113,7 @@ def _changes(forecast: Forecast, problem: Problem) -> Iterator[_Change]:
     yield _Change(f"Twice the passes per step (--accumulation-steps {passes})", twice, tokens=2.0)
     if options.clipping:
         without = _without_clipping(problem)
-        yield _Change("No clipping (--clip-grad-norm None), so that updates run under backward", without)
+        yield _Change("No clipping (--clip-grad-norm None), so that updates run during backward", without)
 
 
 def _twice_the_batch(forecast: Forecast, problem: Problem) -> Problem | None:

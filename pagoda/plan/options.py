@@ -27,8 +27,8 @@ class Options:
     max_staleness: int | None = None
     """Bound of asynchronous updates, in steps; None: every update ends before the next forward of its unit."""
     speculate: bool | None = None
-    """Update under backward as if nothing would be clipped: False never, None where there is room to undo it, True even
-    at the cost of moments in RAM, and where all states are there."""
+    """Update during backward as if nothing would be clipped. False: never. None: units with states on SSD, if there is
+    room to undo it. True: units with all states in RAM too, even if moments then leave RAM."""
     activations: ActivationMode = "keep"
     """What becomes of activations."""
     partition_activations: bool = False

@@ -37,7 +37,7 @@ from pagoda.plan.units import UnitSpec
 COPIED_SHARE = 4
 """A checkpoint may hold copies of one in so many bytes of RAM's states: most is written before its next update."""
 _STAGED = 4
-"""Gradients of the widest unit that the staging region holds at most, where units are updated under backward."""
+"""Gradients of the widest unit that the staging region holds at most, where units are updated during backward."""
 
 
 def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: int = 2) -> Placement:
@@ -46,7 +46,7 @@ def place(layout: Layout, budgets: Budgets, options: Options, staging_buffers: i
     A byte of weights on SSD costs up to four transfers a step (forward, backward, update in and out), a byte of
     gradients at least two, a byte of moments two: so weights get RAM first, then gradients, then moments, each in
     the order of the forward pass, because the first units of the next forward have the least slack. Where units are
-    updated under backward, gradients need only a few buffers. `staging_buffers` is how many gradients of the largest
+    updated during backward, gradients need only a few buffers. `staging_buffers` is how many gradients of the largest
     unit fit the staging region at least (with one, backward waits for each to be written). Without SSD, RAM keeps every
     gradient of a step of several passes from the first to the last.
 
@@ -93,6 +93,8 @@ class _Placer:
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
         self.moment = self._by_unit(*(state.name for state in layout.moments))
+        # Two wait for their turn to be added up; where ranks use experts in orders of their own, others' come before.
+        staging_buffers += bool(layout.expert_units) and any(layout.group(unit) > 1 for unit in layout.units)
         self.grads, widest_grad = sum(self.grad.values()), max(self.grad.values())
         self.least_staging, self.most_staging = min(self.grads, staging_buffers * widest_grad), _STAGED * widest_grad
         self.fixed = self._fixed_lines()

@@ -58,7 +58,7 @@ class Placement:
     ring_slots: int = 0
     """Blocks the ring holds: RING_SLOTS, and more where RAM is left over: reads run further ahead of updates."""
     speculated: frozenset[int] = frozenset()
-    """Units that are updated under backward as if nothing would be clipped; their old states are kept until that is
+    """Units that are updated during backward as if nothing would be clipped; their old states are kept until that is
     known."""
     updated_on_device: frozenset[int] = frozenset()
     """Units whose states, all of them in RAM, pass the device for their update."""

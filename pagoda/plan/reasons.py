@@ -19,11 +19,11 @@ def reasons_for(
 ) -> tuple[str, ...]:
     """One sentence or more on each choice. `unit_limit` is the one that the units were made with, in bytes."""
     largest = format_bytes(max(unit.numel for unit in layout.units) * layout.weight.dtype.itemsize)
-    limited = "(as set)" if options.unit_limit else "(an eighth of the model, less where the budget is tight)"
+    limited = "(as set)" if options.unit_limit else "(an eighth of the model, or less if the budget is tight)"
     padding = " (as set)." if options.page_bytes else f": the largest that waste at most {MAX_WASTE:.0%} in padding."
     reasons = [
-        f"{len(layout.units)} units, the largest of {largest}: modules of at most {format_bytes(unit_limit)} of "
-        f"weights {limited}, and larger ones that have no parts.",
+        f"{len(layout.units)} units, the largest with {largest} of weights: modules of at most "
+        f"{format_bytes(unit_limit)} {limited}, and larger ones that cannot be divided.",
         f"Pages of {format_bytes(layout.page_bytes)}{padding}",
         *reasons_for_homes(layout, budgets, placement, options),
         _state_bytes(layout),
@@ -37,29 +37,30 @@ def reasons_for(
 
 
 def reasons_for_homes(layout: Layout, budgets: Budgets, placement: Placement, options: Options) -> Iterator[str]:
-    """Why extents have the homes that they have, and what is kept beside them."""
+    """Why each state has its home, and what the rest of each tier is used for."""
     count = len(layout.units)
     if placement.updated_on_device:
         yield (
-            f"{len(placement.updated_on_device)} of {count} units are updated on the device: their states pass it "
-            "while the CPU updates the others."
+            f"{len(placement.updated_on_device)} of {count} units are updated on the device: their states "
+            "pass through it while the CPU updates the other units."
         )
     elif (options.split or DEFAULT_SPLIT).device_update_share and not why_no_device_updates(
         layout, options, budgets.device
     ):
-        yield "No unit is updated on the device: that takes all of its states in RAM."
+        yield "No unit is updated on the device, because none has all of its states in RAM."
     if placement.resident:
         yield (
             f"{len(placement.resident)} of {count} units have all their states on the device, which has room for "
-            "them beside leases: they need no transfers."
+            "them and for the leases of the others. They need no transfers."
         )
     moments = [state.name for state in layout.moments]
     weights_on_ssd = len(placement.units_with(SSD, [WEIGHT]))
     moments_on_ssd = len(placement.units_with(SSD, moments))
     if weights_on_ssd or moments_on_ssd:
         yield (
-            f"SSD holds the weights of {weights_on_ssd} and the moments of {moments_on_ssd} of {count} units: RAM goes "
-            "first to weights (most transfers per byte), then gradients, then moments, in forward order (least slack)."
+            f"SSD holds the weights of {weights_on_ssd} and the moments of {moments_on_ssd} of {count} units. RAM goes "
+            "to weights first, which move most often, then to gradients, then to moments; of each, to the units that "
+            "forward uses first, which have the least time for their updates."
         )
     elif SSD in placement.lines:
         yield "Weights and moments fit in host RAM; SSD keeps room for gradients that cannot be used at once."
@@ -67,24 +68,25 @@ def reasons_for_homes(layout: Layout, budgets: Budgets, placement: Placement, op
         yield "Every state fits in host RAM; SSD is not used."
     if placement.speculated:
         whole = placement.speculated - placement.units_with(SSD, [WEIGHT, *moments])
+        of_them = f" ({len(whole)} of them with all their states in RAM)" if whole else ""
         yield (
-            f"{len(placement.speculated)} of {count} units, {len(whole)} of them with all their states in RAM, are "
-            "updated under backward as if nothing would be clipped, and their old states kept until that is known."
+            f"{len(placement.speculated)} of {count} units{of_them} are updated during backward, before it is known "
+            "whether gradients are clipped. Their old states are kept until then."
         )
     spare = placement.pages(SSD, SPARE)
     state = sum(pages for line, pages in placement.lines.get(SSD, {}).items() if line not in (GRAD, SPARE, UNDO))
     if spare:
         keep = spare // state
         yield (
-            f"SSD has room to keep the pages of {keep} checkpoint{'s' * (keep > 1)} beside those in use, so that "
-            "state on SSD is saved without copying it."
+            f"SSD has room for the pages of {keep} checkpoint{'s' * (keep > 1)} and for those in use, so that state on "
+            "SSD is saved without copying it."
         )
     elif state:
         yield "SSD has no room for the pages of a checkpoint: state on SSD is copied to save it."
 
 
 def _state_bytes(layout: Layout) -> str:
-    """What a trained parameter takes, gradients and padding aside."""
+    """What a trained parameter takes, without gradients and padding."""
     kept = {name: size for name, size in layout.bytes_per_parameter.items() if size >= 0.005}
     states = ", ".join(f"{name} {size:.2f}".rstrip("0").rstrip(".") for name, size in kept.items())
     total = sum(layout.bytes_per_parameter.values())
@@ -99,18 +101,17 @@ def _when_updated(options: Options) -> str:
             "and every weight has a second extent."
         )
     if options.update_under_backward:
-        return "Units are updated under backward, as soon as their last gradient has arrived."
+        return "Each unit is updated during backward, as soon as its last gradient has arrived."
     why = "the number of backward passes is not announced"
     if options.clipping:
-        why = "the clipped norm is known only then"
+        why = "the norm for clipping is known only then"
     elif options.may_skip and options.accumulation_steps is not None:
         why = "whether a scaled gradient is not finite is known only then"
-    return f"Units are updated after backward ({why}), just before the next forward needs each."
+    return f"Each unit is updated after backward ({why}), just before the next forward uses it."
 
 
 def _shared(ranks: Ranks) -> str:
     what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "weights, gradients and optimizer states"}
     experts = f"; experts over {ranks.expert_parallel}" if ranks.expert_parallel > 1 else ""
     tensors = f"; tensors over {ranks.tensor_parallel}" if ranks.tensor_parallel > 1 else ""
-    said = f"share out {what[ranks.stage]} (ZeRO stage {ranks.stage})"
-    return f"{ranks.data_parallel} ranks {said}{experts}{tensors}."
+    return f"{ranks.data_parallel} ranks divide {what[ranks.stage]} (ZeRO stage {ranks.stage}){experts}{tensors}."

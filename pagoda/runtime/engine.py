@@ -186,7 +186,7 @@ class Engine:
         self.damage.check()
 
     def check_between_steps(self) -> None:
-        """Raises UsageError where updates under backward have left the state after the last `step()` behind."""
+        """Raises UsageError where updates during backward have left the state after the last `step()` behind."""
         if self.stepper.updates_have_begun():
             raise UsageError(
                 "The state was asked for between backward and step(): with accumulation_steps announced, some units "

@@ -97,15 +97,13 @@ class RankGroup:
     def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
         """What a part of the experts has where this rank has `mine`, of the same shape; without meaning where this rank
         is none of the `receivers`. The first rank of the part sends; `what` names it."""
-        parts = self.parts
-        if self.collectives.mesh.expert_index == part:
-            found = mine
-            sends = [(rank, mine) for rank in receivers if rank % parts != part and self.rank == part]
-            receives = []
-        else:
+        ranks, found = self.collectives.mesh.ranks, mine
+        sender = ranks.tensor_parallel * part
+        sends = [(rank, mine) for rank in receivers if self.rank == sender and ranks.expert_part(rank) != part]
+        receives = []
+        if self.collectives.mesh.expert_index != part and self.rank in receivers:
             found = torch.empty_like(mine)
-            sends = []
-            receives = [(part, found)] if self.rank in receivers else []
+            receives = [(sender, found)]
         self.collectives.on_all_ranks(what, lambda: self.collectives.transport.trade(sends, receives))
         return found
 

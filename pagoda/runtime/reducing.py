@@ -70,7 +70,7 @@ class Reducer:
         stalled: Callable[[str, float], None],
         early: bool,
     ) -> None:
-        """`early` says that units are updated under backward."""
+        """`early` says that units are updated during backward."""
         self.bring: Callable[[UnitGradient, bool], None]
         """Has a gradient brought to its record's buffer; set by whoever asks for updates."""
         self._collectives = collectives

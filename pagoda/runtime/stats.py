@@ -74,9 +74,9 @@ class StepStats:
     staleness: Mapping[str, Staleness] = field(default_factory=dict)
     """unit -> how far its weights lag, with asynchronous updates; else empty."""
     updates_kept: int = 0
-    """Units updated under backward before the norm was known, whose update stood: nothing was clipped."""
+    """Units updated during backward before the norm was known, whose update stood: nothing was clipped."""
     updates_undone: int = 0
-    """Units whose update under backward was undone: the gradients were clipped, or the states were asked for."""
+    """Units whose update during backward was undone: the gradients were clipped, or the states were asked for."""
     activation_bytes: ActivationBytes = field(default_factory=ActivationBytes)
     """What graphs kept between forward and backward: in compute's memory at the worst moment of the step, and offloaded
     since `wrap()`."""

@@ -23,7 +23,7 @@ from pagoda.runtime.rank_group import Counts, RankGroup
 from pagoda.runtime.unit import LiveUnit
 
 _TOO_LATE = (
-    "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated under backward. "
+    "{} comes too late: wrap(accumulation_steps=...) was given without clipping, so units are updated during backward. "
     "Pass wrap(clip_grad_norm=...) too, or leave out accumulation_steps."
 )
 
@@ -75,7 +75,7 @@ class Stepper:
         self.queued = 0
         """Updates queued so far, each of one unit."""
         self._early: list[UnitGradient] = []
-        """Gradients whose unit is to be updated under backward, and whose update had not begun when last looked at."""
+        """Gradients whose unit is to be updated during backward, and whose update had not begun when last looked at."""
         self._guesses: NextHypers | None = None
         """Hyperparameters as they were when an update of this step was first guessed."""
         self._norm_terms: dict[int, UnitGradient] = {}
@@ -93,7 +93,7 @@ class Stepper:
             raise UsageError(outside_use(unit.name(slot)))
         if unit.updated:
             raise UsageError(
-                f"{unit.name(slot)!r} received a gradient after its update under backward: more backward passes than "
+                f"{unit.name(slot)!r} received a gradient after its update during backward: more backward passes than "
                 f"the {announced} announced by wrap(accumulation_steps=...) ran before optimizer.step(), or a "
                 "reentrant checkpoint delivers gradients in parts (use use_reentrant=False)."
             )
@@ -167,7 +167,7 @@ class Stepper:
             self._early.append(record)
 
     def _note_early(self) -> None:
-        """Find out which updates under backward have begun, for good."""
+        """Find out which updates during backward have begun, for good."""
         waiting = []
         for record in self._early:
             if self._scheduler.updates.began_early(record.unit.index):
@@ -179,7 +179,7 @@ class Stepper:
         self._early = waiting
 
     def updates_have_begun(self) -> bool:
-        """Whether some unit has had, or is about to have, its update of this step under backward."""
+        """Whether some unit has had, or is about to have, its update of this step during backward."""
         self._accesses.end_read()
         self._executor.poll()
         self._note_early()
@@ -189,7 +189,7 @@ class Stepper:
         """Drop the gradients of this step."""
         if self.updates_have_begun():
             raise UsageError(
-                "Gradients were already applied under backward, so they cannot be dropped: call optimizer.step() after "
+                "Gradients were applied during backward, so they cannot be dropped. Call optimizer.step() after "
                 "every announced backward, or leave out wrap(accumulation_steps=...)."
             )
         if self._rank_group is not None:
@@ -346,11 +346,11 @@ class Stepper:
         return norms
 
     def _check_settings_kept(self, hypers: NextHypers) -> None:
-        """Hyperparameters must be what the updates under backward used."""
+        """Hyperparameters must be what the updates during backward used."""
         for record in self._norm_terms.values():
             if any(used.rule != hypers.rule(record.unit, slot) for slot, used in record.hypers.items()):
                 raise UsageError(
-                    "param_groups changed between backward and step(), but units were updated under backward "
+                    "param_groups changed between backward and step(), but units were updated during backward "
                     "with the old values. Change them before backward or after step(), or leave out "
                     "wrap(accumulation_steps=...)."
                 )

@@ -75,7 +75,7 @@ class LiveUnit:
         self.used = False
         """True once a graph may give the unit a gradient, since its gradients were last cleared."""
         self.updated = False
-        """True from an update under backward until `step()`."""
+        """True from an update during backward until `step()`."""
         self.gathered: set[int] = set()
         """Slots whose parameters hold real tensors at the user's wish."""
         self.trainable = sum(slot.param.trainable for slot in spec.slots)

@@ -44,7 +44,7 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
 def _buffer_pages(plan: Plan, unit: int) -> int:
     """Pages of a shared buffer for a unit's gradient; 0 where it has room of its own.
 
-    Without SSD, gradients that updates under backward use at once have host RAM for a home, but only shared buffers.
+    Without SSD, gradients that updates during backward use at once have host RAM for a home, but only shared buffers.
     """
     home = plan.placement.home(unit, GRAD)
     shared = home == SSD or (home == HOST and GRAD not in plan.placement.lines[HOST])

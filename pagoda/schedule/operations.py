@@ -77,7 +77,7 @@ class UnitPlan:
     """Whether its updates read states from SSD, so that reading ahead saves time."""
     trained: bool = True
     speculated: bool = False
-    """Whether it may be updated under backward before it is known whether gradients are clipped."""
+    """Whether it may be updated during backward before it is known whether gradients are clipped."""
     updater: int = 0
     """Which of the executor's updaters has it, such as the CPU's or the GPU's: 0 or 1. They do not wait for each
     other."""

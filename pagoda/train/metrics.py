@@ -54,9 +54,9 @@ class StepMetrics:
     skipped: bool = False
     """Whether a scaled gradient was not finite, so that the step changed nothing but the scale."""
     updates_kept: int = 0
-    """Units updated under backward before the norm was known, rightly: nothing was clipped."""
+    """Units updated during backward before the norm was known, rightly: nothing was clipped."""
     updates_undone: int = 0
-    """Units updated under backward whose update was undone, and done anew."""
+    """Units updated during backward whose update was undone, and done anew."""
     staleness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """With asynchronous updates: unit -> steps that its weights lagged, in this step (last) and so far (max, mean)."""
 

@@ -456,7 +456,7 @@ def test_buffers_that_no_file_can_hold_are_refused_before_anything_is_written(
 
 
 def test_half_updated_states_are_neither_saved_nor_replaced(saved: Path, tmp_path: Path) -> None:
-    """With updates under backward, some units are ahead of the others until `step()`."""
+    """With updates during backward, some units are ahead of the others until `step()`."""
     torch.manual_seed(0)
     model, optimizer = pagoda.wrap(LLAMA.build(), pagoda.AdamW(), memory=RESIDENT, accumulation_steps=1)
     loss_of(model(**data(LLAMA, 0))).backward()

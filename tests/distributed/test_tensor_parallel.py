@@ -12,6 +12,7 @@ from zoo import LAYERS
 
 from .conftest import RankServer
 from .test_checkpoints_of_ranks import assert_same_state
+from .tiny_runs import tiny_mixture
 
 Result = dict[str, Any]
 
@@ -81,6 +82,22 @@ def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only
             apart = (result["weights"][param] - weight).abs()
             assert apart.mean() < 1e-5, param
             assert apart.max() < 1e-2, param
+
+
+@SLOW
+def test_tensor_parallel_ranks_divide_experts_with_others(ranks: RankServer, tmp_path: Path) -> None:
+    """Attention over pairs of ranks, experts over pairs of those, against one rank: sums in another order."""
+    model = tiny_mixture("mixtral-15m", tmp_path / "model")
+    shared = {"name": model, "parts": 2, "precision": "fp32", "steps": 2, "clip_grad_norm": 0.5}
+    alone = ranks.run("train_divided", 1, tmp_path / "alone", tensor=1, **shared)[0]
+    on_ssd = {"tensor": 2, "expert_parallel": 2, "kind": "ssd", "activations": "keep"}
+    for rank, result in enumerate(ranks.run("train_divided", 4, tmp_path / "divided", **on_ssd, **shared)):
+        assert result["losses"] == pytest.approx(alone["losses"][rank // 2 :: 2], rel=1e-3)
+        assert result["norms"] == pytest.approx(alone["norms"], rel=1e-3)
+        assert {"weight", "exp_avg"} <= result["lines"]["ssd"].keys()
+        assert result["full"].keys() == alone["full"].keys()
+        for param, weight in alone["full"].items():
+            assert (result["full"][param] - weight).abs().mean() < 1e-5, param
 
 
 """The mean difference is a thousandth of a step; an element whose gradient is rounding noise may step the other way."""

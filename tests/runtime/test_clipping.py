@@ -256,7 +256,7 @@ def test_a_limit_that_is_none_is_refused(limit: float, wrap: Wrap) -> None:
             optimizer.step()
 
 
-# --- what is updated under backward ---------------------------------------------------------------------------
+# --- what is updated during backward ---------------------------------------------------------------------------
 
 
 def test_gradients_applied_under_backward_cannot_be_clipped_in_silence(wrap: Wrap) -> None:
@@ -266,7 +266,7 @@ def test_gradients_applied_under_backward_cannot_be_clipped_in_silence(wrap: Wra
         loss_of(model, step).backward()
         loss_of(twin, step).backward()
         twin_optimizer.step()
-        with pytest.raises(pagoda.UsageError, match=r"under backward\. Pass wrap\(clip_grad_norm=\.\.\.\)"):
+        with pytest.raises(pagoda.UsageError, match=r"during backward\. Pass wrap\(clip_grad_norm=\.\.\.\)"):
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         # Whoever only asks for the norm, as transformers' Trainer does, gets it.
         norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()

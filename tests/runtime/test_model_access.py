@@ -500,7 +500,7 @@ def test_an_update_under_backward_that_begins_after_the_last_gradient_is_noticed
         )
         model(torch.ones(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
         if accumulation_steps is not None:
-            with pytest.raises(pagoda.UsageError, match="applied under backward"):
+            with pytest.raises(pagoda.UsageError, match="applied during backward"):
                 optimizer.zero_grad()
             states_of_two_steps = (
                 pagoda.OptimizerState(optimizer).state_dict,

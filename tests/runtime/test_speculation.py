@@ -1,4 +1,4 @@
-"""Updates under backward before the norm is known: the same bits whether they stand or are undone, and both counted."""
+"""Updates during backward before the norm is known: same bits whether they stand or are undone, and both counted."""
 
 import threading
 from collections.abc import Callable

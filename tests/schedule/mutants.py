@@ -289,8 +289,8 @@ MUTANTS = (
     ),
     Mutant(
         updates,
-        "states are read ahead while updates are drained",
-        "or self._asynchronous or self._draining or self._versions.failed:",
+        "states are read ahead while the program may write them",
+        "or self._asynchronous or not self._may_read_ahead or self._versions.failed:",
         "or self._asynchronous or self._versions.failed:",
     ),
     Mutant(

@@ -41,7 +41,7 @@ class Rules:
     @staticmethod
     def draw(rng: random.Random) -> "Rules":
         count = rng.randint(1, 7)
-        mode = rng.choice(["clipped", "clipped", "under backward", "asynchronous"])
+        mode = rng.choice(["clipped", "clipped", "during backward", "asynchronous"])
         agreed = mode != "asynchronous" and rng.random() < 0.25
         speculates = mode == "clipped" and not agreed and rng.random() < 0.5
         layers = rng.sample(range(count), count)
@@ -66,7 +66,7 @@ class Rules:
             buffer_slab=0 if spills else all_pages,
             spills=spills,
             reserve_pages=rng.randint(0, 6),
-            under_backward=mode == "under backward",
+            under_backward=mode == "during backward",
             max_staleness=rng.randint(0, 2) if mode == "asynchronous" else None,
             agreed=agreed,
         )

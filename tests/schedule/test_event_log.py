@@ -18,7 +18,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in place": ({"host": "64MiB"}, {"clip_grad_norm": 1e-3}),
     "leased from RAM": ({"device": "cpu:128KiB", "host": "64MiB"}, {}),
     "on SSD": ({"host": "900KiB", "ssd": "1GiB"}, {"clip_grad_norm": 1.0}),
-    "under backward": ({"host": "900KiB", "ssd": "1GiB"}, {"accumulation_steps": 1}),
+    "during backward": ({"host": "900KiB", "ssd": "1GiB"}, {"accumulation_steps": 1}),
     "speculated": (
         {"host": "2MiB", "ssd": "1GiB"},
         {"accumulation_steps": 1, "clip_grad_norm": 1e9, "update": pagoda.Updates(speculate=True)},

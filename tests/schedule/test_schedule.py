@@ -157,7 +157,7 @@ def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
 
 
 def begun_checkpoint() -> Scheduler:
-    """Of four units that are updated under backward; the reserve has room for one. Two SAVEs are under way."""
+    """Of four units that are updated during backward; the reserve has room for one. Two SAVEs are under way."""
     units = [UnitPlan(old_state_pages=1) for _ in range(4)]
     scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=1, under_backward=True))
     scheduler.prepare_checkpoint()

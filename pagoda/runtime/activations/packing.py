@@ -53,7 +53,7 @@ class WeightReference:
             raise UsageError(
                 f"Backward needs the weights of {unit.spec.name!r} as they were in forward (version {self._version}), "
                 f"but an update has changed them since (version {unit.version}). Run every backward of a graph before "
-                "optimizer.step(); with updates under backward, leave out wrap(accumulation_steps=...) so that they "
+                "optimizer.step(); with updates during backward, leave out wrap(accumulation_steps=...) so that they "
                 "wait for step()."
             )
         weight = self._view.of(self._accesses.read(unit))
