@@ -52,12 +52,12 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Write a run as one page of HTML that needs nothing else: curves, memory, units, settings, checkpoints."""
+    """Write a run, or a plan, as one page of HTML that needs nothing else: curves, lanes, memory, units, settings."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """Directory of a run, which may still go on."""
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN")]
+    """Directory of a run, which may still go on, or a file that `pagoda plan --json` wrote."""
     out: Path | None = None
-    """File to write. By default report.html in the run's directory."""
+    """File to write. By default report.html in the run's directory, or beside the plan with its name."""
     live: bool = False
     """Serve the page on this machine instead, as the run goes on, until Ctrl-C."""
     port: int = 8787
