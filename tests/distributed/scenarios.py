@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
+from pagoda.checkpoint.export import export
 from pagoda.checkpoint.state import ParameterState
 from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
@@ -364,6 +365,7 @@ def pass_on_full_states(out: Path, name: str, expert_parallel: int) -> dict[str,
     everywhere = pagoda.full_state_dict(model, all_ranks=True)
     state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
     dcp.save(state, checkpoint_id=out / "dcp")
+    export(model, out / "exported")
     saved = {key: joined(value.state_dict()) for key, value in state.items()}
     optimizer.close()
     other, optimizer = mixture(name, expert_parallel, seed=5)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from zoo import LAYERS
 
 from .conftest import RankServer
@@ -125,7 +126,11 @@ def test_a_checkpoint_of_four_ranks_resumes_on_others(ranks: RankServer, tmp_pat
 
 
 def test_divided_parameters_are_read_changed_and_loaded_as_wholes(ranks: RankServer, tmp_path: Path) -> None:
-    for rank, result in enumerate(ranks.run("change_divided", 2, tmp_path, name="mixer")):
+    results = ranks.run("change_divided", 2, tmp_path, name="mixer")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == results[0]["full"].keys()
+    assert all(torch.equal(value, results[0]["full"][name]) for name, value in exported.items())
+    for rank, result in enumerate(results):
         before = result["before"]
         assert result["full"].keys() == (before.keys() if rank == 0 else set())
         assert all(torch.equal(value, before[name]) for name, value in result["full"].items())
