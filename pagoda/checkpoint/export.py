@@ -65,8 +65,8 @@ def export(
         record = checkpoint.manifest.get("model")
         if not isinstance(record, dict):
             raise CheckpointError(
-                f"{directory} is not of a model of transformers, so it has no Hugging Face layout. Its "
-                f"{_WEIGHT}.safetensors is the model's, by its own names."
+                f"{directory} has no Hugging Face layout, because its model is not of transformers. Its "
+                f"{_WEIGHT}.safetensors has the weights, under the model's own names."
             )
         as_dtype = checkpoint.states[_WEIGHT] if dtype is None else _DTYPES[dtype]
         adapted = None

@@ -75,7 +75,7 @@ def assert_of_no_use(run: Run, directory: Path) -> None:
         run.optimizer.state_dict,
         lambda: run.optimizer.save_checkpoint(directory),
     ):
-        with pytest.raises(StorageError, match=r"The training state is that of no step.*until a checkpoint is loaded"):
+        with pytest.raises(StorageError, match=r"The training state is damaged.*Load a checkpoint"):
             use()
     assert not directory.exists()
 
