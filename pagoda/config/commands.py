@@ -53,12 +53,12 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Write a report of a run as one HTML file: curves, memory, units, settings, checkpoints."""
+    """Write a report of a run, or of a plan, as one HTML file: curves, lanes, memory, units, settings."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """Directory of a run, finished or not."""
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN")]
+    """Directory of a run, finished or not, or a file that `pagoda plan --json` wrote."""
     out: Path | None = None
-    """File to write. By default report.html in the run's directory."""
+    """File to write. By default report.html in the run's directory, or next to the plan, with its name."""
     live: bool = False
     """Serve the page on this machine instead, up to date with the run, until Ctrl-C."""
     port: int = 8787

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _FREE_ON_RESUME = frozenset(
     {field.name for concern in (Checkpoints, Sharding) for field in fields(concern)}
-    | {"steps", "out", "save_at_end", "resume", "plan", "trace", "trace_step", "speculate"}
+    | {"steps", "out", "save_at_end", "resume", "checkpoint", "plan", "trace", "trace_step", "speculate"}
     | {"data", "tokenizer", "cache", "eval_data", "eval_every", "eval_rows", "patience", "keep_best"}
     | {"sample_every", "prompt", "sample_tokens", "log"}
 )
@@ -143,14 +143,17 @@ class TrainConfig(Run):
     resume: bool = False
     """Continue the run in --out from its last whole checkpoint, or from the beginning if it has none yet. Settings that
     are not given keep their values."""
+    checkpoint: str = "last"
+    """With --resume: the checkpoint to continue from: last, best (by evaluation), or its name, such as step-000100.
+    Later ones are kept under other names."""
     log: str | None = None
     """Where to write metrics in addition to metrics.jsonl: tensorboard (in the run directory), wandb, trackio, with
     commas between."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
     trace_step: int = 3
-    """The step that --trace writes, counted from the first that this command runs. The third is the first in steady
-    state."""
+    """The step to record, for `pagoda report` and --trace, counted from the first that this command runs. The third is
+    the first in steady state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

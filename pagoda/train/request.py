@@ -10,7 +10,7 @@ from pagoda.config.settings import require, require_count
 from pagoda.errors import ConfigError
 from pagoda.train.config import TrainConfig
 
-_NOT_SETTINGS = ("out", "resume", "trace", "trace_step")
+_NOT_SETTINGS = ("out", "resume", "checkpoint", "trace", "trace_step")
 """Of one command, not of a run that is to be like another."""
 
 
