@@ -243,7 +243,8 @@ class _Wrapping:
             return plan
         budget = self._memory.activation_bytes
         room = _free_beside(plan, device, mesh.world.local_size) if budget is None else budget
-        return replace(plan, options=replace(plan.options, activation_bytes=room, activations_limited=budget is not None))
+        options = replace(plan.options, activation_bytes=room, activations_limited=budget is not None)
+        return replace(plan, options=options)
 
     def _move_in(self, engine: Engine, tiling: Tiling) -> None:
         """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
@@ -268,7 +269,7 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     left, with a warning.
 
     Raises ConfigError for a directory without config.json or weights, for weights that do not fit the model, and for
-    quantised ones; CheckpointError for a damaged file.
+    quantized ones; CheckpointError for a damaged file.
     """
     with init():
         model = build_from_directory(Path(directory), model_class)
@@ -304,8 +305,8 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
     for a model that checkpoints by itself."""
     if training.partition_activations and mesh.ranks.tensor_parallel == 1:
         raise ConfigError(
-            "partition_activations divides them over tensor-parallel ranks, and there are none: leave it out, or use "
-            "pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
+            "partition_activations divides activations over tensor-parallel ranks, and there are none: leave it out, "
+            "or use pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
         )
     if training.activations == "keep":
         return

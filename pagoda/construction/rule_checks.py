@@ -11,8 +11,8 @@ def check_rule(optimizer: object) -> None:
     """Raises ConfigError for what is no rule."""
     if not isinstance(optimizer, Rule):
         raise ConfigError(
-            f"wrap() wants a rule such as pagoda.AdamW(lr=3e-4), not {optimizer!r}. A class of torch or of anyone else "
-            "goes in as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
+            f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {optimizer!r}. Give a class of torch or of "
+            "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
         )
 
 

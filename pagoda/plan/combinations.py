@@ -12,7 +12,7 @@ from pagoda.plan.ranks import Ranks
 class Feature(StrEnum):
     """A setting that reaches into how state is stored or updated, as users write it."""
 
-    WHOLE = "an optimizer that takes parameters whole, such as Adafactor or Muon"
+    WHOLE = "an optimizer that takes whole parameters, such as Adafactor or Muon"
     EIGHT_BIT = "moments='8bit'"
     GRADIENTS = "gradients in another dtype than weights (MixedPrecision.gradients)"
     ASYNC = "update='async'"

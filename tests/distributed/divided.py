@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from zoo import BATCH, LENGTH, VOCABULARY, Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
+from pagoda.checkpoint.export import export
 from pagoda.models import build_model
 
 PAGE = 4096
@@ -366,6 +367,7 @@ def change_divided(out: Path, name: str) -> dict[str, Any]:
     model, optimizer, _ = wrapped(out, name, 2)
     before = state_of(model, optimizer)["weights"]
     full = pagoda.full_state_dict(model)
+    export(model, out / "exported")
     with pagoda.gathered(model.head, modify=True), torch.no_grad():
         shown = model.head.weight.full_tensor()
         model.head.weight.mul_(2)

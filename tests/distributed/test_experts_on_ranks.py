@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.config.memory import Memory
@@ -176,6 +177,9 @@ def test_full_states_of_divided_experts_hold_all_of_them(model: str, ranks: Rank
             assert_same(result["saved"][part], result["restored"][part])
     for name, weight in alone["full"].items():
         assert torch.equal(weight, full[name]), name
+    auto = AutoModelForCausalLM if model == "mixtral-15m" else AutoModelForSeq2SeqLM
+    exported = auto.from_pretrained(tmp_path / "divided" / "exported").state_dict()
+    assert all(torch.equal(exported[name], weight) for name, weight in full.items())
     moments = {**first["saved"]["optim"]["state"], **second["saved"]["optim"]["state"]}
     assert_same(moments, alone["restored"]["optim"]["state"])
 

@@ -439,13 +439,6 @@ MUTANTS = (
     Mutant(checkpoints, "what is to be kept is read before it is", "return of_unit.copied if", "return True if"),
     Mutant(
         checkpoints,
-        "updates overtake those that a checkpoint lacks",
-        "return bool(self._behind) and unit not in self._behind",
-        "return False",
-        worlds=25_000,
-    ),
-    Mutant(
-        checkpoints,
         "what the reserve has kept stays there",
         "        if kept is not None and kept.count:\n",
         "        if False:\n",
