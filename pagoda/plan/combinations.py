@@ -12,7 +12,7 @@ from pagoda.plan.ranks import Ranks
 class Feature(StrEnum):
     """A setting that reaches into how state is stored or updated, as users write it."""
 
-    WHOLE = "an optimizer that takes whole parameters, such as Adafactor or Muon"
+    WHOLE = "an optimizer that takes whole parameters (Adafactor, Muon)"
     EIGHT_BIT = "moments='8bit'"
     GRADIENTS = "gradients in another dtype than weights (MixedPrecision.gradients)"
     ASYNC = "update='async'"
@@ -47,8 +47,6 @@ REFUSED: Mapping[frozenset[Feature], str] = {
         (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
         (F.ASYNC, F.RANKS, _OWN_PACE),
         (F.SPECULATE, F.RANKS, _LATE),
-        (F.RANKS, F.DEVICE_UPDATES, "several ranks update their slices on their CPUs alone"),
-        (F.RANKS, F.DEVICE_HOMES, "several ranks update their slices on their CPUs alone"),
         (F.EIGHT_BIT, F.TENSOR, "blocks of quantized moments would depend on how tensors are divided"),
         (F.TILES, F.TENSOR, "tensor parallelism has divided the layers already"),
         (F.AUTO, F.EXPERTS, "it chooses by the sizes that a rank sees, and ranks must recompute the same layers"),

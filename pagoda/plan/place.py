@@ -170,6 +170,10 @@ class _Placer:
             kept = first_that_fit(self.weight, min(most, self.host - taken))
             if kept == self.all:
                 return kept, 0, self.host - taken - weights + self.least_staging
+            if any(map(layout.gathers_after_update, layout.units)):
+                # Each rank would read all weights from its drive and write all of them, not 1/N as in stage 3.
+                stage3 = "memory.host, or use ZeRO stage 3: in stages 1 and 2 every rank keeps all weights in RAM"
+                self._refuse(HOST, min(taken + weights, everything), self.host, stage3)
         taken_if_streamed = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=True)
         left = self.host - taken_if_streamed
         leases = least = 0
@@ -326,7 +330,8 @@ class _Placer:
             return {}
         layout = self.layout
         resident = [unit for unit in layout.units if unit.index in self.resident]
-        total = sum(layout.lease_of(unit) for unit in layout.units if unit.index not in self.resident)
+        used_at_home = {unit.index for unit in resident if not layout.is_cut(unit, WEIGHT)}
+        total = sum(layout.lease_of(unit) for unit in layout.units if unit.index not in used_at_home)
         lines = {
             state: sum(layout.pages(unit, state) for unit in resident)
             for state in (*(s.name for s in layout.states), GRAD)
@@ -355,7 +360,7 @@ class _Placer:
         layout, share = self.layout, self.split.device_home_share
         if not share or self.device is None:
             return frozenset()
-        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring
+        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_pages(layout)
         states = (*(state.name for state in layout.states), GRAD)
         pages = {unit.index: sum(layout.pages(unit, state) for state in states) for unit in layout.units[:-1]}
         return first_that_fit(pages, int(share * (self.device - needed)))

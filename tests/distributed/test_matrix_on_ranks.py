@@ -70,7 +70,6 @@ def possible(case: Case) -> bool:
         or (place == "ram" and activations == "offload")  # nowhere to go
         or (case.get("rule") == "adafactor" and case.get("experts") == 2)  # a stack would be cut
         or (case.get("partition") and (case.get("tensor") == 1 or activations in ("keep", "offload")))
-        or (case.get("stage") in (1, 2) and place in ("ssd", "arena-ssd"))
         or (update == "announced" and case.get("clip", None) is not None)
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )
