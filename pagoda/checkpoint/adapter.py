@@ -48,9 +48,12 @@ class AdaptedModel:
         """The checkpoint's name for what the model without its adapter calls `name`: a parameter or a buffer."""
         return self._names.get(name, f"base_model.model.{name}")
 
-    def write(self, folder: Path) -> tuple[list[str], int, int]:
+    def values(self) -> dict[str, torch.Tensor]:
+        """The adapter's parameters, by name."""
+        return {name: self._read(name) for name in self._adapter}
+
+    def write(self, folder: Path, values: dict[str, torch.Tensor]) -> tuple[list[str], int, int]:
         """Write the adapter, and sync it; returns the names of the files, how many tensors they have, and bytes."""
-        values = {name: self._read(name) for name in self._adapter}
         self._model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
         files = sorted(path for path in folder.iterdir() if path.is_file())
         for path in files:

@@ -1,16 +1,20 @@
-"""From a checkpoint to the files that transformers' `from_pretrained` reads, in pieces; or to those of peft."""
+"""From a checkpoint, or from pages, to the files that transformers' `from_pretrained` reads, in pieces; or to those of
+peft."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pagoda.checkpoint.adapter import AdaptedModel
 from pagoda.checkpoint.directory import committed, write_json
 from pagoda.checkpoint.hf_layout import stored_names, to_files
 from pagoda.checkpoint.lazy import LazyTensor, Read
+from pagoda.checkpoint.live import Weights, live_weights
 from pagoda.checkpoint.model_config import ADAPTER, skeleton
 from pagoda.checkpoint.pretrained import INDEX, SINGLE
 from pagoda.checkpoint.rank_files import Files
@@ -22,8 +26,9 @@ from pagoda.memory.arena import tensor_bytes
 from pagoda.memory.files import write_durably
 from pagoda.memory.identity import new_checkpoint_id
 from pagoda.optim.flat import join
+from pagoda.plan.layout import WEIGHT
 
-_WEIGHT, _LOW = "weight", "weight_low"
+_LOW = "weight_low"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -40,67 +45,108 @@ class Exported:
 
 
 def export(
-    directory: Path,
+    source: Path | nn.Module,
     out: Path,
     *,
     dtype: Precision | None = None,
     max_shard_bytes: int = 5 << 30,
     merge: bool = False,
+    own_names: bool = False,
     beside: Sequence[Path] = (),
 ) -> Exported:
-    """Write the model of a checkpoint as a Hugging Face directory, which appears complete or not at all.
+    """Write the model of a checkpoint, or a wrapped model, as a Hugging Face directory, which appears complete or not
+    at all.
 
     Of a model with an adapter of peft, that is the adapter alone, for `peft.PeftModel.from_pretrained`; with `merge` it
     is the model without one, whose weights have what the adapter adds. Files `beside` are copied into it: a tokenizer.
+    A model that is not of transformers, or any with `own_names`, is written whole, with the names that its parameters
+    and buffers have in Python, and without a configuration.
 
     The weights are those that the model computed with, unless `dtype` asks for others: "fp32" is the master, exact;
     "bf16" of a model trained in fp32 is rounded to even. A file has at most `max_shard_bytes` of tensors, or one
-    tensor. Buffers keep their dtype. RAM used depends on the number of tensors, not on their size; the exception are
-    layouts that transformers makes by more than joining and cutting, where each such tensor is in RAM at once.
+    tensor. Buffers keep their dtype. RAM used depends on the number of tensors, not on their size; the exceptions are
+    layouts that transformers makes by more than joining and cutting, and parameters that tensor-parallel ranks divide:
+    each such tensor is in RAM at once.
 
-    Raises CheckpointError for what is no checkpoint, is damaged, or is not of a model of transformers, and where `out`
-    exists; StorageError where the disk is full or fails; ConfigError where transformers is not installed.
+    Of a wrapped model every rank calls it, at the same point of its program, and the first one writes.
+
+    Raises CheckpointError for what is no checkpoint or is damaged, and where `out` exists; StorageError where the disk
+    is full or fails; ConfigError where transformers is not installed; UsageError for a model that is not wrapped, and
+    between backward and `step()` where updates run during backward.
     """
-    with Checkpoint(directory) as checkpoint:
-        record = checkpoint.manifest.get("model")
-        if not isinstance(record, dict):
-            raise CheckpointError(
-                f"{directory} is not of a model of transformers, so it has no Hugging Face layout. Its "
-                f"{_WEIGHT}.safetensors is the model's, by its own names."
-            )
-        as_dtype = checkpoint.states[_WEIGHT] if dtype is None else _DTYPES[dtype]
+    with _opened(source) as weights:
+        record = None if own_names else weights.record
+        as_dtype = weights.dtype if dtype is None else _DTYPES[dtype]
         adapted = None
-        if ADAPTER in record:
-            adapted = AdaptedModel(record, lambda name: _whole(checkpoint, name, as_dtype))
+        if record is not None and ADAPTER in record:
+            adapted = AdaptedModel(record, lambda name: _whole(weights, name, as_dtype))
             if not merge:
-                with committed(out) as folder:
-                    _copy(beside, folder)
-                    return Exported(*adapted.write(folder), as_dtype)
+                return Exported(*_write_adapter(adapted, out, beside, weights.is_first), as_dtype)
         elif merge:
-            raise CheckpointError(f"{directory} has no adapter to merge: export it without --merge.")
-        model = skeleton(record)
-        tensors = to_files(model, _tensors(checkpoint, model, as_dtype, adapted))
+            raise CheckpointError(f"{weights.name} has no adapter to merge: export it without --merge.")
+        tensors = _tensors(weights, record, as_dtype, adapted)
         shards = _shards(tensors, max_shard_bytes)
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        specs = {file: [tensors[name].spec(name) for name in names] for file, names in shards.items()}
-        files = Files(out, new_checkpoint_id(), specs, None)
-        with files.open():
-            _copy(beside, files.folder)
-            for file, names in shards.items():
-                for name in names:
-                    for start, count in chunks(tensors[name].numel()):
-                        files.write(file, name, start, tensor_bytes(tensors[name].read(start, count)))
-            files.finish()
-            if len(shards) > 1:
-                index = {
-                    "metadata": {"total_size": nbytes},
-                    "weight_map": {name: f"{file}.safetensors" for file, names in shards.items() for name in names},
-                }
-                write_json(files.folder / INDEX, index, indent=2)
-            write_json(files.folder / "config.json", _config(record, as_dtype), indent=2)
+        if weights.is_first:
+            _write(out, tensors, shards, beside, record, as_dtype)
+        else:
+            for tensor in tensors.values():
+                for start, count in chunks(tensor.numel()):
+                    tensor.read(start, count)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
+
+
+@contextmanager
+def _opened(source: Path | nn.Module) -> Iterator[Weights]:
+    """Weights to be read; on several ranks, the block has ended on all of them once it is left."""
+    if isinstance(source, nn.Module):
+        with live_weights(source) as weights:
+            yield weights
+    else:
+        with Checkpoint(source) as checkpoint:
+            tensors = {state: checkpoint.tensors(state) for state in (*checkpoint.states, BUFFERS)}
+            yield Weights(str(source), checkpoint.manifest.get("model"), tensors)
+
+
+def _write_adapter(
+    adapted: AdaptedModel, out: Path, beside: Sequence[Path], is_first: bool
+) -> tuple[list[str], int, int]:
+    values = adapted.values()
+    if not is_first:
+        return [], len(values), sum(value.nbytes for value in values.values())
+    with committed(out) as folder:
+        _copy(beside, folder)
+        return adapted.write(folder, values)
+
+
+def _write(
+    out: Path,
+    tensors: dict[str, LazyTensor],
+    shards: dict[str, list[str]],
+    beside: Sequence[Path],
+    record: dict[str, Any] | None,
+    dtype: torch.dtype,
+) -> None:
+    """Write all files of a model, in order, each tensor piece by piece."""
+    specs = {file: [tensors[name].spec(name) for name in names] for file, names in shards.items()}
+    files = Files(out, new_checkpoint_id(), specs, None)
+    with files.open():
+        _copy(beside, files.folder)
+        for file, names in shards.items():
+            for name in names:
+                for start, count in chunks(tensors[name].numel()):
+                    files.write(file, name, start, tensor_bytes(tensors[name].read(start, count)))
+        files.finish()
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+                "weight_map": {name: f"{file}.safetensors" for file, names in shards.items() for name in names},
+            }
+            write_json(files.folder / INDEX, index, indent=2)
+        if record is not None:
+            write_json(files.folder / "config.json", _config(record, dtype), indent=2)
             if record.get("generation_config"):
                 write_json(files.folder / "generation_config.json", record["generation_config"], indent=2)
-    return Exported([f"{file}.safetensors" for file in shards], len(tensors), nbytes, as_dtype)
 
 
 def _copy(files: Sequence[Path], folder: Path) -> None:
@@ -109,55 +155,53 @@ def _copy(files: Sequence[Path], folder: Path) -> None:
 
 
 def _tensors(
-    checkpoint: Checkpoint, model: Any, dtype: torch.dtype, adapted: AdaptedModel | None
+    weights: Weights, record: dict[str, Any] | None, dtype: torch.dtype, adapted: AdaptedModel | None
 ) -> dict[str, LazyTensor]:
-    """What the checkpoint has for each name under which transformers saves a tensor of the model, merged with what an
-    adapter adds."""
+    """Each tensor of the files by its name there, merged with what an adapter adds."""
+    held, buffers = weights.tensors[WEIGHT], weights.tensors[BUFFERS]
+    if record is None:
+        plain = {name: LazyTensor(dtype, one.shape, _weights(weights, name, dtype)) for name, one in held.items()}
+        return plain | dict(buffers)
+    model = skeleton(record)
     expected = model.state_dict()
-    weights, buffers = checkpoint.specs(_WEIGHT), checkpoint.specs(BUFFERS)
     found = {}
-    for name, plain in stored_names(model).items():
-        held_as = plain if adapted is None else adapted.stored_name(plain)
-        if held_as in weights:
-            spec = weights[held_as]
-            read = _weights(checkpoint, held_as, dtype if adapted is None else torch.float32)
+    for name, plain_name in stored_names(model).items():
+        held_as = plain_name if adapted is None else adapted.stored_name(plain_name)
+        if held_as in held:
+            read = _weights(weights, held_as, dtype if adapted is None else torch.float32)
             if adapted is not None:
                 read = adapted.merged(held_as, read, dtype)
-            found[name] = LazyTensor(dtype, spec.shape, read)
+            found[name] = LazyTensor(dtype, held[held_as].shape, read)
         elif held_as in buffers:
-            spec = buffers[held_as]
-            found[name] = checkpoint.tensor(BUFFERS, held_as)
+            found[name] = buffers[held_as]
         else:
+            raise CheckpointError(f"{weights.name} is damaged: it lacks {held_as!r} of its {type(model).__name__}")
+        if found[name].shape != expected[name].shape:
             raise CheckpointError(
-                f"{checkpoint.directory} is damaged: it lacks {held_as!r} of its {type(model).__name__}"
-            )
-        if spec.shape != tuple(expected[name].shape):
-            raise CheckpointError(
-                f"{checkpoint.directory} has {held_as!r} as {spec}; its {type(model).__name__} has the shape "
+                f"{weights.name} has {held_as!r} as {found[name].spec(name)}; its {type(model).__name__} has the shape "
                 f"{list(expected[name].shape)}. A model changed after it was built from its config cannot be exported."
             )
-    return found
+    return to_files(model, found)
 
 
-def _weights(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Read:
+def _weights(weights: Weights, name: str, dtype: torch.dtype) -> Read:
     """Reads a parameter's weights: the halves of the master joined where fp32 is asked of bf16."""
-    weight = checkpoint.tensor(_WEIGHT, name)
-    if dtype is torch.float32 and _LOW in checkpoint.states and name in checkpoint.specs(_LOW):
-        low = checkpoint.tensor(_LOW, name)
+    weight, low = weights.tensors[WEIGHT][name], weights.tensors.get(_LOW, {}).get(name)
+    if dtype is not torch.float32 or low is None:
+        return lambda start, count: weight.read(start, count).to(dtype)
 
-        def master(start: int, count: int) -> torch.Tensor:
-            joined = torch.empty(count)
-            join(weight.read(start, count), low.read(start, count), joined)
-            return joined
+    def master(start: int, count: int) -> torch.Tensor:
+        joined = torch.empty(count)
+        join(weight.read(start, count), low.read(start, count), joined)
+        return joined
 
-        return master
-    return lambda start, count: weight.read(start, count).to(dtype)
+    return master
 
 
-def _whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _whole(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
     """A parameter's weights, in its shape."""
-    shape = checkpoint.tensor(_WEIGHT, name).shape
-    return _weights(checkpoint, name, dtype)(0, shape.numel()).view(shape)
+    shape = weights.tensors[WEIGHT][name].shape
+    return _weights(weights, name, dtype)(0, shape.numel()).view(shape)
 
 
 def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> dict[str, list[str]]:

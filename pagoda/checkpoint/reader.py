@@ -101,8 +101,12 @@ class Checkpoint:
         """The tensors of a state, in the order of the model."""
         return {name: tensor.spec(name) for name, tensor in self._tensors[state].items()}
 
+    def tensors(self, state: str) -> dict[str, LazyTensor]:
+        """The tensors of a state, which read themselves in pieces. Those raise CheckpointError where damaged."""
+        return self._tensors[state]
+
     def tensor(self, state: str, name: str) -> LazyTensor:
-        """A tensor, which reads itself in pieces. Those raise CheckpointError where they are damaged."""
+        """As `tensors`, one of them."""
         return self._tensors[state][name]
 
     def parts(self, name: str) -> list[str]:

@@ -81,6 +81,13 @@ class ParameterState(NamedTuple):
         span = self.spans()[state]
         return self.engine.store.read(self.unit.index, state, span.first, span.count).view(span.shape)
 
+    def lazy(self, state: str) -> LazyTensor:
+        """As `read`, piece by piece."""
+        store, index, span = self.engine.store, self.unit.index, self.spans()[state]
+        return LazyTensor(
+            store.dtype(state), span.shape, lambda start, count: store.read(index, state, span.first + start, count)
+        )
+
     def master(self) -> torch.Tensor:
         """A copy of the fp32 master; of a parameter without one, its weights in fp32, or its bytes."""
         weight = self.read(WEIGHT)

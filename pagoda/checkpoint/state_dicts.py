@@ -1,18 +1,14 @@
 """A wrapped model's weights as dictionaries: torch's `state_dict`, one of all ranks, of adapters, of masters."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from pagoda.checkpoint.state import all_states, said_by_ranks, settle, state_of, states_of, unpaged, whole_states
-from pagoda.distributed.tensors import Form
+from pagoda.checkpoint.live import live_weights
+from pagoda.checkpoint.state import settle, state_of, states_of, unpaged, whole_states
 from pagoda.errors import CheckpointError, UsageError
-from pagoda.optim.rule import Shape
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
 
@@ -90,65 +86,18 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
     Every rank calls it at the same point of its program. Raises UsageError for a model that is not wrapped.
     """
-    engine = next(iter(states_of(model).values())).engine
-    engine.settle()
-    rank_group = engine.rank_group
-    receivers = range(rank_group.ranks if rank_group is not None else 1)[: None if all_ranks else 1]
-    keeps = rank_group is None or rank_group.rank in receivers
     found: dict[str, torch.Tensor] = {}
-    by_rank = _places_by_rank(model, engine)
-    for number, state in enumerate(all_states(engine)):
-        _, unit, slot = state
-        value, form = state.read(WEIGHT), unit.forms[slot]
-        if isinstance(form, Form):
-            value = form.around(value).full_tensor().cpu()
-        elif form is not None:
-            value = form.around(value)
-        values: Sequence[torch.Tensor] = (value,)
-        if rank_group is not None and len(by_rank) > 1 and unit.index in engine.plan.layout.expert_units:
-            values = rank_group.of_every_part(f"the full state of {unit.index}, {slot}", value, receivers)
-        for places, one in zip(by_rank, values, strict=False) if keeps else ():
-            places[number].put(one, found)
-    return found | {name: value.detach().clone() for name, value in unpaged(model)} if keeps else {}
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a parameter of a rank goes in a full state dict."""
-
-    names: list[str]
-    """Of the whole parameter; a tied one has several."""
-    start: int
-    """Its first element there."""
-    shape: Shape
-    """Of the whole."""
-
-    def put(self, value: torch.Tensor, found: dict[str, torch.Tensor]) -> None:
-        """Put a parameter where it belongs: a part of one into the whole."""
-        if value.numel() == prod(self.shape):
-            found.update(dict.fromkeys(self.names, value))
-            return
-        whole = found.setdefault(self.names[0], torch.empty(self.shape, dtype=value.dtype))
-        whole.view(-1)[self.start : self.start + value.numel()] = value.reshape(-1)
-
-
-def _places_by_rank(model: nn.Module, engine: Engine) -> list[list[_Place]]:
-    """Of each rank that divides experts, or this one where none does: the places of all its parameters, in their order.
-
-    Every rank asks for it at the same point of its program.
-    """
-    names: dict[int, list[str]] = {}
+    with live_weights(model, all_ranks) as weights:
+        keeps = all_ranks or weights.is_first
+        for name, tensor in weights.tensors[WEIGHT].items():
+            value = tensor.whole()
+            if keeps:
+                found[name] = value
+    first = {id(param): name for name, param in model.named_parameters()}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    mine = []
-    for _, unit, slot in all_states(engine):
-        param, part = unit.params[slot], unit.spec.slots[slot].param.part
-        if part is None:
-            mine.append(_Place(names[id(param)], 0, tuple(param.shape)))
-        else:
-            mine.append(_Place([part.whole], part.start, part.shape))
-    parts = 1 if engine.rank_group is None else engine.rank_group.parts
-    return [mine] if parts == 1 else said_by_ranks(engine, "the full state dict", mine)[:parts]
+        if first[id(param)] in found:
+            found[name] = found[first[id(param)]]
+    return found | {name: value.detach().clone() for name, value in unpaged(model)} if keeps else {}
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,6 +1,5 @@
 """`pagoda plan`: what a run would take, before it is run."""
 
-import json
 import shlex
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ def run(config: PlanConfig, console: Console) -> int:
     from pagoda.forecast.forecast import forecast
     from pagoda.forecast.largest import largest_model
     from pagoda.forecast.machine import find_machine_for
+    from pagoda.forecast.record import as_lines
     from pagoda.forecast.report import as_json, show
 
     if config.plot is not None:
@@ -41,7 +41,7 @@ def run(config: PlanConfig, console: Console) -> int:
     made = forecast(config, machine)
     advice = advise(made)
     if config.json:
-        print(json.dumps(as_json(made, advice), indent=1))
+        print(as_lines(as_json(made, advice)), end="")
     else:
         show(made, advice, console)
         if searched and made.fits and made.machine.ranks is None:

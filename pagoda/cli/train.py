@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pagoda.train.request import TrainRequest
-from pagoda.train.run_dir import RunDir
+from pagoda.train.run_dir import LAST, RunDir
 
 _SIGNAL_BASE = 128
 
@@ -34,7 +34,7 @@ def defaults_of(args: Sequence[str]) -> TrainRequest | None:
         return None
     if "--resume" in args and (out := _value(args, "--out")):
         started = RunDir(Path(out)).started_config()
-        return TrainRequest.like(started, out=Path(out), resume=True, trace=None)
+        return TrainRequest.like(started, out=Path(out), resume=True, checkpoint=LAST, trace=None)
     given = _value(args, "--config")
     return TrainRequest.read(Path(given)) if given else None
 

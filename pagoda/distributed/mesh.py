@@ -29,12 +29,12 @@ OnAllRanks = Callable[[str, Callable[[], None]], None]
 
 
 class Mesh:
-    """The ranks of a run as two grids over the same processes.
+    """The ranks of a run as a grid of replicas x S slices x T parts of tensors: rank r is at (r // ST, r // T % S,
+    r % T).
 
-    Dense weights: rank r is at (r // ST, r // T % S, r % T) of replicas x S slices x T parts of tensors; ranks that
-    divide tensors are consecutive, and so are those of a replica, so that each lies inside a node where a node has as
-    many. Experts: rank r is at (r // E, r % E); ranks of the same second coordinate have the same experts and share out
-    their state, consecutive ones have different experts.
+    Ranks that divide tensors are consecutive, and so are those of a replica, so that each lies inside a node where a
+    node has as many. Along the slices, E ranks in a row have different experts, and those E apart share the state of
+    the same ones.
     """
 
     def __init__(self, world: World, ranks: Ranks) -> None:
@@ -86,10 +86,11 @@ class Mesh:
 
     @cached_property
     def experts(self) -> DeviceMesh:
-        """The grid (EXPERT_SHARD, EXPERT); every rank has to ask for it at the same point."""
+        """The grid (EXPERT_SHARD, EXPERT) of the ranks that have the same parts of tensors; every rank has to ask for
+        it at the same point."""
         each = self.ranks.expert_parallel
-        shape = (self.ranks.data_parallel // each, each)
-        return init_device_mesh("cpu", shape, mesh_dim_names=(EXPERT_SHARD, EXPERT))
+        shape = (self.ranks.data_parallel // each, each, self.ranks.tensor_parallel)
+        return init_device_mesh("cpu", shape, mesh_dim_names=(EXPERT_SHARD, EXPERT, TENSOR))[EXPERT_SHARD, EXPERT]
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
@@ -99,31 +100,29 @@ class Mesh:
     @property
     def expert_index(self) -> int:
         """Which part of the experts this rank has, from 0."""
-        return self.rank % self.ranks.expert_parallel
+        return self.ranks.expert_part(self.rank)
 
     def sharers(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
         """Ranks that hold the slices of one copy of a unit's state, a rank's (this one's by default) among them, in the
         order of the slices; `expert` for a unit of experts."""
         rank = self.rank if rank is None else rank
-        if expert:
-            return tuple(range(rank % self.ranks.expert_parallel, self.size, self.ranks.expert_parallel))
-        each = self.ranks.tensor_parallel
-        replica = self.ranks.sharers(expert=False) * each
-        first = rank // replica * replica + rank % each
-        return tuple(range(first, first + replica, each))
+        first = rank // self._replica * self._replica
+        return tuple(other for other in self.family(expert, rank) if first <= other < first + self._replica)
 
-    def copies(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
-        """Ranks that hold the same slice of a dense unit's state as a rank, this one by default, one a replica;
-        `expert` for a unit of experts, whose state has no replicas."""
+    def copies(self, rank: int | None = None) -> tuple[int, ...]:
+        """Ranks that hold the same slices of units' states as a rank, this one by default, one a replica."""
         rank = self.rank if rank is None else rank
-        if expert:
-            return (rank,)
-        replica = self.ranks.sharers(expert=False) * self.ranks.tensor_parallel
-        return tuple(range(rank % replica, self.size, replica))
+        return tuple(range(rank % self._replica, self.size, self._replica))
 
-    def family(self) -> tuple[int, ...]:
-        """Ranks that hold slices of the parts of parameters that this one has, of any replica."""
-        return tuple(range(self.tensor_index, self.size, self.ranks.tensor_parallel))
+    def family(self, expert: bool = False, rank: int | None = None) -> tuple[int, ...]:
+        """As `sharers`, of every replica."""
+        apart = self.ranks.tensor_parallel * (self.ranks.expert_parallel if expert else 1)
+        return tuple(range((self.rank if rank is None else rank) % apart, self.size, apart))
+
+    @property
+    def _replica(self) -> int:
+        """Consecutive ranks that have one copy of the state."""
+        return self.ranks.count // self.ranks.replicas
 
 
 def open_mesh(

@@ -131,8 +131,8 @@ class Reduction:
                 mine[start : start + count] = torch.from_numpy(flags)
         by_place = self._exchange(spec, first, mine)[:, :count].cpu().numpy()
         everyone = np.bitwise_or.reduce(by_place)
-        if len(self._shards.copies(spec)) > 1:
-            everyone = np.bitwise_or.reduce(self._of_copies(spec, torch.from_numpy(everyone)).cpu().numpy())
+        if len(self._shards.copies) > 1:
+            everyone = np.bitwise_or.reduce(self._of_copies(torch.from_numpy(everyone)).cpu().numpy())
         return everyone, self._means(spec, mine, by_place & GIVEN)
 
     def _exchange(self, spec: UnitSpec, each: AllToAll, given: torch.Tensor) -> torch.Tensor:
@@ -174,16 +174,16 @@ class Reduction:
             for first, last, places in _ranges(spec, by_place, span.start + start, span.start + stop):
                 at = slice(first - span.start, last - span.start)
                 sum_into(total[at.start - start : at.stop - start], [rows[place][at] for place in places])
-            if len(self._shards.copies(spec)) > 1:
-                sum_into(total, list(self._of_copies(spec, total)))
+            if len(self._shards.copies) > 1:
+                sum_into(total, list(self._of_copies(total)))
             mean_into(mean[start:stop], total, self._divisor)
 
     def _group(self, spec: UnitSpec) -> Group:
         return self._groups[self._shards.sharers(spec)]
 
-    def _of_copies(self, spec: UnitSpec, mine: torch.Tensor) -> torch.Tensor:
+    def _of_copies(self, mine: torch.Tensor) -> torch.Tensor:
         """Something of every replica's rank that has the same slice, shape [replicas, *that of `mine`]."""
-        group, count = self._groups[self._shards.copies(spec)], mine.numel()
+        group, count = self._groups[self._shards.copies], mine.numel()
         room = self._buffers.sums[1:].view(-1).view(mine.dtype)[: len(group.ranks) * count]
         found = room.view(len(group.ranks), count)
         found[group.place].copy_(mine)

@@ -16,6 +16,8 @@ class Shards:
         self._slices = layout.slices
         self._mesh = mesh or Mesh(World(), Ranks(1, 1))
         self.rank = self._mesh.rank
+        self.copies = self._mesh.copies()
+        """Ranks that have the same slices as this one."""
         self._sharers = {unit.index: self._mesh.sharers(self._is_expert(unit)) for unit in layout.units}
         self._updated: dict[tuple[int, int], Span] = {}
         """(unit, rank) -> what the rank updates of it."""
@@ -24,13 +26,9 @@ class Shards:
         """Ranks that have the slices of a unit, by their place there."""
         return self._sharers[unit.index]
 
-    def copies(self, unit: UnitSpec) -> tuple[int, ...]:
-        """Ranks that have the same slice of a unit as this one."""
-        return self._mesh.copies(self._is_expert(unit))
-
     def family(self, unit: UnitSpec) -> frozenset[int]:
         """Ranks that have a slice of a unit, of any copy of it."""
-        return frozenset(self.sharers(unit) if self._is_expert(unit) else self._mesh.family())
+        return frozenset(self._mesh.family(self._is_expert(unit)))
 
     def having(self, unit: UnitSpec, slot: int) -> tuple[int, ...]:
         """Ranks that have the same parameter, or the same part of it."""
@@ -45,7 +43,7 @@ class Shards:
 
     def counts(self, unit: UnitSpec, slot: int) -> bool:
         """Whether this rank's elements of a parameter are those of their copies that a norm counts."""
-        return self.writes(unit, slot) and self.copies(unit)[0] == self.rank
+        return self.writes(unit, slot) and self.copies[0] == self.rank
 
     def is_cut(self, unit: UnitSpec, state: str) -> bool:
         """Whether ranks have slices of a state of a unit, not all of it each."""
@@ -79,7 +77,7 @@ class Shards:
         """What this rank alone writes of a state into a checkpoint, in elements of the state: its slice, also where it
         has all of it. Nothing where another replica's rank does.
         """
-        if self.copies(unit)[0] != self.rank:
+        if self.copies[0] != self.rank:
             return ()
         spans = self._slices.spans(unit, self._place(unit, None), frozen=state == WEIGHT)
         if not self.is_cut(unit, state):

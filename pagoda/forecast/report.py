@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagoda.forecast.forecast import Forecast
+from pagoda.forecast.record import plan_record, timeline_record
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.plan.planner import Plan
@@ -45,13 +46,15 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
     """The keys that docs/plan.md describes. What only a plan can say is None, or empty, where none fits."""
     fits = forecast.fits
     timeline = forecast.timeline if fits else None
+    plan = plan_record(forecast.plan) if fits else {}
     problem = forecast.problem
     return {
         "fits": fits,
         "model": forecast.described.name,
         "hardware": forecast.machine.hardware.name,
         "params": forecast.described.params,
-        "bytes": forecast.bytes if fits else {},
+        "page_bytes": plan.get("page_bytes"),
+        "bytes": plan.get("bytes", {}),
         "budgets": asdict(problem.budgets) if problem else {},
         "state_bytes_per_parameter": dict(forecast.plan.layout.bytes_per_parameter) if fits else {},
         "activations": forecast.config.activations,
@@ -69,6 +72,8 @@ def as_json(forecast: Forecast, advice: Sequence[str]) -> dict[str, Any]:
         "reasons": [*forecast.notes, *forecast.resolved, *(forecast.choice.reasons if forecast.choice else ())],
         "refusal": str(forecast.refusal) if forecast.refusal else None,
         "advice": list(advice),
+        "units": plan.get("units", []),
+        "timeline": timeline_record(timeline) if timeline else None,
     }
 
 

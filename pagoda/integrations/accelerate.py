@@ -8,14 +8,14 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, convert_file_size_to_int
 from torch import nn
 
 from pagoda.checkpoint.state import is_paged
 from pagoda.config.training import Precision
 from pagoda.errors import ConfigError
 from pagoda.integrations.paging import Paging, hand_over
-from pagoda.integrations.states import States
+from pagoda.integrations.states import States, exported_into
 from pagoda.optimizer import PagedOptimizer
 
 _PRECISIONS: dict[str, Precision | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}
@@ -113,6 +113,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if norm_type == 2 and trained == stepped and trained <= of_models:
                 return torch.tensor(optimizer.optimizer.clip_grad_norm_(max_norm))
         return super().clip_grad_norm_(params, max_norm, norm_type)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As Accelerate's, but a paged model is written in pieces. Raises ConfigError unless to safetensors."""
+        if not any(model is paged for paged, _ in self._paged):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if not safe_serialization:
+            raise ConfigError("A model in pages is written as safetensors alone: leave out safe_serialization=False.")
+        limit = convert_file_size_to_int(max_shard_size)
+        with exported_into(Path(save_directory), model, max_shard_bytes=limit, own_names=True):
+            pass
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         """As Accelerate's, but the state of paged models is written in pieces."""

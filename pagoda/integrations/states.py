@@ -1,10 +1,17 @@
-"""Checkpoints of Pagoda inside directories that a framework overwrites."""
+"""State and models inside directories that a framework overwrites."""
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
 
 from pagoda.checkpoint.directory import remove
+from pagoda.checkpoint.export import export
 from pagoda.errors import CheckpointError
 from pagoda.optimizer import PagedOptimizer
 
@@ -40,3 +47,15 @@ class States:
     def _numbers(self) -> list[int]:
         names = [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := self._name.fullmatch(name)))
+
+
+@contextmanager
+def exported_into(directory: Path, model: nn.Module, **settings: Any) -> Iterator[None]:
+    """Write a model's files in pieces. They replace older ones in a directory after the block, which may write others
+    there. Every rank calls it. Raises as `export`, which has these settings."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".pagoda-", dir=directory) as folder:
+        export(model, Path(folder, "model"), **settings)
+        yield
+        for file in Path(folder, "model").glob("*"):
+            os.replace(file, directory / file.name)

@@ -2,10 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,19 +11,16 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pagoda.checkpoint.directory import read_manifest, remove
-from pagoda.checkpoint.export import export
-from pagoda.checkpoint.model_config import model_record
 from pagoda.config.training import Precision
 from pagoda.errors import CheckpointError, ConfigError
 from pagoda.integrations.accelerate import adopt
 from pagoda.integrations.paging import Paging, rule_of
+from pagoda.integrations.states import exported_into
 from pagoda.optimizer import PagedOptimizer
 from pagoda.runtime.activations.blocks import find_blocks
 
 STATE = "pagoda"
 """In a checkpoint's directory: Pagoda's own checkpoint, from which a run resumes."""
-_PASSING = ".pagoda-saving"
-"""The same, where only the model is asked for: it is deleted once the model's files are written."""
 _SCHEDULER, _TRAINER_STATE = "scheduler.pt", "trainer_state.json"
 _REFUSED = {
     "auto_find_batch_size": "a step that ran out of memory cannot be repeated: choose the batch size",
@@ -65,7 +59,6 @@ class PagedTrainerMixin:
         self.paging = Paging() if paging is None else paging
         self._paged: PagedOptimizer | None = None
         self._was_given = False
-        self._in_checkpoint = False
         for given in (*args, *kwargs.values()):
             if isinstance(given, transformers.TrainingArguments):
                 self.check_arguments(given)
@@ -168,36 +161,24 @@ class PagedTrainerMixin:
 
     # --- saving --------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._in_checkpoint = not self.args.save_only_model  # type: ignore[attr-defined]
-        try:
-            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._in_checkpoint = False
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model, in pieces, from a checkpoint of Pagoda, which stays where all state is to be saved."""
+        """Write the model in pieces, and by the trainer what goes with it."""
         trainer: Any = self
         if self._paged is None or state_dict is not None:
             super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
             return
         out = Path(trainer.args.output_dir if output_dir is None else output_dir)
-        with _checkpoint(trainer, self._paged, out / (STATE if self._in_checkpoint else _PASSING)) as checkpoint:
-            if not trainer.args.should_save:
-                return
-            if model_record(trainer.model) is None:  # no model of transformers, so there are no files of its own
-                super()._save(str(out), state_dict=None)  # type: ignore[misc]
-                return
-            with _saved_already(trainer.model):
-                super()._save(str(out), state_dict={})  # type: ignore[misc]
-            with TemporaryDirectory(prefix=".pagoda-", dir=out) as folder:
-                export(checkpoint, Path(folder, "model"))
-                for file in Path(folder, "model").iterdir():
-                    os.replace(file, out / file.name)
+        with exported_into(out, trainer.model):
+            super()._save(str(out), state_dict={})  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The scheduler alone: `_save` has written all else."""
+        """Write all state, in place of what an interrupted run has left there, and the scheduler's."""
         trainer: Any = self
+        directory = Path(output_dir, STATE)
+        if trainer.args.should_save and directory.exists():
+            remove(directory)
+        trainer.accelerator.wait_for_everyone()
+        self._paged.save_checkpoint(directory)  # type: ignore[union-attr]
         if trainer.args.should_save:
             torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -239,35 +220,6 @@ class PagedTrainerMixin:
             self._paged.load_checkpoint(best / STATE)
         else:  # save_only_model
             super()._load_best_model()  # type: ignore[misc]
-
-
-@contextmanager
-def _checkpoint(trainer: Any, optimizer: PagedOptimizer, directory: Path) -> Iterator[Path]:
-    """A checkpoint of all state at `directory`, in place of one that an interrupted run has left there; it is deleted
-    afterwards if it was only made to pass its model on."""
-    if trainer.args.should_save:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        if directory.exists():
-            remove(directory)
-    trainer.accelerator.wait_for_everyone()
-    optimizer.save_checkpoint(directory)
-    try:
-        yield directory
-    finally:
-        if directory.name == _PASSING:
-            trainer.accelerator.wait_for_everyone()
-            if trainer.args.should_save:
-                remove(directory)
-
-
-@contextmanager
-def _saved_already(model: Any) -> Iterator[None]:
-    """Let a trainer save all that goes with a model, but not the model."""
-    model.save_pretrained = lambda *_args, **_kwargs: None
-    try:
-        yield
-    finally:
-        del model.save_pretrained
 
 
 def _last_checkpoint(run: Path) -> Path:

@@ -93,6 +93,8 @@ class _Placer:
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
         self.moment = self._by_unit(*(state.name for state in layout.moments))
+        # Two wait for their turn to be added up; where ranks use experts in orders of their own, others' come before.
+        staging_buffers += bool(layout.expert_units) and any(layout.group(unit) > 1 for unit in layout.units)
         self.grads, widest_grad = sum(self.grad.values()), max(self.grad.values())
         self.least_staging, self.most_staging = min(self.grads, staging_buffers * widest_grad), _STAGED * widest_grad
         self.fixed = self._fixed_lines()

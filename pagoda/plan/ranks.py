@@ -23,8 +23,8 @@ class Ranks:
     """Ranks on one node: of consecutive numbers, sharing its RAM, links and drives."""
     stage: Stage = 3
     expert_parallel: int = 1
-    """Ranks over which the experts of a block are divided; each expert's state is divided over the
-    data_parallel / expert_parallel ranks that have it."""
+    """Consecutive ranks of a replica over which the experts of a block are divided; each expert's state is divided over
+    those ranks of the replica that have it."""
     replicas: int = 1
     """Whole copies of the state (hybrid sharding): each is divided over data_parallel / replicas consecutive ranks, so
     that gathers stay among those, and only reduced gradients go between copies."""
@@ -42,16 +42,12 @@ class Ranks:
             raise ConfigError(f"there is no ZeRO stage {self.stage}; the stages are 1, 2 and 3")
         if self.count > self.per_node and self.count % self.per_node:
             raise ConfigError(f"{self.count} ranks are not whole nodes of {self.per_node}")
-        if self.data_parallel % self.expert_parallel:
-            raise ConfigError(
-                f"expert_parallel={self.expert_parallel} does not divide data_parallel={self.data_parallel}"
-            )
         if self.data_parallel % self.replicas:
             raise ConfigError(f"{self.data_parallel} ranks cannot be divided into {self.replicas} equal replicas")
-        if self.replicas > 1 and self.expert_parallel > 1:
-            raise ConfigError("replicas and expert_parallel cannot be combined: leave one of them at 1")
-        if self.tensor_parallel > 1 and self.expert_parallel > 1:
-            raise ConfigError("tensor_parallel and expert_parallel cannot be combined: leave one of them at 1")
+        if (each := self.sharers(expert=False)) % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel={self.expert_parallel} does not divide the {each} data-parallel ranks of a replica"
+            )
 
     @property
     def count(self) -> int:
@@ -70,11 +66,19 @@ class Ranks:
 
     def sharers(self, expert: bool) -> int:
         """Ranks that share one copy of a unit's state; `expert` for a unit of experts."""
-        return self.data_parallel // (self.expert_parallel if expert else self.replicas)
+        return self.data_parallel // self.replicas // (self.expert_parallel if expert else 1)
+
+    def place(self, rank: int, expert: bool) -> int:
+        """A rank's place among those that share one copy of a unit's state."""
+        return rank // self.tensor_parallel % self.sharers(False) // (self.expert_parallel if expert else 1)
+
+    def expert_part(self, rank: int) -> int:
+        """Which part of the experts a rank has, from 0."""
+        return rank // self.tensor_parallel % self.expert_parallel
 
     def members_per_node(self, group: int) -> int:
-        """How many of `group` ranks that share an extent are on one node: ranks that share experts are
-        `expert_parallel` apart, and `tensor_parallel` those that share what a group of tensor-parallel ranks has."""
+        """How many of `group` ranks that share an extent are on one node: those that share experts are
+        `expert_parallel * tensor_parallel` apart, others `tensor_parallel`."""
         return max(1, min(group, self.per_node * group * self.replicas // self.count))
 
 

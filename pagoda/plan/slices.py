@@ -63,11 +63,7 @@ class Slices:
 
     def place(self, unit: UnitSpec, rank: int) -> int:
         """A rank's place among those that share a unit."""
-        if self._ranks is None:
-            return 0
-        if unit.index in self._experts:
-            return rank // self._ranks.expert_parallel
-        return rank // self._ranks.tensor_parallel % self.group(unit)
+        return 0 if self._ranks is None else self._ranks.place(rank, unit.index in self._experts)
 
     def trained(self, unit: UnitSpec, place: int) -> Span:
         """The trainable elements of a unit that the rank at a place updates."""
@@ -112,11 +108,12 @@ class Slices:
         """The rank that holds most."""
         if not self.differ:
             return 0
-        assert self._ranks is not None
+        ranks = self._ranks
+        assert ranks is not None
         _, dense, experts = self._of_wholes
-        apart = self._ranks.expert_parallel
-        held = [dense[rank % len(dense)] + experts[rank // apart] for rank in range(self._ranks.data_parallel)]
-        return held.index(max(held))
+        return max(
+            range(ranks.count), key=lambda rank: dense[ranks.place(rank, False)] + experts[ranks.place(rank, True)]
+        )
 
     @cached_property
     def _of_wholes(self) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:

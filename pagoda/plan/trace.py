@@ -1,6 +1,7 @@
 """The trace: in which order one step uses its units."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -59,22 +60,25 @@ class Gradient:
 
 def gradients_of(trace: Trace, trained: frozenset[int]) -> list[Gradient]:
     """The gradients of a step: one a pass for each unit in `trained` that it uses. Autograd adds up what all uses of a
-    parameter give, so that is at the last backward access of the unit; or at the end of the pass, if its backward reads
-    none of the unit's weights, as an embedding's does not."""
+    parameter give, so that is at the last backward access of the unit; or at the end of the pass, if the backward of a
+    use reads none of the unit's weights, as an embedding's does not: then forward accesses it more often."""
     found: list[tuple[int, int]] = []
-    made: dict[int, int] = {}
-    """unit -> its last tick in this pass, in the order of these; -1 if backward has not read it."""
+    read: dict[int, int] = {}
+    """unit -> the last tick in this pass at which backward reads it, in the order of these."""
+    unread: Counter[int] = Counter()
+    """unit -> how many more accesses forward has had than backward."""
     for tick, (access, following) in enumerate(pairwise(trace.accesses)):
         if access.unit in trained and access.phase is Phase.FORWARD:
-            made.setdefault(access.unit, -1)
+            unread[access.unit] += 1
         elif access.unit in trained:
-            made.pop(access.unit, None)
-            made[access.unit] = tick
+            unread[access.unit] -= 1
+            read.pop(access.unit, None)
+            read[access.unit] = tick
         if access.phase is Phase.BACKWARD and following.phase is not Phase.BACKWARD:
-            read = {unit: at for unit, at in made.items() if at >= 0}
-            found += [(at, unit) for unit, at in read.items()]
-            found += [(tick, unit) for unit in made if unit not in read]
-            made = {}
+            at_end = [unit for unit, uses in unread.items() if uses > 0]
+            found += [(at, unit) for unit, at in read.items() if unit not in at_end]
+            found += [(tick, unit) for unit in at_end]
+            read, unread = {}, Counter()
     last = {unit: tick for tick, unit in found}
     return [Gradient(tick, unit, last[unit] == tick) for tick, unit in found]
 

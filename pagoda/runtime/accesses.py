@@ -189,13 +189,18 @@ class Accesses:
             self.wait(lambda: scheduler.updates.drained, "update")
         finally:
             self.tell(scheduler.drain, False)
-        for feeder in self._executor.feeders:
-            feeder.drop_ahead()
+        self._drop_ahead()
 
     def wait_until_idle(self) -> None:
         """Wait until no operation is under way, whatever has failed."""
         self._executor.poll()
         self._driver.wait(lambda: self._scheduler.idle, lambda: None)
+        self._drop_ahead()
+
+    def _drop_ahead(self) -> None:
+        """Wait until no state is being read ahead: the program may write it, and borrow the ring to do so."""
+        for feeder in self._executor.feeders:
+            feeder.drop_ahead()
 
     def _wait(self, unit: LiveUnit) -> None:
         index, scheduler, failures = unit.index, self._scheduler, self._executor.failures

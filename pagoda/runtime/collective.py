@@ -64,7 +64,7 @@ class Collectives:
         self._part: Part | None = None
         """Of compute's program, now."""
         self._left = False
-        members = [lambda rank: mesh.sharers(False, rank), lambda rank: mesh.copies(False, rank)]
+        members = [lambda rank: mesh.sharers(False, rank), mesh.copies]
         if mesh.ranks.expert_parallel > 1:
             members.append(lambda rank: mesh.sharers(True, rank))
         self.groups = {group.ranks: group for group in (Group(transport, each) for each in members)}

@@ -13,7 +13,6 @@ from pagoda.plan.units import UnitSpec
 from pagoda.runtime.gradients import UnitGradient
 from pagoda.runtime.lanes import Handle, Lane, all_of
 from pagoda.runtime.next_update import Segment
-from pagoda.runtime.ring import Ring
 from pagoda.runtime.store import Store
 from pagoda.runtime.unit import LiveUnit
 from pagoda.runtime.updates import IN_PLACE, Block, UpdatePath
@@ -44,7 +43,7 @@ class HostPath(UpdatePath):
         """Each unit's states on SSD."""
         self._touched = [int(layout.updated_elements(unit) * layout.bytes_per_update) for unit in units]
         """Bytes that each unit's update reads and writes."""
-        self._ring = Ring(store.ring)
+        self._ring = store.ring
         self._ahead_unit = -1
         """The unit that is read ahead."""
         self._ahead: dict[int, tuple[Region, list[Handle]]] = {}

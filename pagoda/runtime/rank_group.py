@@ -94,16 +94,16 @@ class RankGroup:
         """Parts of the experts of a block, on different ranks."""
         return self.collectives.mesh.ranks.expert_parallel
 
-    def of_every_part(self, what: str, mine: torch.Tensor, receivers: Collection[int]) -> list[torch.Tensor]:
-        """What each part of the experts has of something alike in shape, which `what` names; nothing where this rank
-        is none of the `receivers`. The first rank of each part sends."""
-        parts, part_of_mine = self.parts, self.collectives.mesh.expert_index
-        found: list[torch.Tensor] = []
-        if self.rank in receivers:
-            found = [mine if part == part_of_mine else torch.empty_like(mine) for part in range(parts)]
-        others = [rank for rank in receivers if rank % parts != part_of_mine and self.rank < parts]
-        sends = [(rank, mine) for rank in others]
-        receives = [(part, tensor) for part, tensor in enumerate(found) if part != part_of_mine]
+    def of_part(self, what: str, mine: torch.Tensor, part: int, receivers: Collection[int]) -> torch.Tensor:
+        """What a part of the experts has where this rank has `mine`, of the same shape; without meaning where this rank
+        is none of the `receivers`. The first rank of the part sends; `what` names it."""
+        ranks, found = self.collectives.mesh.ranks, mine
+        sender = ranks.tensor_parallel * part
+        sends = [(rank, mine) for rank in receivers if self.rank == sender and ranks.expert_part(rank) != part]
+        receives = []
+        if self.collectives.mesh.expert_index != part and self.rank in receivers:
+            found = torch.empty_like(mine)
+            receives = [(sender, found)]
         self.collectives.on_all_ranks(what, lambda: self.collectives.transport.trade(sends, receives))
         return found
 

@@ -1,7 +1,6 @@
 """The store: the home of every extent, and access to it element by element off the hot path."""
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from pagoda.plan.planner import Plan
 from pagoda.plan.slices import Span
 from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import PAST, Device
+from pagoda.runtime.ring import Ring
 
 LOW = "weight_low"
 
@@ -30,7 +30,7 @@ class Store:
 
     Host extents are tensors over the host arena; SSD extents are runs of pages, of which gradients' are in no
     checkpoint. Element-wise `read` and `write` serve construction, checkpoints and inspection; they run only while no
-    update is in flight (they borrow the ring to bounce SSD pages through).
+    update is in flight, and wait for a slot of the ring, through which pages of SSD reach them.
 
     Where updates are asynchronous, weights have two extents: WEIGHT is the front, which leases read, and WEIGHT_BACK
     the back, which updates write. `swap` exchanges what the two names mean.
@@ -68,7 +68,8 @@ class Store:
         self._gradients = {unit.index: self._gradient_extents(unit) for unit in plan.units}
         slots = placement.ring_slots
         pages_per_slot = placement.pages(HOST, RING) // slots if slots else 0
-        self.ring = [self.host.take(pages_per_slot) for _ in range(slots)]
+        self.ring = Ring(self.host.take(pages_per_slot) for _ in range(slots))
+        """Slots through which states on SSD stream. Each is lent to one block at a time."""
         self.newest = dict.fromkeys(range(len(plan.units)), WEIGHT)
         """unit -> which extent of its weights, front or back, is the newest."""
         work = placement.pages(HOST, WORK)
@@ -78,7 +79,6 @@ class Store:
         """Frames for what a checkpoint has not written yet when its update comes."""
         self.writes = 0
         """How often `write` was called."""
-        self._bounce = threading.Lock()
         self._replacing = False
         """Whether every state is being replaced."""
         self.host_bytes = page * sum(n for line, n in lines[HOST].items() if line not in (LEASES, STAGING))
@@ -172,8 +172,8 @@ class Store:
         if home is not None:
             return home[start : start + count].to("cpu", copy=True)
         out = torch.empty(count, dtype=self.dtype(state))
-        with self._bounce:
-            for part, offset, window, elements in self._windows(state, start, count):
+        with self.ring.one() as slot:
+            for part, offset, window, elements in self._windows(slot, state, start, count):
                 self._load(unit, state, offset, window)
                 out[part] = elements
         return out
@@ -220,8 +220,8 @@ class Store:
         if home is not None:
             home[start : start + values.numel()] = values
             return
-        with self._bounce:
-            for part, offset, window, elements in self._windows(state, start, values.numel()):
+        with self.ring.one() as slot:
+            for part, offset, window, elements in self._windows(slot, state, start, values.numel()):
                 if elements.nbytes != window.nbytes:
                     self._load_around(unit, state, offset, window)
                 elements.copy_(values[part])
@@ -277,15 +277,18 @@ class Store:
         if self.ssd is not None:
             self.ssd.close()
 
-    def _windows(self, state: str, start: int, count: int) -> Iterator[tuple[slice, int, memoryview, torch.Tensor]]:
+    def _windows(
+        self, slot: Region, state: str, start: int, count: int
+    ) -> Iterator[tuple[slice, int, memoryview, torch.Tensor]]:
         """(which of them, byte offset in the extent, whole pages to move there or from there, the elements in these),
-        part by part of elements [start, start + count) of an extent on SSD."""
+        part by part of elements [start, start + count) of an extent on SSD. The pages are those of a slot of the ring.
+        """
         dtype, page, end = self.dtype(state), self.plan.page_bytes, start + count
         first = start
         while first < end:
             offset = first * dtype.itemsize // page * page
             left = pages_for(end * dtype.itemsize - offset, page) * page
-            window = self.ring[0].view(0, min(self.ring[0].nbytes, left))
+            window = slot.view(0, min(slot.nbytes, left))
             last = min(end, (offset + window.nbytes) // dtype.itemsize)
             skip = first - offset // dtype.itemsize
             elements = torch.frombuffer(window, dtype=dtype)[skip : skip + last - first]

@@ -71,6 +71,8 @@ class Gradients:
         self._issue = issue
         slab = plan.buffer_slab or max(unit.buffer_pages for unit in plan.units)
         self.pages = Frames(plan.buffer_pool, slab)
+        self._others_first = plan.agreed and any(unit.routed for unit in plan.units)
+        """Whether what keeps buffers busy may wait for other ranks, which wait for a buffer here."""
         self._homes = [[*range(plan.gradient_homes)] for _ in plan.units]
         """By unit, the homes that no record has."""
         self._records: dict[int, Record] = {}
@@ -211,7 +213,7 @@ class Gradients:
             if record.clean:
                 self._free(record)
                 return True
-        if self._idle and not self._busy and not self._spilling_fails:
+        if self._idle and (self._others_first or not self._busy) and not self._spilling_fails:
             self._spill(next(iter(self._idle)))
         return False
 

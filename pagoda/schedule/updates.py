@@ -68,6 +68,8 @@ class Updates:
         """unit -> the one whose UPDATE followed its own the last time."""
         self._ahead = -1
         """The unit that is being read ahead, if any."""
+        self._may_read_ahead = True
+        """Not between a drain and compute's next access: meanwhile the program may write states in their homes."""
         self._early: set[int] = set()
         """Units whose update was queued in this step before `step()`, for good."""
         self.times_kept = self.times_undone = 0
@@ -302,7 +304,7 @@ class Updates:
 
     def drain(self, draining: bool) -> None:
         """Begin or cease to drain. Meanwhile nothing is speculative, and updates do not wait for PUBLISH."""
-        self._draining, self._ahead = draining, -1
+        self._draining, self._ahead, self._may_read_ahead = draining, -1, False
         if draining:
             self.undo_all()
             self._retry_all()
@@ -323,7 +325,8 @@ class Updates:
     # --- decisions ---
 
     def wanted(self, unit: int) -> None:
-        """Compute waits for a unit: its update comes first."""
+        """Compute begins to use a unit: its update comes first."""
+        self._may_read_ahead = True
         update = self._versions.of[unit].update
         if update is not None:
             update.urgent = True
@@ -356,7 +359,7 @@ class Updates:
         waits for all of its states.
         """
         unit = self._after.get(self._before, -1)
-        if unit in (-1, self._ahead) or self._asynchronous or self._draining or self._versions.failed:
+        if unit in (-1, self._ahead) or self._asynchronous or not self._may_read_ahead or self._versions.failed:
             return
         weights = self._versions.of[unit]
         if self._plan.units[unit].streamed and weights.update is None and weights.guess is None:

@@ -16,6 +16,7 @@ from pagoda.forecast.config import PlanConfig
 from pagoda.forecast.forecast import forecast
 from pagoda.forecast.machine import Machine, find_machine_for
 from pagoda.forecast.model_description import widths
+from pagoda.forecast.record import timeline_record
 from pagoda.plan.activations import recomputes
 from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.simulate.hardware import hardware_file, read_hardware
@@ -48,8 +49,10 @@ def precision_hint(config: TrainConfig) -> str | None:
     )
 
 
-def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> TrainConfig:
+def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[TrainConfig, dict[str, Any] | None]:
     """The configuration with what a search chooses for `wrap`, if there is to be one; prints the choices and why.
+
+    Beside it, the record of the step that the search predicts; None where there is no search.
 
     Of several ranks the first one searches, if that was asked for, and all take what it finds.
 
@@ -60,27 +63,27 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> TrainConfi
     searchable = mesh.size == 1 and config.lora.rank is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")
     if mode == "usual":
-        return config
+        return config, None
     started = time.perf_counter()
     try:
-        changes, reasons = from_first(mesh, "the choice of a plan", lambda: _searched(config, mesh))
+        changes, reasons, predicted = from_first(mesh, "the choice of a plan", lambda: _searched(config, mesh))
     except ConfigError as error:
         if config.plan == "search":
             raise
         console.print(f"Plan: the usual one; no search, as {error}", soft_wrap=True, highlight=False)
-        return config
+        return config, None
     took = time.perf_counter() - started
     lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
     memory = replace(config.memory, **changes.pop("memory"))
-    return replace(config, memory=memory, **changes)
+    return replace(config, memory=memory, **changes), predicted
 
 
 def _check_measured_for(mesh: Mesh) -> None:
     """Raises ConfigError where it is not known how fast ranks like these talk to each other."""
     world, again = mesh.world, "calibrate with as many processes: `torchrun ... -m pagoda calibrate`"
     if mesh.ranks.replicas > 1:
-        raise ConfigError("--plan search knows no replicas: leave one of --plan and --replicas out")
+        raise ConfigError("--plan search does not work with --replicas: leave one of them out")
     if not hardware_file().exists():
         return  # which is said otherwise
     hardware = read_hardware(hardware_file())
@@ -96,8 +99,8 @@ def plan_config(config: TrainConfig, mesh: Mesh) -> PlanConfig:
     return PlanConfig(**config.shared(Run), nodes=world.nodes, gpus_per_node=world.local_size)
 
 
-def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings of the plan that `pagoda plan` forecasts, those of `Memory` apart, and why."""
+def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]:
+    """The settings of the plan that `pagoda plan` forecasts, those of `Memory` apart; why; and its step's record."""
     if mesh.size > 1:
         _check_measured_for(mesh)
     asked = plan_config(config, mesh)
@@ -115,7 +118,7 @@ def _searched(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], tuple[st
     changes: dict[str, Any] = {"memory": memory, "batch_tiles": made.config.batch_tiles}
     if config.activations == "auto":
         changes["activations"] = made.config.activations
-    return changes, (*made.resolved, *made.choice.simulated)
+    return changes, (*made.resolved, *made.choice.simulated), timeline_record(made.timeline)
 
 
 def _here(asked: PlanConfig) -> Machine:

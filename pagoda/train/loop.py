@@ -68,7 +68,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     tokens = opened_tokens(config, config.data, tokenizer, mesh, console)
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
         console.print(hint, soft_wrap=True, highlight=False)
-    chosen = choose_plan(config, console, mesh)
+    chosen, predicted = choose_plan(config, console, mesh)
     seed_all(config.seed)
     built = built_model(config, tokens)
     batches, evaluated = batches_of(config, tokens, tokenizer, takes_positions(built), mesh, console)
@@ -101,7 +101,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         if checkpoint is not None:
             session.restore(checkpoint)
             console.print(f"Resuming {run_dir.path} after step {checkpoint.step}", highlight=False)
-        return Steps(session, evaluated, tokenizer, run_dir, mesh, console).run(beginning)
+        return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()
 

@@ -1,88 +1,153 @@
-"""`pagoda report`: a run as one page of HTML that needs nothing else: curves, memory, units, settings, checkpoints.
-
-matplotlib draws; its colours become variables of the page, which is light or dark as the reader's system is. What a
-drawing shows is also in a table, for screen readers.
-"""
+"""`pagoda report`: a run, or a plan, as one page: curves, lanes, memory, units, settings, checkpoints."""
 
 import html
-import io
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.memory.files import read_regular
 from pagoda.memory.sizes import format_bytes
+from pagoda.plan.ops import COLLECTIVE, LANES
+from pagoda.simulate.timeline import COMPUTE
 from pagoda.train.metrics import read_metrics
+from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, page, pairs, table
 from pagoda.train.run_dir import RunDir
 
 _MOST_POINTS = 1000
 """Of a curve: of more steps, the lowest and the highest of each part are drawn."""
-_INK = "#123456"
-"""Text and axes."""
-_COLOURS = ("#123401", "#123402", "#123403", "#123404", "#123405", "#123406", "#123407")
-"""What is drawn in; the page says what these are in light and in dark."""
 _TIERS = {"device": "tier-device", "host": "tier-host", "ssd": "tier-ssd"}
-_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --ink: #1f2328; --line: #d0d7de; --c0: #0550ae; --c1: #b35900;
-  --c2: #116329; --c3: #a40e26; --c4: #6639ba; --c5: #7d4e00; --c6: #57606a; --device: #6639ba;
-  --host: #0550ae; --ssd: #9a4a00 }
-@media (prefers-color-scheme: dark) { :root { --back: #0d1117; --ink: #e6edf3; --line: #30363d; --c0: #79c0ff;
-  --c1: #ffa657; --c2: #7ee787; --c3: #ff7b72; --c4: #d2a8ff; --c5: #e3b341; --c6: #8b949e; --device: #8957e5;
-  --host: #1f6feb; --ssd: #bd561d } }
-body { background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto;
-  max-width: 70rem; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid var(--line) }
-nav a { margin-right: 1rem } a { color: var(--c0) }
-table { border-collapse: collapse } th, td { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
-figure { margin: 1rem 0 } svg { max-width: 100%; height: auto }
-.units { display: flex; flex-wrap: wrap; gap: 3px } .units span { color: #fff; padding: 2px 6px; font-size: .75rem;
-  border-radius: 3px } .tier-device { background: var(--device) } .tier-host { background: var(--host) }
-.tier-ssd { background: var(--ssd) } .key { padding: 2px 6px; color: #fff; border-radius: 3px; margin-right: .5rem }
-details { margin: .5rem 0 } pre { overflow-x: auto }
-"""
-
-BEGINNING = '<!DOCTYPE html><html lang="en" data-made-by="pagoda report">'
-"""Of every report: only files that begin so are written over."""
+_WORK = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "read": ("fetch", "read", "gradient", "return"),
+    "write": ("offload", "spill", "write", "save"),
+    "update": ("update", "step"),
+    "ranks": ("gather", "reduce", "tokens"),
+    "other": (),
+}
+"""What the lanes are drawn in, a colour each: first words of spans' names."""
+_Record = Mapping[str, Any]
 
 
-def report(directory: Path) -> str:
-    """The page of a run, as HTML.
+def report(source: Path) -> str:
+    """The page of a run's directory, or of a file that `pagoda plan --json` wrote, as HTML.
 
     Raises:
-        ConfigError: there is no run in the directory, or matplotlib is not installed.
+        ConfigError: there is no run or plan, or matplotlib is not installed.
     """
+    return _plan_page(source) if source.is_file() else _run_page(source)
+
+
+def _run_page(directory: Path) -> str:
     run = RunDir(directory)
     config = json.loads(run.started_config().to_json())
     steps = read_metrics(run.metrics) if run.metrics.exists() else []
     evals = read_metrics(run.evals) if run.evals.exists() else []
     if not steps:
         raise ConfigError(f"{directory} has no steps to report yet")
-    plan = json.loads(run.plan.read_text()) if run.plan.exists() else None
+    plan = _read(run.plan) if run.plan.exists() else None
+    measured = _read(run.timeline) if run.timeline.exists() else None
+    predicted = plan.get("timeline") if plan else None
     sections = {
         "Summary": _summary(config, steps, evals),
         "Loss": _curves(steps, evals),
         "Speed": _speed(steps),
+        **({"One step": _lanes(predicted, measured)} if predicted or measured else {}),
         **({"Memory": _memory(plan, steps), "Units": _units(plan)} if plan else {}),
         "Checkpoints": _checkpoints(run, evals),
-        **({"Why this plan": _list(plan["reasons"]), "Machine": _pairs(plan["machine"].items())} if plan else {}),
-        "Settings": _pairs(_flat(config)),
+        **({"Why this plan": listed(plan["reasons"]), "Machine": pairs(plan["machine"].items())} if plan else {}),
+        "Settings": pairs(_flat(config)),
     }
-    anchors = {name: re.sub(r"\W+", "-", name.lower()) for name in sections}
-    links = "".join(f'<a href="#{anchors[name]}">{name}</a>' for name in sections)
-    body = "".join(f'<h2 id="{anchors[name]}">{name}</h2>{content}' for name, content in sections.items())
-    title = html.escape(f"Run {directory.resolve().name}")
-    return (
-        f'{BEGINNING}<head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
-        f'<body><h1>{title}</h1><nav aria-label="Sections">{links}</nav><main>{body}</main></body></html>\n'
+    return page(f"Run {directory.resolve().name}", sections)
+
+
+def _plan_page(file: Path) -> str:
+    plan = _read(file)
+    if "fits" not in plan:
+        raise ConfigError(f"{file} is not a plan: write one with pagoda plan ... --json > plan.json")
+    found = [
+        ("Model", plan["model"]),
+        ("Parameters", f"{plan['params']:,}"),
+        ("Machine", plan["hardware"]),
+        ("Fits", "yes" if plan["fits"] else f"no. {plan['refusal']}"),
+        ("Activations, an estimate", format_bytes(plan["activation_bytes"])),
+    ]
+    sections = {}
+    if plan["fits"]:
+        found += [
+            ("Step", f"{_seconds(plan['step_s'])}, {plan['tokens_per_step']:,} tokens"),
+            ("Tokens per second", f"{plan['tokens_per_s']:,.1f}"),
+            ("Binding lane", plan["binding_lane"]),
+        ]
+        sections = {"One step": _lanes(plan["timeline"], None), "Memory": _memory(plan, []), "Units": _units(plan)}
+    helps = {"What would help": listed(plan["advice"])} if plan["advice"] else {}
+    return page(
+        f"Plan for {plan['model']} on {plan['hardware']}",
+        {"Summary": pairs(found), **sections, **helps, "Why this plan": listed(plan["reasons"])},
     )
 
 
-def _summary(config: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> str:
+def _read(file: Path) -> dict[str, Any]:
+    """A file of JSON. Raises ConfigError where it is none."""
+    try:
+        found = json.loads(read_regular(file))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
+    """What compute and every lane do in a step: predicted above measured, in the same seconds."""
+    step = f"step {measured['step']}" if measured and "step" in measured else "a step"
+    named = (("predicted", "Predicted", predicted), ("measured", f"Measured, {step}", measured))
+    known = [(name, title, timeline) for name, title, timeline in named if timeline]
+    drawn = [(title, timeline) for _, title, timeline in known]
+    order = (COMPUTE, *LANES, COLLECTIVE)
+    lanes = [lane for lane in order if any(lane in timeline["busy_s"] for _, timeline in drawn)]
+    figure = figure_of(0.7 + len(drawn) * (0.5 + 0.28 * len(lanes)))
+    axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+    kinds: set[str] = set()
+    for axis, (title, timeline) in zip(axes, drawn, strict=True):
+        kinds |= _draw_lanes(axis, timeline, lanes)
+        axis.set_title(f"{title}: {_seconds(timeline['step_s'])}", loc="left")
+    axes[-1].set_xlabel("seconds from the start of the step")
+    axes[-1].set_xlim(0, max(timeline["step_s"] for _, timeline in drawn))
+    legend(figure, {kind: colour for kind, colour in zip(_WORK, COLOURS, strict=True) if kind in kinds})
+    head, rows = ["lane"], [[lane] for lane in lanes]
+    for name, _, timeline in known:
+        head += [f"{name}: works", f"{name}: compute waits"]
+        for row, lane in zip(rows, lanes, strict=True):
+            waits = "" if lane == COMPUTE else _seconds(timeline["stall_s"].get(lane, 0.0))
+            row += [_seconds(timeline["busy_s"].get(lane, 0.0)), waits]
+    said = "What compute and every lane do in a step; the table below has the seconds"
+    missing = (
+        ""
+        if predicted
+        else ("<p>Nothing was predicted: that takes a machine measured by pagoda calibrate, and --plan search.</p>")
+    )
+    return drawing(figure, "One step", said) + table(head, rows) + missing
+
+
+def _draw_lanes(axis: Any, timeline: _Record, lanes: Sequence[str]) -> set[str]:
+    """Draws a bar for all work; returns what kinds of work there are."""
+    kind_of = {word: kind for kind, words in _WORK.items() for word in words}
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for lane, word, start, end in timeline["spans"]:
+        bars.setdefault((kind_of.get(word, "other"), lane), []).append((start, end - start))
+    for (kind, lane), spans in bars.items():
+        colour = COLOURS[list(_WORK).index(kind)]
+        axis.broken_barh(spans, (lanes.index(lane) - 0.4, 0.8), facecolors=colour, linewidth=0)
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.set_ylim(len(lanes) - 0.5, -0.5)
+    return {kind for kind, _ in bars}
+
+
+def _summary(config: _Record, steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
     seconds = sum(step["step_s"] for step in steps)
     tokens = sum(step["tokens_per_s"] * step["step_s"] for step in steps)
     found = [
@@ -98,10 +163,10 @@ def _summary(config: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], eval
         best = min(known, key=lambda line: line["loss"])
         said = f"{_figure(known[0]['loss'])} → {_figure(known[-1]['loss'])}, lowest {_figure(best['loss'])}"
         found.append(("Evaluation loss", f"{said} after step {best['step']:,}"))
-    return _pairs(found)
+    return pairs(found)
 
 
-def _curves(steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> str:
+def _curves(steps: Sequence[_Record], evals: Sequence[_Record]) -> str:
     lines = {"training": _points(steps, "loss")}
     if evals:
         lines["evaluation"] = _points(evals, "loss")
@@ -109,11 +174,13 @@ def _curves(steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any
     drawn.append(_drawing("Gradient norm, before clipping", "step", {"norm": _points(steps, "grad_norm")}))
     drawn.append(_drawing("Learning rate", "step", {"rate": _points(steps, "lr")}))
     rows = [(e["step"], *(_figure(e[key]) for key in ("loss", "perplexity", "bits_per_byte"))) for e in evals]
-    table = _table(("after step", "loss", "perplexity", "bits per byte"), rows) if rows else ""
-    return "".join(drawn) + (f"<details open><summary>Evaluations</summary>{table}</details>" if table else "")
+    if rows:
+        head = ("after step", "loss", "perplexity", "bits per byte")
+        drawn.append(folded("Evaluations", table(head, rows), shown=True))
+    return "".join(drawn)
 
 
-def _speed(steps: Sequence[Mapping[str, Any]]) -> str:
+def _speed(steps: Sequence[_Record]) -> str:
     total = sum(step["step_s"] for step in steps)
     lanes = sorted({lane for step in steps for lane in step["stall_s"]})
     waited = {lane: sum(step["stall_s"].get(lane, 0.0) for step in steps) for lane in lanes}
@@ -125,45 +192,46 @@ def _speed(steps: Sequence[Mapping[str, Any]]) -> str:
     return (
         _drawing("Tokens per second", "step", {"tokens/s": _points(steps, "tokens_per_s")})
         + "<p>Share of the steps' time that compute waited for a lane or for data, and bytes a step moved:</p>"
-        + _table(("lane", "waited", "bytes a step"), rows)
+        + table(("lane", "waited", "bytes a step"), rows)
     )
 
 
-def _memory(plan: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
+def _memory(plan: _Record, steps: Sequence[_Record]) -> str:
     rows = []
     for tier, lines in plan["bytes"].items():
         budget = plan["budgets"].get(tier)
-        measured = max(step["peak_bytes"].get(tier, 0) for step in steps)
+        measured = format_bytes(max(step["peak_bytes"].get(tier, 0) for step in steps)) if steps else ""
         rows += [(tier, state, format_bytes(nbytes), "", "") for state, nbytes in lines.items() if nbytes]
         limit = "-" if budget is None else format_bytes(budget)
-        rows.append((tier, "in all", format_bytes(sum(lines.values())), format_bytes(measured), limit))
-    return _bars(plan) + _table(("tier", "state", "planned", "measured peak", "budget"), rows)
+        rows.append((tier, "in all", format_bytes(sum(lines.values())), measured, limit))
+    return _bars(plan) + table(("tier", "state", "planned", "measured peak", "budget"), rows)
 
 
-def _units(plan: Mapping[str, Any]) -> str:
-    """Every unit, coloured by the home of its weights."""
-    cells = []
+def _units(plan: _Record) -> str:
+    """Every unit, coloured by the home of its weights, and as a table."""
+    cells, rows = [], []
     for unit in plan["units"]:
         homes = unit["homes"]
         home = homes.get("weight") or homes.get("weight_low") or next(iter(homes.values()), "host")
-        said = f"{unit['name']}: {unit['parameters']:,} parameters; " + ", ".join(
-            f"{state} on {tier}" for state, tier in homes.items()
-        )
+        places = ", ".join(f"{state} on {tier}" for state, tier in homes.items())
+        rows.append((unit["name"], f"{unit['parameters']:,}", places))
+        said = f"{unit['name']}: {unit['parameters']:,} parameters; {places}"
         cells.append(
             f'<span class="{_TIERS.get(home, "tier-host")}" title="{html.escape(said)}">'
             f"{html.escape(unit['name'])}</span>"
         )
     key = "".join(f'<span class="key {name}">{tier}</span>' for tier, name in _TIERS.items())
-    return f'<p>Coloured by the home of their weights: {key}</p><div class="units">{"".join(cells)}</div>'
+    shown = f'<p>Coloured by the home of their weights: {key}</p><div class="units">{"".join(cells)}</div>'
+    return shown + folded("All units", table(("unit", "parameters", "homes"), rows))
 
 
-def _checkpoints(run: RunDir, evals: Sequence[Mapping[str, Any]]) -> str:
+def _checkpoints(run: RunDir, evals: Sequence[_Record]) -> str:
     losses = {line["step"]: line["loss"] for line in evals}
     rows = [(c.path.name, _figure(losses.get(c.step))) for c in run.all_checkpoints()]
-    return _table(("checkpoint", "evaluation loss"), rows) if rows else "<p>None is saved.</p>"
+    return table(("checkpoint", "evaluation loss"), rows) if rows else "<p>None is saved.</p>"
 
 
-def _points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+def _points(lines: Sequence[_Record], key: str) -> list[tuple[int, float]]:
     """Pairs of step and figure, thinned so that extremes stay."""
     found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     if len(found) <= _MOST_POINTS:
@@ -177,97 +245,48 @@ def _points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, flo
     return kept
 
 
-def _figure_of(size: tuple[float, float]) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pagoda report needs matplotlib: pip install 'pagoda-train[plot]'") from error
-    return Figure(figsize=size, layout="constrained")
-
-
 def _drawing(title: str, across: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """Curves as SVG, with a sentence for who cannot see them."""
-    figure = _figure_of((9, 2.8))
+    figure = figure_of(2.8)
     axes = figure.subplots()
-    for (name, points), colour in zip(lines.items(), _COLOURS, strict=False):
+    for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
         marker = "o" if len(points) < 30 else None
         axes.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, markersize=3, linewidth=1.2)
     axes.set_xlabel(across)
     if len(lines) > 1:
-        axes.legend(frameon=False, labelcolor=_INK)
+        axes.legend(frameon=False, labelcolor=INK)
     said = "; ".join(
         f"{name} from {_figure(points[0][1])} to {_figure(points[-1][1])}" for name, points in lines.items() if points
     )
-    return _as_svg(figure, axes, title, f"{title} by {across}: {said}")
+    return drawing(figure, title, f"{title} by {across}: {said}")
 
 
-def _bars(plan: Mapping[str, Any]) -> str:
-    """What each tier holds, state by state, as a share of its budget."""
+def _bars(plan: _Record) -> str:
+    """What each tier holds, state by state, as a share of its budget; the largest states have a colour each."""
     tiers = [tier for tier, lines in plan["bytes"].items() if lines]
-    figure = _figure_of((9, 0.8 + 0.5 * len(tiers)))
+    figure = figure_of(1.0 + 0.5 * len(tiers))
     axes = figure.subplots()
-    states = list(dict.fromkeys(state for tier in tiers for state in plan["bytes"][tier]))
+    total: dict[str, int] = {}
+    for tier in tiers:
+        for state, nbytes in plan["bytes"][tier].items():
+            total[state] = total.get(state, 0) + nbytes
+    states = sorted(total, key=lambda state: -total[state])
+    named = dict(zip(states[: len(COLOURS) - 1], COLOURS, strict=False))
     for at, tier in enumerate(tiers):
         left = 0.0
         budget = plan["budgets"].get(tier) or sum(plan["bytes"][tier].values())
-        for state, nbytes in plan["bytes"][tier].items():
-            colour = _COLOURS[states.index(state) % len(_COLOURS)]
-            axes.barh(at, 100 * nbytes / budget, left=left, color=colour, edgecolor=_INK, linewidth=0.4)
-            left += 100 * nbytes / budget
+        for state in states:
+            share = 100 * plan["bytes"][tier].get(state, 0) / budget
+            colour = named.get(state, COLOURS[-1])
+            axes.barh(at, share, left=left, color=colour, edgecolor=INK, linewidth=0.4 * (share > 0))
+            left += share
     axes.set_yticks(range(len(tiers)), tiers)
-    axes.set_xlabel("percent of the budget; the table below says which state is which")
-    return _as_svg(figure, axes, "Memory by tier and state", "What the table below says, as bars")
+    axes.set_xlabel("percent of the budget")
+    legend(figure, {**named, **({"other": COLOURS[-1]} if len(states) > len(named) else {})})
+    return drawing(figure, "Memory by tier and state", "What the table below says, as bars")
 
 
-def _as_svg(figure: Any, axes: Any, title: str, said: str) -> str:
-    """A drawing in the colours of the page."""
-    import matplotlib
-
-    for spine in axes.spines.values():
-        spine.set_color(_INK)
-    axes.tick_params(colors=_INK)
-    axes.xaxis.label.set_color(_INK)
-    axes.set_title(title, color=_INK, fontsize=11, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.patch.set_alpha(0)
-    stream = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    text = stream.getvalue()
-    text = text[text.index("<svg") :].replace(_INK, "var(--ink)")
-    for number, colour in enumerate(_COLOURS):
-        text = text.replace(colour, f"var(--c{number})")
-    # Ids are unique in a page; titles of drawings are.
-    prefix = re.sub(r"\W+", "-", title.lower())
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
-    text = text.replace("<svg", f'<svg role="img" aria-label="{html.escape(said)}"', 1)
-    return f"<figure>{text}</figure>"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    titles = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td{_kind(cell)}>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _pairs(pairs: Iterable[tuple[str, object]]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>' for name, value in pairs
-    )
-    return f"<table><tbody>{rows}</tbody></table>"
-
-
-def _list(lines: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
-
-
-def _kind(cell: object) -> str:
-    return ' class="number"' if re.match(r"-?[\d.,]+( ?[KMGT]?i?B|%)?$", str(cell)) else ""
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, object]]:
+def _flat(settings: _Record, prefix: str = "") -> Iterable[tuple[str, object]]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -277,3 +296,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

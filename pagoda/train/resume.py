@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or after its last checkpoint that is whole."""
+"""Where a run begins: anew, or after its last checkpoint that is whole, or after the one that was named."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from pagoda.errors import CheckpointError, ConfigError, StorageError
 from pagoda.train.config import TrainConfig
 from pagoda.train.lock import locked
 from pagoda.train.ranks import from_all, from_first
-from pagoda.train.run_dir import RunCheckpoint, RunDir
+from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, names_of
 
 CONFIG = "config"
 """In what `pagoda train` adds to a checkpoint: the configuration that it was saved with."""
@@ -27,8 +27,8 @@ class Beginning:
 
     checkpoint: RunCheckpoint | None = None
     """None: it begins with the first step."""
-    damaged: tuple[RunCheckpoint, ...] = ()
-    """Later checkpoints, which cannot be used. They are put aside once the run writes."""
+    later: tuple[tuple[RunCheckpoint, Path], ...] = ()
+    """Later checkpoints, and the names that they get once the run writes: they are damaged, or were gone back from."""
 
     @property
     def done(self) -> int:
@@ -50,39 +50,56 @@ def begin(
     Raises:
         ConfigError: the directory is in use, or cannot be used, or holds a run although none is resumed, or none
             although one is; or the settings are not those of the run.
-        CheckpointError: there are checkpoints, and none can be used.
+        CheckpointError: there are checkpoints, and none can be used; or the one that was named is not there, or cannot
+            be used.
     """
+    named = config.checkpoint != LAST
 
-    def claim() -> list[RunCheckpoint] | None:
+    def claim() -> tuple[list[RunCheckpoint], list[RunCheckpoint]] | None:
+        """All checkpoints, and those to try, the last one first."""
         run_dir.check_place()
         held.enter_context(locked(run_dir.path))
+        if named and (again or not config.resume):
+            raise ConfigError(
+                "--checkpoint says where --resume goes on from: "
+                + ("it was used already, so leave it out to go on" if again else "add --resume")
+            )
         if not (config.resume or (again and run_dir.config.exists())):
             run_dir.check_free()
             return None
         config.check_resumes(run_dir.started_config())
-        return run_dir.all_checkpoints()
+        every = run_dir.all_checkpoints()
+        return every, [run_dir.named(config.checkpoint)] if named else every[::-1]
 
-    found = from_first(mesh, "the run's directory", claim)
-    if found is None:
+    claimed = from_first(mesh, "the run's directory", claim)
+    if claimed is None:
         return Beginning()
-    if not found:
+    every, candidates = claimed
+    if not candidates:
         _say(console, f"{run_dir.path} has no checkpoint yet: the run starts from its first step")
         return Beginning()
     places = list(config.memory.ssd_directories)
     problems: list[str] = []
-    for checkpoint in reversed(found):
+    for checkpoint in candidates:
         with console.status(f"Checking {checkpoint.path}"):
             problem, extra = _examined(checkpoint, places, mesh)
         if problem is None:
             _check_belongs(config, checkpoint, extra, run_dir)
-            damaged = tuple(found[len(found) - len(problems) :])
-            if damaged:
-                _say(console, _fallback(run_dir, checkpoint, damaged, problems))
-            return Beginning(checkpoint, damaged)
+            later = [
+                (one, run_dir.aside(one, GONE_BACK if named else DAMAGED))
+                for one in every[::-1]
+                if one.step > checkpoint.step
+            ]
+            if later:
+                _say(console, _fallback(checkpoint, later, problems))
+            return Beginning(checkpoint, tuple(later))
         problems.append(problem)
+    lines = _numbered(candidates, problems)
+    if named:
+        raise CheckpointError(f"{lines[0]}. Nothing was changed. The run has {names_of(every)}: name another one")
     raise CheckpointError(
-        f"none of the {len(found)} checkpoints of {run_dir.path} can be used:\n"
-        + "\n".join(_numbered(reversed(found), problems))
+        f"none of the {len(every)} checkpoints of {run_dir.path} can be used:\n"
+        + "\n".join(lines)
         + "\nNothing was changed. Put back what is missing, or start a new run with another --out"
     )
 
@@ -118,14 +135,15 @@ def _check_belongs(config: TrainConfig, checkpoint: RunCheckpoint, extra: dict[s
         )
 
 
-def _fallback(
-    run_dir: RunDir, checkpoint: RunCheckpoint, damaged: Sequence[RunCheckpoint], problems: Sequence[str]
-) -> str:
-    again = damaged[-1].step - checkpoint.step
+def _fallback(checkpoint: RunCheckpoint, later: Sequence[tuple[RunCheckpoint, Path]], problems: Sequence[str]) -> str:
+    """What is said of going on from an earlier checkpoint than the last; there are problems unless it was named."""
+    again = later[0][0].step - checkpoint.step
     lines = [
-        *_numbered(reversed(damaged), problems),
-        f"Falling back to the checkpoint after step {checkpoint.step}: the {again} steps after it run again.",
-        f"What cannot be used is kept as {', '.join(str(run_dir.aside(one)) for one in damaged)}.",
+        *_numbered([one for one, _ in later] if problems else [], problems),
+        f"{'Falling' if problems else 'Going'} back to the checkpoint after step {checkpoint.step}: the {again} steps "
+        "after it run again.",
+        f"{'What cannot be used' if problems else 'What came after it'} is kept as "
+        f"{', '.join(str(name) for _, name in later)}.",
     ]
     return "\n".join(lines)
 

@@ -17,7 +17,11 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.request import settings_as_yaml
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
-_DAMAGED = ".damaged"
+LAST = "last"
+"""Instead of a checkpoint's name."""
+DAMAGED, GONE_BACK = ".damaged", ".later"
+"""Ends of the names of checkpoints that are kept, but are none of the run's: nobody can use them, or the run has gone
+back to an earlier one."""
 _MOST_CONFIG_BYTES = 1 << 20
 _HASH = "hash"
 """In config.json: of its settings."""
@@ -50,6 +54,11 @@ class RunDir:
     def plan(self) -> Path:
         """The plan and the machine, for a report."""
         return self.path / "plan.json"
+
+    @property
+    def timeline(self) -> Path:
+        """What compute and every lane did in one step, for a report."""
+        return self.path / "timeline.json"
 
     @property
     def metrics(self) -> Path:
@@ -157,7 +166,7 @@ class RunDir:
         Raises:
             CheckpointError: there is no such checkpoint.
         """
-        if name == "last":
+        if name == LAST:
             return self.latest()
         found = self.all_checkpoints()
         if name == "best":
@@ -169,22 +178,21 @@ class RunDir:
         for checkpoint in found:
             if checkpoint.path.name == name:
                 return checkpoint
-        names = ", ".join(checkpoint.path.name for checkpoint in found) or "none"
-        raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names}")
+        raise CheckpointError(f"{self.path} has no checkpoint {name!r}: it has {names_of(found)}")
 
-    def aside(self, damaged: RunCheckpoint) -> Path:
-        """The name under which a damaged checkpoint is kept, out of the way of the one that will replace it."""
-        names = (f"{damaged.path.name}{_DAMAGED}{number}" for number in ("", *range(2, 10**6)))
+    def aside(self, checkpoint: RunCheckpoint, why: str) -> Path:
+        """The name under which a checkpoint is kept, out of the way of the one that will replace it."""
+        names = (f"{checkpoint.path.name}{why}{number}" for number in ("", *range(2, 10**6)))
         return next(path for name in names if not (path := self.checkpoints / name).exists())
 
-    def put_aside(self, damaged: RunCheckpoint) -> None:
-        """Renames a damaged checkpoint, so that it is kept, and none of the run's.
+    def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
+        """Renames a checkpoint, so that it is kept, and none of the run's.
 
         Raises:
             ConfigError: the directory cannot be written.
         """
         try:
-            damaged.path.rename(self.aside(damaged))
+            checkpoint.path.rename(name)
             sync_directory(self.checkpoints)
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
@@ -211,6 +219,11 @@ class RunDir:
             write_durably(self.config, content.encode())
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
+
+
+def names_of(checkpoints: Sequence[RunCheckpoint]) -> str:
+    """Names, with commas between."""
+    return ", ".join(checkpoint.path.name for checkpoint in checkpoints) or "none"
 
 
 def _hash(settings: Any) -> str:

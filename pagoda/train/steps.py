@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -10,13 +11,14 @@ from pagoda.api import plan_of
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
+from pagoda.forecast.record import as_lines, plan_record, timeline_record
 from pagoda.memory.files import storage_errors, write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, History
 from pagoda.train.generate import continued
 from pagoda.train.loggers import Loggers
-from pagoda.train.plan_record import plan_record
+from pagoda.train.machine import machine
 from pagoda.train.progress import Progress
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
@@ -57,6 +59,7 @@ class Steps:
         evaluated: Batches | None,
         tokenizer: Tokenizer,
         run_dir: RunDir,
+        predicted: dict[str, Any] | None,
         mesh: Mesh,
         console: Console,
     ) -> None:
@@ -64,6 +67,7 @@ class Steps:
         self._config = session.config
         self._tokenizer = tokenizer
         self._run_dir = run_dir
+        self._predicted = predicted
         self._mesh = mesh
         self._console = console
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
@@ -88,14 +92,14 @@ class Steps:
             with StopSignal() as stop, Progress(self._console, config.steps, done) as progress:
                 over = False
                 while not over:
-                    traced = config.trace is not None and step == done + config.trace_step - 1
+                    traced = step == done + min(config.trace_step, config.steps - done) - 1
                     if traced:
                         self._session.optimizer.trace_next_step()
                     mine = self._session.step(step)
                     if self._files is None and self._mesh.rank == 0:
                         # Before any rank goes on and may take their names.
-                        for damaged in beginning.damaged:
-                            self._run_dir.put_aside(damaged)
+                        for checkpoint, name in beginning.later:
+                            self._run_dir.put_aside(checkpoint, name)
                     metrics, stopped_by = share_metrics(self._mesh, mine, stop.received)
                     step += 1
                     losses.append(metrics.loss)
@@ -104,7 +108,7 @@ class Steps:
                     files.write(metrics, mine)
                     self._loggers.step(metrics)
                     if traced and self._mesh.rank == 0:
-                        self._write_trace(step)
+                        self._write_timeline(step)
                     progress.show(metrics)
                     over = step == config.steps or stopped_by is not None
                     over = self._between(step, files, over, stopped_by is not None)
@@ -134,7 +138,9 @@ class Steps:
             if self._mesh.rank == 0:
                 self._run_dir.create(self._config, self._tokenizer.files)
                 with storage_errors(f"{self._run_dir.plan} cannot be written"):
-                    write_durably(self._run_dir.plan, plan_record(plan_of(self._session.model)).encode())
+                    plan = plan_of(self._session.model)
+                    record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
+                    write_durably(self._run_dir.plan, as_lines({**record, "machine": machine()}).encode())
             self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
             if self._first is not None:
                 self._files.write_evaluation(self._first)
@@ -184,10 +190,15 @@ class Steps:
             )
             self._say(f"Sample after step {step}, {how}: {config.prompt}|{written}")
 
-    def _write_trace(self, step: int) -> None:
+    def _write_timeline(self, step: int) -> None:
+        """What compute and lanes did in the step, for a report, and where it was asked for, for Perfetto."""
         timeline = self._session.optimizer.timeline
         assert timeline is not None, "a step that was traced has ended"
-        assert self._config.trace is not None
+        with storage_errors(f"{self._run_dir.timeline} cannot be written"):
+            record = {"step": step, **timeline_record(timeline)}
+            write_durably(self._run_dir.timeline, as_lines(record).encode())
+        if self._config.trace is None:
+            return
         try:
             write_trace(timeline, f"{self._config.model}, step {step}, measured", self._config.trace)
         except ConfigError as error:

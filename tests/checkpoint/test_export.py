@@ -19,6 +19,8 @@ from pagoda.checkpoint.export import INDEX, export
 from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.tensors import TensorFile
 from pagoda.cli.main import main
+from pagoda.config.training import Precision
+from pagoda.runtime.store import Store
 
 from .hf_models import MODELS, build, logits, train, wrapped
 
@@ -146,13 +148,41 @@ def test_a_flipped_bit_is_found_and_nothing_is_left(saved: Path, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_a_model_that_is_not_of_transformers_is_refused(tmp_path: Path) -> None:
-    _, optimizer = pagoda.wrap(nn.Linear(4, 4), pagoda.AdamW(), memory=pagoda.Memory(host="8MiB"))
+def test_a_model_that_is_not_of_transformers_has_its_own_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    _, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=pagoda.Memory(host="8MiB"), precision="fp32")
     optimizer.save_checkpoint(tmp_path / "step")
+    for source, out in ((tmp_path / "step", tmp_path / "of step"), (model, tmp_path / "of model")):
+        export(source, out)
+        assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in stored(out).items())
+        assert stored(out).keys() == model.state_dict().keys()
     optimizer.close()
-    with pytest.raises(pagoda.CheckpointError, match=r"no Hugging Face layout.*weight\.safetensors"):
-        export(tmp_path / "step", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_wrapped_model_is_exported_from_its_pages_as_from_a_checkpoint(
+    name: str, dtype: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(build(name), "ssd", tmp_path, "bf16")
+    train(model, optimizer, 0, 2)
+    optimizer.save_checkpoint(tmp_path / "step")
+    export(tmp_path / "step", tmp_path / "of step", dtype=dtype, max_shard_bytes=20_000)
+    read, most = Store.read, 0
+
+    def measured(self: Store, unit: int, state: str, start: int, count: int) -> torch.Tensor:
+        nonlocal most
+        most = max(most, count)
+        return read(self, unit, state, start, count)
+
+    monkeypatch.setattr(module, "chunks", lambda n: [(at, min(512, n - at)) for at in range(0, n, 512)])
+    monkeypatch.setattr(Store, "read", measured)
+    export(model, tmp_path / "of model", dtype=dtype, max_shard_bytes=20_000)
+    assert most == 512, "RAM does not follow the size of tensors"
+    files = [{path.name: path.read_bytes() for path in (tmp_path / of).iterdir()} for of in ("of step", "of model")]
+    assert files[0] == files[1]
+    optimizer.close()
 
 
 def test_a_disk_without_room_is_refused_and_nothing_left(saved: Path, tmp_path: Path) -> None:

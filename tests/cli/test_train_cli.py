@@ -98,7 +98,7 @@ def test_a_run_writes_metrics_and_configuration_and_its_loss_falls(
     saved = json.loads((work.root / "run" / "config.json").read_text())
     assert (saved["steps"], saved["memory"]["host"]) == (12, "1MiB")
     names = sorted(entry.name for entry in (work.root / "run").iterdir())
-    assert names == ["checkpoints", "config.json", "metrics.jsonl", "plan.json", "run.yaml"]
+    assert names == ["checkpoints", "config.json", "metrics.jsonl", "plan.json", "run.yaml", "timeline.json"]
     assert [entry.name for entry in (work.root / "run" / "checkpoints").iterdir()] == ["step-000012"]
     shown = capsys.readouterr().out
     assert shown.index("Plan:") < shown.index("step 1/12")

@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import (
 from zoo import BATCH, LENGTH, VOCABULARY, Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
+from pagoda.checkpoint.export import export
+from pagoda.models import build_model
 
 PAGE = 4096
 LR, DECAY = 1e-2, 0.1
@@ -54,6 +56,10 @@ def _llama_plan() -> dict[str, Any]:
     return {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
 
 
+def _mixture_plan() -> dict[str, Any]:
+    return {name: style for name, style in _llama_plan().items() if "self_attn" in name}
+
+
 def _mixer_plan() -> dict[str, Any]:
     return {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -68,6 +74,9 @@ def build(name: str) -> nn.Module:
     if name == "mixer":
         torch.manual_seed(0)
         return Mixer()
+    if "/" in name:  # a mixture of experts, by its directory
+        torch.manual_seed(0)
+        return build_model(name, seq_len=LENGTH)
     return Recipe(name).build()
 
 
@@ -75,7 +84,8 @@ def divide(model: nn.Module, name: str, mesh: pagoda.Mesh) -> nn.Module:
     """Divide a model over the tensor-parallel ranks of a mesh; of one, leave it."""
     if mesh.ranks.tensor_parallel == 1:
         return model
-    return parallelize_module(model, mesh.tensor, _mixer_plan() if name == "mixer" else _llama_plan())
+    plan = _mixer_plan() if name == "mixer" else _mixture_plan() if "/" in name else _llama_plan()
+    return parallelize_module(model, mesh.tensor, plan)
 
 
 class PlainAdamW:
@@ -173,7 +183,7 @@ def wrapped(
     **settings: Any,
 ) -> tuple[nn.Module, Any, pagoda.Mesh]:
     """A divided model in pages."""
-    chosen = {key: settings.pop(key) for key in ("stage", "replicas") if key in settings}
+    chosen = {key: settings.pop(key) for key in ("stage", "replicas", "expert_parallel") if key in settings}
     by_torch = settings.pop("by_torch", False)
     if settings.pop("partition", False):
         settings["activations"] = pagoda.Activations(settings["activations"], partition_activations=True)
@@ -251,6 +261,7 @@ def train_divided(
         "plan_peak": dict(plan.peak_bytes),
         "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
         "moved": outcome.moved,
+        "full": pagoda.full_state_dict(model, all_ranks=True),
         **state_of(model, optimizer),
     }
     optimizer.close()
@@ -310,6 +321,7 @@ def change_divided(out: Path, name: str) -> dict[str, Any]:
     model, optimizer, _ = wrapped(out, name, 2)
     before = state_of(model, optimizer)["weights"]
     full = pagoda.full_state_dict(model)
+    export(model, out / "exported")
     with pagoda.gathered(model.head, modify=True), torch.no_grad():
         shown = model.head.weight.full_tensor()
         model.head.weight.mul_(2)

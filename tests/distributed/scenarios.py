@@ -6,6 +6,7 @@ import os
 import pkgutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_map
 from zoo import Outcome, Recipe, batch, loss_of, take_step
 
 import pagoda
+from pagoda.checkpoint.export import export
 from pagoda.checkpoint.state import ParameterState
 from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
@@ -363,6 +365,7 @@ def pass_on_full_states(out: Path, name: str, expert_parallel: int) -> dict[str,
     everywhere = pagoda.full_state_dict(model, all_ranks=True)
     state = {"model": pagoda.ModelState(model), "optim": pagoda.OptimizerState(optimizer)}
     dcp.save(state, checkpoint_id=out / "dcp")
+    export(model, out / "exported")
     saved = {key: joined(value.state_dict()) for key, value in state.items()}
     optimizer.close()
     other, optimizer = mixture(name, expert_parallel, seed=5)
@@ -418,6 +421,16 @@ def kill_one(out: Path, victim: int) -> None:
     if place()[0] == victim:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 1000))
+
+
+def fall_silent(out: Path) -> None:
+    """Rank 1 does nothing for a while in the middle of its steps."""
+    made = Recipe("llama", steps=5)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(3))
+    if place()[0] == 1:
+        time.sleep(5)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 5))
 
 
 def leave_early(out: Path) -> None:

@@ -45,7 +45,24 @@ def test_ranks_with_the_same_experts_are_as_far_apart_as_there_are_parts() -> No
         assert place.sharers() == tuple(range(8))
 
 
-@pytest.mark.parametrize("settings", [{"replicas": 3}, {"replicas": 0}, {"replicas": 2, "expert_parallel": 2}])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_replicas_experts_and_tensors_are_divided_in_one_grid(replicas: int, experts: int, tensor: int) -> None:
+    ranks = Ranks(8 // tensor, 8, 3, experts, replicas, tensor)
+    grid = [Mesh(World(rank, 8, rank, 8), ranks) for rank in range(8)]
+    for rank, place in enumerate(grid):
+        for expert in (False, True):
+            sharers = place.sharers(expert)
+            assert sharers.index(rank) == ranks.place(rank, expert)
+            assert len(sharers) == ranks.sharers(expert)
+            family = {other for copy in place.copies() for other in grid[copy].sharers(expert)}
+            assert family == {*place.family(expert)}
+            parts = {(grid[other].tensor_index, expert and grid[other].expert_index) for other in family}
+            assert parts == {(place.tensor_index, expert and place.expert_index)}
+
+
+@pytest.mark.parametrize("settings", [{"replicas": 3}, {"replicas": 0}, {"replicas": 2, "expert_parallel": 4}])
 def test_uneven_replicas_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         Ranks(4, 4, 3, **settings)

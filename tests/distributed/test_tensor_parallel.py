@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from zoo import LAYERS
 
 from .conftest import RankServer
 from .test_checkpoints_of_ranks import assert_same_state
+from .tiny_runs import tiny_mixture
 
 Result = dict[str, Any]
 
@@ -82,6 +84,22 @@ def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only
             assert apart.max() < 1e-2, param
 
 
+@SLOW
+def test_tensor_parallel_ranks_divide_experts_with_others(ranks: RankServer, tmp_path: Path) -> None:
+    """Attention over pairs of ranks, experts over pairs of those, against one rank: sums in another order."""
+    model = tiny_mixture("mixtral-15m", tmp_path / "model")
+    shared = {"name": model, "parts": 2, "precision": "fp32", "steps": 2, "clip_grad_norm": 0.5}
+    alone = ranks.run("train_divided", 1, tmp_path / "alone", tensor=1, **shared)[0]
+    on_ssd = {"tensor": 2, "expert_parallel": 2, "kind": "ssd", "activations": "keep"}
+    for rank, result in enumerate(ranks.run("train_divided", 4, tmp_path / "divided", **on_ssd, **shared)):
+        assert result["losses"] == pytest.approx(alone["losses"][rank // 2 :: 2], rel=1e-3)
+        assert result["norms"] == pytest.approx(alone["norms"], rel=1e-3)
+        assert {"weight", "exp_avg"} <= result["lines"]["ssd"].keys()
+        assert result["full"].keys() == alone["full"].keys()
+        for param, weight in alone["full"].items():
+            assert (result["full"][param] - weight).abs().mean() < 1e-5, param
+
+
 """The mean difference is a thousandth of a step; an element whose gradient is rounding noise may step the other way."""
 
 
@@ -108,7 +126,11 @@ def test_a_checkpoint_of_four_ranks_resumes_on_others(ranks: RankServer, tmp_pat
 
 
 def test_divided_parameters_are_read_changed_and_loaded_as_wholes(ranks: RankServer, tmp_path: Path) -> None:
-    for rank, result in enumerate(ranks.run("change_divided", 2, tmp_path, name="mixer")):
+    results = ranks.run("change_divided", 2, tmp_path, name="mixer")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == results[0]["full"].keys()
+    assert all(torch.equal(value, results[0]["full"][name]) for name, value in exported.items())
+    for rank, result in enumerate(results):
         before = result["before"]
         assert result["full"].keys() == (before.keys() if rank == 0 else set())
         assert all(torch.equal(value, before[name]) for name, value in result["full"].items())

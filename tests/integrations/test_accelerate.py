@@ -8,6 +8,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import pagoda
@@ -115,6 +116,20 @@ def test_a_loaded_state_goes_on_with_the_same_bits(precision: str, paged: Make, 
     names = {path.name for path in (tmp_path / "state").iterdir()}
     assert {name for name in names if "pagoda" in name} == {"pagoda-2"}
     assert not names & {"model.safetensors", "optimizer.bin"}, "state is written once"
+
+
+def test_a_model_is_saved_as_by_the_stock_accelerator(paged: Make, tmp_path: Path) -> None:
+    made = {"paged": paged(), "stock": stock()}
+    for name, accelerator in made.items():
+        run = Run(accelerator)
+        run.steps(2)
+        accelerator.save_model(run.model, str(tmp_path / name), max_shard_size="40KB")
+    files = [{path.name: path for path in (tmp_path / name).iterdir()} for name in made]
+    assert files[0].keys() == files[1].keys()
+    for name in files[0].keys() - {"model.safetensors.index.json"}:
+        mine, theirs = load_file(files[0][name]), load_file(files[1][name])
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
 def test_a_model_that_pagoda_has_wrapped_can_be_prepared(paged: Make, tmp_path: Path) -> None:

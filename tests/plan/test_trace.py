@@ -90,6 +90,12 @@ def test_a_unit_that_backward_never_reads_has_its_gradient_at_the_end_of_the_pas
     assert [(g.tick, g.last) for g in gradients if g.unit == 0] == [(2, False), (5, True)]
 
 
+def test_an_embedding_that_is_the_head_too_has_its_gradient_at_the_end_of_the_pass() -> None:
+    """Backward reads it for the head, first of all; what the look-up adds comes last, and reads nothing."""
+    uses = [Access(unit, Phase.FORWARD) for unit in (0, 1, 0)] + [Access(unit, Phase.BACKWARD) for unit in (0, 1)]
+    assert [(g.unit, g.tick) for g in gradients_of(Trace((*uses, STEP)), frozenset({0, 1}))] == [(1, 4), (0, 4)]
+
+
 @given(traces(4), st.integers(0, 4), st.data())
 def test_the_next_use_is_the_nearest_one_around_the_cycle(trace: Trace, unit: int, data: st.DataObject) -> None:
     tick = data.draw(st.integers(0, len(trace.accesses) - 1))

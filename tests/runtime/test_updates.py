@@ -85,7 +85,7 @@ class Updates:
 
     @property
     def free_slots(self) -> int:
-        return self.part.engine._executor.feeders[0].path._ring._free.qsize()
+        return self.part.store.ring._free.qsize()
 
 
 @contextmanager
@@ -168,8 +168,11 @@ def test_the_ring_bounds_what_is_in_flight_and_blocks_never_share_its_frames(
         part.settle()
         lock = threading.Lock()
         extents = {part.store.run(u.index, s.name): (u.index, s) for u in part.units for s in running.states}
-        first = part.store.ring[0]
-        ring = range(first.address, first.address + RING_SLOTS * first.nbytes)
+        slots = [part.store.ring.take() for _ in range(RING_SLOTS)]
+        first = min(slot.address for slot in slots)
+        ring = range(first, first + RING_SLOTS * slots[0].nbytes)
+        for slot in slots:
+            part.store.ring.give_back(slot)
         frames: dict[int, tuple[int, int, str]] = {}
         """Address in the ring -> the block and state it holds."""
         written: dict[tuple[int, int], int] = {}
@@ -233,6 +236,35 @@ def test_an_update_moves_each_byte_of_its_states_once_each_way(tmp_path: Path) -
         assert part.bytes_moved("ssd_write") == states
 
 
+def test_states_are_not_read_through_a_slot_that_a_dropped_read_still_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with updates(tmp_path, placement=ALL_ON_SSD, block_limit=1) as running:
+        path, store = running.part.engine._executor.feeders[0].path, running.part.store
+        assert store.ssd is not None
+        load, go_on, being_filled = store.ssd.load, threading.Event(), set[int]()
+
+        def load_later(run: Run, offset: int, into: memoryview) -> None:
+            address = torch.frombuffer(into, dtype=torch.uint8).data_ptr()
+            if threading.current_thread() is threading.main_thread():
+                assert address not in being_filled
+            else:
+                being_filled.add(address)
+                go_on.wait(SOON_S)
+                being_filled.remove(address)
+            load(run, offset, into)
+
+        monkeypatch.setattr(store.ssd, "load", load_later)
+        path.read_ahead(0)
+        while not being_filled:
+            time.sleep(0.001)
+        path.drop_ahead()
+        timer = threading.Timer(0.1, go_on.set)
+        timer.start()
+        running.assert_all_as_expected()
+        timer.join()
+
+
 @pytest.mark.parametrize("placement", [MOMENTS_ON_SSD, ALL_ON_SSD])
 @pytest.mark.parametrize("rng_seed", range(3))
 def test_units_may_be_updated_in_any_order(tmp_path: Path, placement: str, rng_seed: int) -> None:
@@ -272,7 +304,7 @@ def test_a_failing_disk_reaches_whoever_waits_until_every_state_is_replaced(
         running.step(0, 1, 2, 3)
         with pytest.raises(StorageError, match="the disk is gone"):
             part.engine.drain()
-        with pytest.raises(StorageError, match=r"that of no step, since this failed: the disk is gone"):
+        with pytest.raises(StorageError, match=r"damaged.*failed: the disk is gone"):
             part.step()
         monkeypatch.undo()
         with part.engine.replacing():

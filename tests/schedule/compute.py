@@ -75,6 +75,7 @@ class Compute(Machine):
         unit = access.unit
         self.note("access", access, "" if recorded else "not recorded")
         self.record(access, recorded)
+        self.at_rest = False
         self.scheduler.access(access, recorded)
         self.collect()
         if self.rules.updaters_apart and self.checkpoint is None:
@@ -255,5 +256,5 @@ class Compute(Machine):
     def begin_checkpoint(self) -> None:
         raise NotImplementedError
 
-    def drain(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def drain(self, afterwards: Callable[[], None] = lambda: None) -> None:
         raise NotImplementedError

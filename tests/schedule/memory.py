@@ -126,7 +126,8 @@ class Memory:
         """Reclaims that were answered: still held."""
         self.ahead: tuple[int, int, int] | None = None
         """(unit, version, edition) of the states that are read ahead."""
-        self.draining = False
+        self.at_rest = False
+        """Whether compute has used nothing since the last drain."""
         self.checkpoint: dict[int, int] | None = None
         """unit -> version that the checkpoint must have."""
         self.saved: dict[int, int] = {}
@@ -312,7 +313,7 @@ class Memory:
     def read_ahead(self, op: Operation) -> None:
         """It must be worth it, and what is read must still be so when the update begins."""
         unit, home, truth = op.unit, self.homes[op.unit], self.truths[op.unit]
-        require(self.plan.max_staleness is None and not self.draining, "READ_AHEAD while nothing should be")
+        require(self.plan.max_staleness is None and not self.at_rest, "READ_AHEAD while nothing should be")
         require(self.plan.units[unit].streamed, f"READ_AHEAD of unit {unit}, which has nothing to read")
         require(not self.plan.units[unit].updater, f"READ_AHEAD of unit {unit} for the wrong updater")
         require(home.states != TORN, f"READ_AHEAD of unit {unit}, which is being updated")

@@ -289,8 +289,8 @@ MUTANTS = (
     ),
     Mutant(
         updates,
-        "states are read ahead while updates are drained",
-        "or self._asynchronous or self._draining or self._versions.failed:",
+        "states are read ahead while the program may write them",
+        "or self._asynchronous or not self._may_read_ahead or self._versions.failed:",
         "or self._asynchronous or self._versions.failed:",
     ),
     Mutant(
@@ -437,13 +437,6 @@ MUTANTS = (
         "return of_unit.copied and self._versions.settled(unit) is not None if of_unit.kept is not None else",
     ),
     Mutant(checkpoints, "what is to be kept is read before it is", "return of_unit.copied if", "return True if"),
-    Mutant(
-        checkpoints,
-        "updates overtake those that a checkpoint lacks",
-        "return bool(self._behind) and unit not in self._behind",
-        "return False",
-        worlds=25_000,
-    ),
     Mutant(
         checkpoints,
         "what the reserve has kept stays there",

@@ -224,3 +224,27 @@ def test_a_checkpoint_is_lost_with_an_update_that_fails() -> None:
     assert not scheduler.updates.checkpoint.lost
     scheduler.failed(update)
     assert scheduler.updates.checkpoint.lost
+
+
+def test_no_later_update_overtakes_one_that_a_checkpoint_lacks() -> None:
+    """It might wait, in the same lane, for room that only the complete checkpoint gives back."""
+    scheduler = Scheduler(replace(plan(frames=0), units=[UnitPlan() for _ in range(4)]))
+
+    def step_of(*units: int) -> list[int]:
+        for unit in units:
+            scheduler.gradient(unit, complete=True, last=True)
+            run_all(scheduler)
+        scheduler.scale_known()
+        return updates_of(run_all(scheduler))
+
+    def updates_of(operations: list[Operation]) -> list[int]:
+        return [op.unit for op in operations if op.kind is Kind.UPDATE]
+
+    scheduler.access(Access(1, Phase.FORWARD))
+    assert step_of(0, 1) == [0]  # compute still uses the other one
+    scheduler.prepare_checkpoint()
+    scheduler.begin_checkpoint()
+    run_all(scheduler)
+    assert step_of(0) == []
+    scheduler.release(1)
+    assert updates_of(run_all(scheduler)) == [1, 0]

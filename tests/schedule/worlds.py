@@ -117,10 +117,10 @@ class World(Compute):
 
     # --- between steps ---
 
-    def drain(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def drain(self, afterwards: Callable[[], None] = lambda: None) -> None:
         self.note("drain")
         self.collect()
-        self.draining, self.ahead = True, None
+        self.at_rest, self.ahead = True, None
         self.scheduler.drain(True)
         try:
             self.until(lambda: self.scheduler.updates.drained, "updates to end")
@@ -128,11 +128,10 @@ class World(Compute):
             for unit, truth in enumerate(self.truths):
                 asked, newest = truth.asked + (unit in begun), self.homes[unit].newest
                 require(newest == asked, f"unit {unit} is drained to version {newest}, not {asked}")
-            meanwhile()
         finally:
-            self.draining = False
             self.scheduler.drain(False)
             self.collect()
+        afterwards()
 
     def begin_checkpoint(self) -> None:
         if self.plan.max_staleness is not None:

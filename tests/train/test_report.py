@@ -1,4 +1,4 @@
-"""`pagoda report`: the page has what the run wrote, stands alone, and opens in a browser without a complaint."""
+"""`pagoda report`: the page has what a run or a plan wrote, stands alone, and opens in a browser without errors."""
 
 import io
 import json
@@ -49,9 +49,49 @@ def test_the_page_has_what_the_run_wrote_and_needs_nothing_else(directory: Path)
         assert said.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;") in page
     homes = [unit["homes"]["weight"] for unit in plan["units"]]
     assert all(page.count(f'<span class="tier-{tier}"') == homes.count(tier) for tier in ("device", "host", "ssd"))
-    assert page.count("<svg") == page.count('role="img"') == 5
+    assert page.count("<svg") == page.count('role="img"') == 6
     outside = [part.split('"')[0] for part in page.split('href="')[1:] + page.split('src="')[1:]]
     assert all(target.startswith("#") for target in outside)
+
+
+def drawn(page: str, title: str) -> str:
+    """The drawing with this title."""
+    return next(part.partition("</svg>")[0] for part in page.split("<svg")[1:] if f">{title}" in part)
+
+
+def test_lanes_are_drawn_as_predicted_above_as_measured(directory: Path, tmp_path: Path) -> None:
+    measured = drawn(report(directory), "Measured, step 3")
+    assert "Predicted" not in measured
+    run = shutil.copytree(directory, tmp_path / "run")
+    plan = json.loads((run / "plan.json").read_text())
+    spans = [["ssd_read", "fetch", 0.1, 0.2], ["compute", "forward", 0.2, 0.4], ["compute", "backward", 0.4, 0.5]]
+    plan["timeline"] = {"step_s": 0.5, "busy_s": {"compute": 0.3, "ssd_read": 0.1}, "stall_s": {}, "spans": spans}
+    (run / "plan.json").write_text(json.dumps(plan))
+    page = report(run)
+    both = drawn(page, "Predicted: 500.0 ms")
+    assert both.index(">Predicted") < both.index(">Measured, step 3")
+    assert both.count(">compute<") == 2, "the lanes of both"
+    assert '<td class="number">300.0 ms</td>' in page
+    assert "Nothing was predicted" not in page
+
+
+def test_a_plan_is_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "gpt-2x64", "--batch-size", "1", "--hardware", "rtx4090", "--json"]
+    assert main(asked) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    assert main(["report", str(tmp_path / "plan.json")]) == 0
+    page = (tmp_path / "plan.html").read_text()
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert drawn(page, "Predicted")
+    assert all(unit["name"] in page for unit in plan["units"])
+    assert f"{plan['tokens_per_s']:,.1f}" in page
+    capsys.readouterr()
+    assert main([*asked, "--memory.device", "1MiB", "--memory.host", "1MiB"]) == 1
+    (tmp_path / "tight.json").write_text(capsys.readouterr().out)
+    assert "Fits</th><td>no. " in report(tmp_path / "tight.json")
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["report", str(tmp_path / "other.json")]) == 2
+    assert "is not a plan: write one with pagoda plan" in capsys.readouterr().err
 
 
 def long_run(directory: Path, to: Path, steps: int) -> Path:
@@ -78,7 +118,7 @@ def test_only_a_report_is_written_over(directory: Path, tmp_path: Path, capsys: 
     mine = tmp_path / "notes.html"
     mine.write_text("<!DOCTYPE html><p>mine")
     assert main(["report", str(directory), "--out", str(mine)]) == 2
-    assert "is not a report" in capsys.readouterr().err
+    assert "is not a report of Pagoda" in capsys.readouterr().err
     assert mine.read_text() == "<!DOCTYPE html><p>mine"
     page = tmp_path / "page.html"
     assert [main(["report", str(directory), "--out", str(page)]) for _ in range(2)] == [0, 0]
@@ -98,7 +138,7 @@ def test_the_live_page_follows_the_run(directory: Path, tmp_path: Path) -> None:
         server.shutdown()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_opens_in_a_browser_without_a_complaint(scheme: str, directory: Path, tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api")

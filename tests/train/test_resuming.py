@@ -104,6 +104,39 @@ def test_a_damaged_checkpoint_is_named_and_kept_and_the_run_goes_on_from_the_one
     assert curve(config) == curve(done)
 
 
+@pytest.mark.parametrize("on_ssd", [False, True])
+def test_a_run_goes_back_to_the_checkpoint_that_is_named(on_ssd: bool, config: TrainConfig, tmp_path: Path) -> None:
+    if on_ssd:
+        (tmp_path / "other").mkdir()
+        config = ssd_config(tmp_path / "other")
+        run(config, Console(quiet=True))
+        config = replace(config, resume=True)
+    last = RunDir(config.out).checkpoint(4)
+    before, first = content_of(last), curve(config)
+    result, shown = resumed(replace(config, checkpoint="step-000002"))
+    assert result is not None
+    assert (result.first_step, result.last_step) == (3, 4)
+    assert "Going back to the checkpoint after step 2: the 2 steps after it run again" in shown
+    later = last.with_name("step-000004.later")
+    assert content_of(later) == before
+    for checkpoint in (last, later):
+        assert main(["export", str(checkpoint), str(tmp_path / checkpoint.name), "--dtype", "fp32"]) == 0
+    assert tensors_of(tmp_path / last.name) == tensors_of(tmp_path / later.name) != {}
+    assert curve(config) == first
+    assert main(["train", "--resume", "--out", str(config.out)]) == 0, "it goes on from the last one again"
+
+
+def test_a_checkpoint_that_is_named_is_used_or_refused(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(RunDir(config.out).checkpoint(2) / "weight.safetensors")
+    before = content_of(config.out)
+    for name, message in (("step-000003", "it has step-000002, step-000004"), ("step-000002", "is damaged")):
+        assert main(["train", "--resume", "--out", str(config.out), "--checkpoint", name]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="add --resume"):
+        run(replace(config, resume=False, checkpoint="step-000004"), Console(quiet=True))
+    assert content_of(config.out) == before
+
+
 def test_damage_after_damage_is_kept_under_another_name(config: TrainConfig) -> None:
     for _ in range(2):
         flip(RunDir(config.out).checkpoint(4) / "weight.safetensors")
@@ -271,6 +304,7 @@ def test_two_runs_in_one_directory_are_an_error_before_anything_is_written(
         "metrics.jsonl",
         "plan.json",
         "run.yaml",
+        "timeline.json",
     ]
 
 

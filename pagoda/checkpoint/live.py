@@ -1,0 +1,132 @@
+"""The weights of a wrapped model as whole tensors that stay in their pages, whoever of the ranks has them."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pagoda.checkpoint.lazy import LazyTensor, cat
+from pagoda.checkpoint.model_config import model_record
+from pagoda.checkpoint.reader import BUFFERS
+from pagoda.checkpoint.state import ParameterState, all_states, said_by_ranks, states_of, unpaged
+from pagoda.distributed.tensors import Form
+from pagoda.optim.rule import Shape
+from pagoda.plan.layout import WEIGHT
+from pagoda.runtime.engine import Engine
+from pagoda.runtime.store import LOW
+
+
+class Weights(NamedTuple):
+    """A model's tensors, in a checkpoint or in pages."""
+
+    name: str
+    """For messages."""
+    record: dict[str, Any] | None
+    """What `model_record` says of the model."""
+    tensors: Mapping[str, Mapping[str, LazyTensor]]
+    """State, or `BUFFERS` -> name -> tensor."""
+    is_first: bool = True
+    """Whether this is the first rank, which writes what all of them read."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that the model computes with."""
+        return next(iter(self.tensors[WEIGHT].values())).dtype
+
+
+class _Place(NamedTuple):
+    """Where a parameter of a rank lies in the user's model."""
+
+    whole: str
+    start: int
+    """Its first element in the whole."""
+    whole_shape: Shape
+
+
+@contextmanager
+def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]:
+    """Weights of a wrapped model, for as long as nothing trains it.
+
+    Every rank reads the same pieces in the same order; the first one gets them, or all do. Of others what they read has
+    no meaning. Every rank has come to the end of the block when one goes on.
+
+    Raises UsageError for a model that is not wrapped, and between backward and `step()` where updates run under
+    backward.
+    """
+    engine = next(iter(states_of(model).values())).engine
+    engine.settle()
+    buffers = {name: LazyTensor(value.dtype, value.shape, partial(_copied, value)) for name, value in unpaged(model)}
+    ranks = 1 if engine.rank_group is None else engine.rank_group.ranks
+    tensors = {**_whole_tensors(engine, range(ranks if all_ranks else 1)), BUFFERS: buffers}
+    is_first = engine.rank_group is None or engine.rank_group.rank == 0
+    yield Weights(f"The {type(model).__name__}", model_record(model), tensors, is_first)
+    said_by_ranks(engine, "the end of reading all weights", None)
+
+
+def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict[str, LazyTensor]]:
+    """Weights and low halves of masters, by state and by the names of the user's model."""
+    parameters = all_states(engine)
+    mine = [_place(parameter) for parameter in parameters]
+    by_part, group = [mine], engine.rank_group
+    if group is not None and group.parts > 1:
+        apart = group.collectives.mesh.ranks.tensor_parallel
+        by_part = said_by_ranks(engine, "the places of all weights", mine)[::apart][: group.parts]
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for state in {WEIGHT, LOW} & {state.name for state in engine.plan.layout.states}:
+        tiles: dict[str, list[tuple[_Place, LazyTensor]]] = {}
+        for number, parameter in enumerate(parameters):
+            if state not in parameter.spans():
+                continue
+            tensor, divided = _whole(parameter, state), parameter.unit.index in engine.plan.layout.expert_units
+            for part, places in enumerate(by_part if divided else [mine]):
+                its = tensor if len(by_part) == 1 or not divided else _of_part(parameter, tensor, part, receivers)
+                tiles.setdefault(places[number].whole, []).append((places[number], its))
+        for name, of_name in tiles.items():
+            joined = cat([tensor for _, tensor in sorted(of_name, key=lambda tile: tile[0].start)])
+            shape = of_name[0][0].whole_shape
+            found.setdefault(state, {})[name] = joined if joined.shape == shape else joined.with_shape(shape)
+    return found
+
+
+def _place(parameter: ParameterState) -> _Place:
+    part, shard = parameter.spec.part, parameter.spec.shard
+    if part is not None:
+        return _Place(part.whole, part.start, part.shape)
+    return _Place(parameter.name, 0, parameter.spec.shape if shard is None else shard.shape)
+
+
+def _whole(parameter: ParameterState, state: str) -> LazyTensor:
+    """A state of a parameter, of which tensor-parallel ranks may each have a part."""
+    mine, form = parameter.lazy(state), parameter.unit.forms[parameter.slot]
+    if not isinstance(form, Form) or parameter.spec.shard is None:
+        return mine
+    latest: list[torch.Tensor] = []
+
+    def read(start: int, count: int) -> torch.Tensor:
+        if not latest:
+            latest.append(form.around(mine.whole()).full_tensor().cpu().reshape(-1))
+        values = latest[0][start : start + count].clone()
+        if start + count == form.shape.numel():
+            latest.clear()
+        return values
+
+    return LazyTensor(mine.dtype, form.shape, read)
+
+
+def _of_part(parameter: ParameterState, mine: LazyTensor, part: int, receivers: Collection[int]) -> LazyTensor:
+    """What one of the ranks that divide experts has in the place of a state of this rank's."""
+    rank_group = parameter.engine.rank_group
+    assert rank_group is not None, "ranks divide experts"
+
+    def read(start: int, count: int) -> torch.Tensor:
+        what = f"unit {parameter.unit.index}, {parameter.slot}, of part {part}, from element {start}"
+        return rank_group.of_part(what, mine.read(start, count), part, receivers)
+
+    return LazyTensor(mine.dtype, mine.shape, read)
+
+
+def _copied(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return values.detach().reshape(-1)[start : start + count].cpu().clone()

@@ -1,0 +1,75 @@
+"""A plan and a step as JSON, for `pagoda report`: what `pagoda plan --json` prints, and what a run keeps."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pagoda.plan.planner import Plan
+from pagoda.simulate.timeline import Span, Timeline
+
+_PARTS = 1000
+"""Of a step: work of one kind on one lane is joined if the time between is shorter than such a part."""
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """What every page of a plan shows: bytes per tier and state against budgets, and the homes of every unit."""
+    homes: dict[int, dict[str, str]] = {}
+    for (unit, state), tier in plan.placement.homes.items():
+        homes.setdefault(unit, {})[state] = tier
+    units = [
+        {
+            "name": unit.name,
+            "parameters": sum(slot.param.numel for slot in unit.slots),
+            "homes": homes.get(unit.index, {}),
+        }
+        for unit in plan.units
+    ]
+    return {
+        "params": plan.parameters,
+        "page_bytes": plan.page_bytes,
+        "bytes": {tier: dict(lines) for tier, lines in plan.bytes.items() if lines},
+        "budgets": asdict(plan.budgets),
+        "units": units,
+    }
+
+
+def timeline_record(timeline: Timeline) -> dict[str, Any]:
+    """A step, small enough for a page: seconds, how long each lane worked, and its work by kind.
+
+    `spans` has a lane, a kind (the first word of a span's name), a start and an end each.
+    """
+    return {
+        "step_s": timeline.step_s,
+        "busy_s": dict(timeline.busy_s),
+        "stall_s": dict(timeline.stall_s),
+        "spans": [
+            [*key, round(start, 9), round(end, 9)]
+            for key, spans in _by_kind(timeline).items()
+            for start, end in _joined(spans, timeline.step_s / _PARTS)
+        ],
+    }
+
+
+def as_lines(record: Mapping[str, Any]) -> str:
+    """JSON with a line for each key."""
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) + "\n}\n"
+
+
+def _by_kind(timeline: Timeline) -> dict[tuple[str, str], list[Span]]:
+    found: dict[tuple[str, str], list[Span]] = {}
+    for span in sorted(timeline.spans, key=lambda span: span.start_s):
+        found.setdefault((span.lane, span.name.partition(" ")[0]), []).append(span)
+    return found
+
+
+def _joined(spans: Iterable[Span], gap_s: float) -> list[list[float]]:
+    """Starts and ends within the step; spans are in order of their starts."""
+    found: list[list[float]] = []
+    for span in spans:
+        start = max(0.0, span.start_s)
+        if found and start - found[-1][1] < gap_s:
+            found[-1][1] = max(found[-1][1], span.end_s)
+        else:
+            found.append([start, max(start, span.end_s)])
+    return found
