@@ -133,7 +133,7 @@ def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations() -> N
 
 
 def test_peak_memory_with_everything_on_ssd_is_the_ledger_and_activations(tmp_path: Path) -> None:
-    """And beside the ledger less than a tenth of the state."""
+    """And beside the ledger less than a tenth of the state, the construction of the model included."""
     shape = Shape(16, 512, 1536)
     run = measure(shape, host="72MiB", ssd=str(tmp_path), unit_limit="16MiB", page_size="1MiB")
     assert run.ssd >= run.state

@@ -161,7 +161,12 @@ MUTANTS = (
         "            if record.clean:\n                self._free(record)",
         "            if True:\n                self._free(record)",
     ),
-    Mutant(gradients, "a buffer is never spilled to make room", "if self._idle and not self._busy and", "if False and"),
+    Mutant(
+        gradients,
+        "a buffer is never spilled to make room",
+        "if self._idle and (self._others_first or not self._busy) and",
+        "if False and",
+    ),
     Mutant(gradients, "gradients are spilled where they cannot be", "is not None and self._plan.spills", "is not None"),
     Mutant(
         gradients,
