@@ -12,7 +12,7 @@ from pairwise import each_once
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
-from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, batch, loss_of, squeeze
+from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, assert_equal, batch, loss_of, squeeze
 
 import pagoda
 from pagoda.config.training import Precision
@@ -58,12 +58,6 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter once, under its first name."""
     weights = model.state_dict()
     return {name: weights[name].float() for name, _ in model.named_parameters()}
-
-
-def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert mine.keys() == other.keys()
-    for name, value in mine.items():
-        assert torch.equal(value, other[name]), name
 
 
 @pytest.mark.parametrize("name", BUILD)
