@@ -25,11 +25,11 @@ MODES: dict[str, tuple[int, tuple[str, ...]]] = {
     "on two drives, lagging": (2, ("--update", "async", "--max-staleness", "1", "--memory.host", "300KiB")),
 }
 """Drives that hold the state, and flags. Asynchronous updates need more RAM."""
-few_or_many = pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+QUICK = ("in RAM", "on two drives", "on two drives, lagging")
+SLOW = [pytest.param(name, 20, marks=pytest.mark.slow) for name in MODES]
 
 
-@few_or_many
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(("name", "kills"), [*((name, 3) for name in QUICK), *SLOW])
 def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(
     name: str, kills: int, server: Server, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ from pagoda.config.training import ActivationMode
 from pagoda.plan.activations import ActivationPlan, Policy, StepSizes, bucket_of, choose, peak_of
 
 OFFLOADS = ("offload", "recompute+offload")
-LAYERS = len(Policy)
+LAYERS = 2 * len(Policy)
 
 
 def train(recipe: Recipe, memory: pagoda.Memory, activations: ActivationMode = "keep", loop: Any = None) -> Outcome:
@@ -78,7 +78,7 @@ def two_steps(memory: pagoda.Memory, activations: ActivationMode) -> Any:
 
 def test_what_graphs_keep_is_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every policy and a mix, from the sizes that keeping everything has shown as well as from its own."""
-    mix = tuple(Policy)
+    mix = tuple(Policy) * 2
     on_ssd = pagoda.Memory(host="256MiB", ssd=f"{tmp_path}:1GiB", page_size=PAGE)
     in_ram = pagoda.Memory(host="256MiB", device="cpu:8MiB", page_size=PAGE)
     kept, planned = two_steps(on_ssd, "keep")
