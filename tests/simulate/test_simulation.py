@@ -267,7 +267,7 @@ def test_steps_share_a_pass_over_the_drive_as_far_as_weights_may_lag(max_stalene
 def test_a_plan_with_ssd_needs_a_machine_whose_drive_is_known() -> None:
     root, options = tower(8, 256), Options(page_bytes=4096)
     plan = make_plan(root, STATES["bf16"], Budgets(6 << 20, ssd=LARGE), options)
-    with pytest.raises(ConfigError, match="says nothing"):
+    with pytest.raises(ConfigError, match="no figures of one"):
         simulate(plan, replace(FAST, ssd=None), [0.0] * (len(plan.trace.accesses) - 1))
 
 
