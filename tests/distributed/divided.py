@@ -223,12 +223,13 @@ def wrapped(
             **settings,
         )
 
-    try:
-        wrapped_model, optimizer = wrap(**sizes)
-    except pagoda.BudgetError as refused:  # a page of RAM is not enough: what is says the refusal
-        wrapped_model, optimizer = wrap(
-            **{**sizes, str(refused.tier): f"{'cpu:' * (refused.tier == 'device')}{refused.needed_bytes}"}
-        )
+    while True:
+        try:
+            wrapped_model, optimizer = wrap(**sizes)
+            break
+        except pagoda.BudgetError as refused:  # what is enough says the refusal
+            assert refused.tier is not None
+            sizes[refused.tier] = f"{'cpu:' * (refused.tier == 'device')}{refused.needed_bytes}"
     return wrapped_model, optimizer, mesh
 
 
