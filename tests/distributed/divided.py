@@ -228,8 +228,7 @@ def wrapped(
             wrapped_model, optimizer = wrap(**sizes)
             break
         except pagoda.BudgetError as refused:  # what is enough says the refusal
-            assert refused.tier is not None
-            sizes[refused.tier] = f"{'cpu:' * (refused.tier == 'device')}{refused.needed_bytes}"
+            sizes[str(refused.tier)] = f"{'cpu:' * (refused.tier == 'device')}{refused.needed_bytes}"
     return wrapped_model, optimizer, mesh
 
 

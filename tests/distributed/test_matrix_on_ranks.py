@@ -14,9 +14,9 @@ import torch
 from pairwise import Case, covering
 
 from pagoda.plan.combinations import Feature, why_not
+from tests.tiny import write_mixture
 
 from .conftest import RankServer
-from .tiny_runs import tiny_mixture
 
 pytestmark = pytest.mark.slow
 AXES = {
@@ -80,7 +80,7 @@ CASES = [*covering(AXES, possible)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_mixture("mixtral-15m", tmp_path_factory.mktemp("mixture"))
+    return write_mixture("mixtral-15m", tmp_path_factory.mktemp("mixture"))
 
 
 @pytest.fixture(scope="module")
