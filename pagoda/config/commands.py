@@ -30,7 +30,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Let a trained model write, its weights in pages. Those of a run are copied to its directory for a while."""
+    """Let a trained model write, its weights in pages."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|MODEL_DIR")]
     """Directory of a run, or a Hugging Face directory, such as `pagoda export` writes."""
