@@ -14,10 +14,10 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from turns import median
 
 from pagoda.train.sources import documents, find
 from pagoda.train.tokenizer import ModelTokenizer
