@@ -122,8 +122,12 @@ def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor]
 
 
 def _weights_in(checkpoint: Checkpoint) -> Weights:
+    """Raises CheckpointError where what it says of its model is damaged."""
+    record = checkpoint.manifest.get("model")
+    if not (record is None or isinstance(record, dict)):
+        raise CheckpointError(f"{checkpoint.directory} is damaged: its manifest has no model where it should have one")
     tensors = {state: checkpoint.tensors(state) for state in (*checkpoint.states, BUFFERS)}
-    return Weights(str(checkpoint.directory), checkpoint.manifest.get("model"), tensors)
+    return Weights(str(checkpoint.directory), record, tensors)
 
 
 def _write_adapter(
