@@ -152,6 +152,13 @@ def batch(name: str, generator: torch.Generator) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
+def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """The same names, with the same bits."""
+    assert mine.keys() == other.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, other[name]), name
+
+
 def loss_of(output: object) -> torch.Tensor:
     """The loss, whether a model returns it bare or in a Hugging Face output."""
     return output if isinstance(output, torch.Tensor) else output.loss  # type: ignore[attr-defined,no-any-return]
@@ -322,7 +329,7 @@ def squeeze(
     host = 64 << 20
     if placement == HOST_WEIGHTS:
         grads = layout.total_pages(GRAD)
-        if options.update_under_backward:
+        if options.update_during_backward:
             grads = min(grads, 4 * max(layout.pages(unit, GRAD) for unit in layout.units))
         ring = layout.least_ring_slots * sum(layout.block_pages(state.name) for state in layout.moments)
         weights = layout.total_pages(WEIGHT)

@@ -17,6 +17,7 @@ from zoo import (
     UNIT_LIMIT,
     Outcome,
     Recipe,
+    assert_equal,
     squeeze,
 )
 
@@ -72,12 +73,6 @@ def is_hidden(param: nn.Parameter) -> bool:
     except pagoda.UsageError:
         return True
     return False
-
-
-def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert mine.keys() == other.keys()
-    for name, value in mine.items():
-        assert torch.equal(value, other[name]), name
 
 
 # --- state dicts --------------------------------------------------------------------------------------------
@@ -488,7 +483,7 @@ def test_a_model_is_wrapped_once(wrap: Wrap) -> None:
         pagoda.plan_of(fresh())
 
 
-def test_an_update_under_backward_that_begins_after_the_last_gradient_is_noticed() -> None:
+def test_an_update_during_backward_that_begins_after_the_last_gradient_is_noticed() -> None:
     """Backward needs the frozen layer's weights after the other's gradient, so the update waits for backward's end."""
 
     def trained(accumulation_steps: int | None) -> tuple[dict[str, Any], Any]:
