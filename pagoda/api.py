@@ -269,7 +269,7 @@ def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
     left, with a warning.
 
     Raises ConfigError for a directory without config.json or weights, for weights that do not fit the model, and for
-    quantised ones; CheckpointError for a damaged file.
+    quantized ones; CheckpointError for a damaged file.
     """
     with init():
         model = build_from_directory(Path(directory), model_class)
@@ -305,13 +305,13 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
     between ranks that must recompute alike; UsageError for a model that checkpoints by itself."""
     if training.activations == "auto" and mesh.ranks.expert_parallel > 1:
         raise ConfigError(
-            "activations is 'auto', which chooses by the sizes that a rank sees. Ranks that divide experts see other "
-            "sizes, and must recompute the same layers, as that sends tokens again: use 'recompute' or another policy."
+            "activations='auto' chooses what to recompute by the sizes that a rank sees. Ranks that divide experts see "
+            "different sizes, but must recompute the same layers: use 'recompute' or another policy."
         )
     if training.partition_activations and mesh.ranks.tensor_parallel == 1:
         raise ConfigError(
-            "partition_activations divides them over tensor-parallel ranks, and there are none: leave it out, or use "
-            "pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
+            "partition_activations divides activations over tensor-parallel ranks, and there are none: leave it out, "
+            "or use pagoda.open_mesh(tensor_parallel=N) and parallelize_module."
         )
     if training.activations == "keep":
         return

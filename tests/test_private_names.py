@@ -32,6 +32,7 @@ NAMES = {
     "torch._assert_async": "labels out of range are not noticed on a GPU",
     "torch._dynamo.OptimizedModule": "what torch.compile returned is not recognised: checkpoints have its names",
     "torch._subclasses.fake_tensor.FakeTensorMode": "FLOPs are not counted; state dicts are not streamed to files",
+    "torch.distributed.distributed_c10d._get_default_store": "silent ranks on other hosts are not named",
     "torch.nn.modules.batchnorm._BatchNorm": "batch norms are not recognised where they cannot be trained",
     "torch.utils._pytree.TreeSpec": "arguments and outputs of blocks cannot be taken apart",
     "torch.utils._pytree.tree_flatten": "arguments and outputs of blocks cannot be taken apart",

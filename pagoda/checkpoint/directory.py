@@ -115,7 +115,7 @@ def _claim(temporary: Path, directory: Path, checkpoint_id: str) -> int:
         except BlockingIOError as error:
             os.close(descriptor)
             raise CheckpointError(
-                f"{directory} is being written by somebody else. Wait for that to end, or name another one."
+                f"{directory} is being written by another process. Wait until it ends, or name another directory."
             ) from error
         except BaseException:
             os.close(descriptor)
@@ -239,7 +239,7 @@ def _references(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 def check_absent(directory: Path) -> None:
     """Raises CheckpointError when `directory` exists already."""
     if os.path.lexists(directory):
-        raise CheckpointError(f"{directory} exists already, and nothing is overwritten. Name another one.")
+        raise CheckpointError(f"{directory} exists already, and Pagoda overwrites nothing. Name another directory.")
 
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         )
     said = {key: value for key, value in content.items() if key not in ("format", "version", "hash")}
     if content.get("hash") != _hash(said):
-        raise CheckpointError(f"{path} is damaged: what it says does not have the hash it was written with")
+        raise CheckpointError(f"{path} is damaged: its hash does not match. Use another checkpoint")
     return said
 
 

@@ -72,7 +72,7 @@ def export(
 
     Raises CheckpointError for what is no checkpoint or is damaged, and where `out` exists; StorageError where the disk
     is full or fails; ConfigError where transformers is not installed; UsageError for a model that is not wrapped, and
-    between backward and `step()` where updates run under backward.
+    between backward and `step()` where updates run during backward.
     """
     with _opened(source) as weights:
         record = None if own_names else weights.record

@@ -73,7 +73,7 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     `wrap` reads them, piece by piece, straight to their tier. Values are exact: fp32, fp16 and bf16 all fit the fp32
     master.
 
-    Raises ConfigError for a directory without weights, quantised weights, shapes that differ from the model's, tied
+    Raises ConfigError for a directory without weights, quantized weights, shapes that differ from the model's, tied
     parameters that the files have with different values, and files of another model; CheckpointError for a damaged
     file.
     """
@@ -141,7 +141,7 @@ def _check_plain(model: nn.Module, directory: Path, stored: dict[str, LazyTensor
     """Weights are numbers that a master can start from."""
     if getattr(model.config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"{directory} holds quantised weights, which cannot be trained: give the model it was made of"
+            f"{directory} has quantized weights, which cannot be trained: name the directory of the original model"
         )
     for name, tensor in stored.items():
         if tensor.dtype.is_floating_point and tensor.dtype not in _FLOATS:

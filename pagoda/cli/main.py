@@ -34,7 +34,7 @@ class Command:
     defaults: Callable[[Sequence[str]], Any] | None = None
     """From the flags, the configuration that flags not given keep; None for the dataclass's defaults."""
     interrupted: str = "interrupted; nothing was written"
-    """What Ctrl-C has to say."""
+    """The message after Ctrl-C."""
 
 
 COMMANDS = (
@@ -92,7 +92,7 @@ def parse(args: Sequence[str]) -> tuple[Command, Any]:
         union,
         args=args,
         prog="pagoda",
-        description="Train PyTorch models larger than memory: state lives in pages on device, RAM and SSD. `pagoda "
-        "--version` says which version this is.",
+        description="Train PyTorch models larger than memory: their state lives in pages on GPU, RAM and SSD. `pagoda "
+        "--version` prints the version.",
     )
     return next(command for command in COMMANDS if isinstance(config, command.config)), config

@@ -22,7 +22,7 @@ def run(config: ReportConfig, console: Console) -> int:
     page = report(source)
     try:
         if out.exists() and not out.read_bytes().startswith(BEGINNING.encode()):
-            raise ConfigError(f"{out} is not a report, and is not written over: name another file with --out")
+            raise ConfigError(f"{out} is not a report of Pagoda, and is not overwritten: name another file with --out")
         write_durably(out, page.encode())
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}. Name another file with --out") from error

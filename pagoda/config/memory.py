@@ -19,30 +19,30 @@ Size = Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How host RAM is divided where not everything fits it. The defaults are a good guess; `pagoda train --plan search`
+    """How memory is divided if not everything fits in RAM. The defaults are a good guess; `pagoda train --plan search`
     tries others.
 
-    Raises ConfigError for a share or a number that cannot be.
+    Raises ConfigError for a share or a number that is out of range.
     """
 
     weight_share: float = 1.0
-    """Most of the weights, in pages, that RAM is home to."""
+    """Largest share of the weights, in pages, with their home in RAM."""
     grad_share: float = 1.0
-    """Most of the gradients."""
+    """Largest share of the gradients with their home in RAM."""
     leases_ahead: int = 2
-    """Leases, each as wide as the widest unit, beside what is in use at once; fewer where the budget is tight."""
+    """Leases of the size of the largest unit, in addition to those in use at once; fewer if the budget is tight."""
     device_update_share: float = 0.0
-    """Most of the parameters whose update runs on a device of its own: their states pass it, block by block, while the
-    CPU updates the others. Only units with all their states in RAM are updated there."""
+    """Largest share of the parameters that the GPU updates: their states pass through it, block by block, while the CPU
+    updates the others. Only units with all their states in RAM are updated there."""
     device_home_share: float = 0.0
-    """Most of the memory of a device of its own that is home to units, beside what leases and a ring need: all of their
-    states and their gradients lie there and are updated there."""
+    """Largest share of the GPU's memory, without what leases and the update ring need, that is home to whole units: all
+    their states and gradients are there, and are updated there."""
     undo_first: bool = False
-    """Where updates are speculative, copies of the weights come before moments, not after: two bytes a parameter in
-    RAM, with bf16 weights, let the update of moments on SSD run during backward too."""
+    """With speculative updates: copies of the weights get RAM before moments do. Two bytes a parameter in RAM, with
+    bf16 weights, then let the update of moments on SSD run during backward."""
     undo_in_ram: bool = False
-    """Where updates are speculative, so are those of units with all their states in RAM, if copies of these fit what is
-    left of it. A copy takes about as long as the update itself, so this is for a CPU that has time during backward."""
+    """With speculative updates: units with all their states in RAM are updated so too, if copies of these fit in what
+    is left of it. A copy takes about as long as the update itself, so the CPU must have time during backward."""
 
     def __post_init__(self) -> None:
         for name in ("weight_share", "grad_share", "device_update_share", "device_home_share"):
@@ -71,28 +71,28 @@ class Memory(Settings):
     """
 
     device: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Memory for weights in use. SIZE: of the current CUDA GPU's memory. cpu:SIZE: a separate arena in RAM, which
-    stands in for a GPU's memory. By default compute is the CPU and reads weights in host RAM."""
+    """SIZE: compute on the current CUDA GPU, and use that much of its memory for pages. cpu:SIZE: compute on the CPU,
+    from separate RAM that stands in for a GPU's memory. By default the CPU computes, with weights in host RAM."""
     host: Size = None
-    """RAM for pages. By default 80% of what is free now, or of what control groups leave (a container's limit)."""
+    """RAM for pages. By default 80% of the free RAM; in a container, 80% of what its limit leaves."""
     ssd: Annotated[str | Path | None, tyro.conf.arg(metavar="DIR[:SIZE][,DIR[:SIZE]...]")] = None
-    """Existing directory on an SSD for the state that does not fit RAM, and how much of it to use (by default what is
-    free). Several, with commas between them, share the pages out over their drives: each with a size, or the last with
-    that of all. One optimizer at a time can use a directory."""
+    """Existing directory on an SSD for the state that does not fit RAM, and how much space to use (by default all that
+    is free). Pages are spread over several directories, on several drives, if you name them with commas between: give
+    each a size, or the last one the size of all. One optimizer at a time can use a directory."""
     page_size: Size = None
-    """Unit of allocation and movement: a power of two and a multiple of 4096. By default the largest that wastes
-    little, up to 4MiB."""
+    """Size of a page: a power of two and a multiple of 4096. By default the largest that wastes little in padding, up
+    to 4MiB."""
     unit_limit: Size = None
-    """Most bytes of weights that are fetched together. By default chosen by the planner."""
+    """Most bytes of weights in a unit, which is fetched as a whole. By default the planner chooses."""
     split: Annotated[Split | None, tyro.conf.Suppress] = None
-    """How host RAM is divided where not everything fits it. By default chosen by the planner."""
+    """How host RAM is divided if not everything fits. By default the planner chooses."""
     activations: Size = None
-    """What graphs may keep, in addition to pages, where compute runs and activations are "auto". By default 80% of what
-    is free."""
+    """With activations "auto": memory for activations, in addition to pages. By default 80% of what pages leave
+    free."""
     ssd_checkpoints: Annotated[int | None, tyro.conf.Suppress] = None
-    """Checkpoints whose pages on SSD are kept in place at once. A checkpoint keeps its pages instead of copying them,
-    and training writes to others, so each takes as much of the SSD as the weights and moments there. 0: checkpoints
-    copy what is on SSD. By default 1 where that fits, else 0."""
+    """Number of checkpoints that keep their pages on SSD instead of copying them. Training then writes to other pages,
+    so each takes as much of the SSD as the weights and moments there. 0: checkpoints copy what is on SSD. By default 1
+    if that fits, else 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

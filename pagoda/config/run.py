@@ -14,12 +14,12 @@ PlanMode = Literal["usual", "search"]
 
 @dataclass(frozen=True, kw_only=True)
 class StatesConfig(Settings):
-    """Settings of an optimizer that may decide what it keeps."""
+    """Settings of an optimizer on which its states may depend."""
 
     options: tuple[str, ...] = ()
     """Other settings of the optimizer, as NAME=VALUE: momentum=0.9 nesterov=true."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """What AdamW's moments are kept in: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
+    """Format of AdamW's moments: fp32 (exact, 8 bytes a parameter), bf16 (stochastically rounded, 4), or 8bit
     (quantized in blocks of 256, 2). The last two change the algorithm."""
 
 
@@ -31,7 +31,7 @@ class Workload(Settings):
     batch_size: int
     """Sequences per forward pass, on each rank."""
     seq_len: int
-    """Tokens per sequence. A T5's encoder reads as many, and its decoder continues with as many."""
+    """Tokens per sequence. In a T5, of the encoder's input and of the decoder's output each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,14 +41,15 @@ class Workload(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding(Settings):
-    """What several ranks share out."""
+    """What several ranks divide."""
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What several ranks share out: the optimizer's state (1), gradients too (2), weights too (3)."""
+    """What several ranks divide: the optimizer's state (1), gradients too (2), weights too (3)."""
     replicas: int = 1
-    """Whole copies of the state: each is shared out over ranks / replicas consecutive ranks."""
+    """Whole copies of the state. Each is divided over ranks / replicas consecutive ranks."""
     expert_parallel: int = 1
-    """Of a mixture of experts: ranks over which the experts of each layer are divided. Tokens travel to them."""
+    """In a mixture of experts: number of ranks over which the experts of each layer are divided. Tokens are sent to the
+    ranks of their experts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,10 +62,11 @@ class Checkpoints(Settings):
     """When a run saves checkpoints, and how many it keeps."""
 
     checkpoint_every: int = 0
-    """Save a checkpoint every so many steps; 0: only at the end, and when the run is interrupted."""
+    """Steps from one checkpoint to the next. 0: save only at the end, and when the run is interrupted."""
     keep_checkpoints: int = 2
-    """Checkpoints to keep: older ones are deleted once a new one is complete. With --checkpoint-every, state on SSD is
-    then kept in place, not copied, and takes this many times more room there. 0: delete none, and copy."""
+    """Number of checkpoints to keep. Older ones are deleted once a new one is complete. With --checkpoint-every, a
+    checkpoint does not copy state on SSD but keeps its pages, so this state takes that many times more room there. 0:
+    delete none, and copy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,23 +81,23 @@ class Checkpoints(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Checkpoints, Sharding, Training, Workload):
-    """What a run takes and how long it takes follow from these."""
+    """The settings that decide what a run takes, and how long."""
 
     accumulation_steps: int  # its default is inherited: a run always announces its passes
     optimizer: str = "adamw"
-    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other. A
-    forecast takes updates to be as fast as those of AdamW with fp32 moments."""
+    """adamw, adam, sgd, lion, adafactor, muon, a class of torch.optim (Adagrad), or MODULE:CLASS of any other.
+    `pagoda plan` assumes that updates are as fast as those of AdamW with fp32 moments."""
     optim: StatesConfig = field(default_factory=StatesConfig)
     memory: Memory = field(default_factory=Memory)
-    """Where training state may live, and how much of it. In a forecast, what is left out follows from the hardware, and
-    memory.ssd may be a size alone where the hardware is not this machine."""
+    """Where training state may live, and how much of it. `pagoda plan` takes what is left out from the hardware. There,
+    memory.ssd may be a size alone if the hardware is not this machine."""
     chunked_loss: bool | None = None
-    """Compute the loss without ever holding all logits, at the price of one more product with the output layer. The
-    loss is rounded in another order. By default where all logits would be the peak of activations."""
+    """Compute the loss in blocks, without ever holding all logits. This takes one more matrix product with the output
+    layer, and rounds the loss in another order. By default if all logits would be the peak of activations."""
     plan: PlanMode | None = None
-    """search: take the fastest of several plans, by simulation on the machine as `pagoda calibrate` measured it; any
-    plan gives the same bits. usual: take the planner's first choice. By default search; `pagoda train` takes usual on
-    several ranks, and where the machine has not been measured."""
+    """search: simulate several plans, on the machine as `pagoda calibrate` measured it, and take the fastest. usual:
+    take the planner's first choice. The bits are the same. By default search; but `pagoda train` takes usual on several
+    ranks, and if the machine has not been measured."""
     trace: Path | None = None
-    """Write what compute and every lane do in one step as JSON for Perfetto or chrome://tracing: the predicted step, or
-    step --trace-step of a run."""
+    """File to write: what compute and every lane (transfers, updates) do in one step, as JSON for Perfetto or
+    chrome://tracing. `pagoda plan` writes the predicted step, `pagoda train` the step --trace-step."""

@@ -46,15 +46,16 @@ class LossScale:
 
 @dataclass(frozen=True)
 class MixedPrecision(Settings):
-    """What weights and gradients are in forward and backward. The master weights are fp32 in any case."""
+    """Number formats of weights and gradients. The master weights are always fp32."""
 
     precision: Precision = "bf16"
-    """Precision of weights and gradients in forward and backward; the master weights are fp32 either way. fp16 scales
-    the loss, and skips steps whose gradients are not finite. A forecast takes fp16 to be as fast as bf16."""
+    """Precision of weights and gradients in forward and backward. The master weights, which updates change, are always
+    fp32. fp16 scales the loss, and skips steps whose gradients are not finite. `pagoda plan` assumes that fp16 is as
+    fast as bf16."""
     gradients: Gradients | None = None
-    """What gradients are accumulated in. By default the precision of the weights."""
+    """Precision in which gradients are accumulated. By default that of the weights."""
     loss_scale: Annotated[LossScale | float | Literal["dynamic"] | None, tyro.conf.Suppress] = None
-    """With fp16: "dynamic" (the default; a `LossScale` changes its settings), or a power of two for good."""
+    """With fp16: "dynamic" (the default; a `LossScale` changes its settings), or a power of two that stays the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +64,9 @@ class MixedPrecision(Settings):
             require_choice("gradients", self.gradients, Gradients)
         scale = self.loss_scale
         if scale is not None and self.precision != "fp16":
-            raise ConfigError(f"loss_scale is for precision='fp16': gradients in {self.precision} need none.")
+            raise ConfigError(
+                f"loss_scale is for precision='fp16'; it is {self.precision!r} here. Leave loss_scale out."
+            )
         if isinstance(scale, str):
             if scale != "dynamic":
                 raise ConfigError(f"loss_scale is {scale!r}; use 'dynamic', a power of two, or a pagoda.LossScale.")
@@ -91,16 +94,16 @@ class Updates(Settings):
     """
 
     update: UpdateMode = "sync"
-    """async: forward and backward do not wait for updates, whose results lag by some steps. For state on an SSD that is
-    slower than compute. Changes the algorithm, so a run is no longer a function of its settings."""
+    """sync: the weights that a forward reads have all earlier updates. async: forward and backward do not wait for
+    updates, so weights lag by some steps. This is for state on an SSD that is slower than compute. It changes the
+    algorithm: two runs with the same settings may differ."""
     max_staleness: int = 1
-    """With async, the most steps whose gradients may be missing in the weights that a forward reads. 0 gives the bits
-    of sync."""
+    """With async: the most steps by which the weights may lag. 0 gives the bits of sync."""
     speculate: bool | None = None
-    """With clipping or fp16, update during backward as if nothing would be clipped or overflow, and redo that where
-    something does: the same bits. By default for state on SSD, where there is room to keep the old state, and for
-    state in RAM where --plan search finds that faster; True gives the copies of weights that this takes in RAM
-    precedence over other state there, and copies state in RAM too; False does without."""
+    """With clipping or fp16: update during backward as if nothing would be clipped or overflow, and redo the update if
+    something does. The bits are the same. By default for units with state on SSD, if there is room to keep their old
+    state, and for units in RAM if --plan search finds that faster. True: for units in RAM too, even if other state then
+    leaves RAM. False: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,17 +118,17 @@ class Updates(Settings):
 
 @dataclass(frozen=True)
 class Activations(Settings):
-    """What becomes of what graphs keep between forward and backward."""
+    """What happens to activations, the tensors that autograd keeps between forward and backward."""
 
     activations: ActivationMode = "recompute"
-    """What becomes of each block's activations between forward and backward; a block is a module that the model
-    repeats, such as its layers. keep: they stay. recompute: only the block's inputs stay, and backward computes it
-    again. offload: what is large goes to RAM, from a GPU, or to SSD, and comes back ahead of backward.
-    recompute+offload: the inputs go. auto: as many as fit beside the pages stay, and the rest is offloaded as far as
-    transfers keep up, or recomputed. The bits are the same."""
+    """What happens to the activations of each block, a module that the model repeats, such as a decoder layer. keep:
+    they stay in memory. recompute: only the block's inputs stay, and backward runs the block's forward again. offload:
+    large ones go to RAM (from a GPU) or to SSD, and come back before backward needs them. recompute+offload: the inputs
+    go too. auto: keep as many as memory has room for, offload as many as transfers can move in time, and recompute the
+    rest. The bits are the same."""
     partition_activations: Annotated[bool, tyro.conf.Suppress] = False
-    """Tensor-parallel ranks keep, or offload, an equal part each of those block inputs that all of them have, and
-    gather the whole before they recompute. The bits are the same."""
+    """Of block inputs that all tensor-parallel ranks have, each rank keeps or offloads an equal part. They gather the
+    whole before they recompute. The bits are the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,18 +142,18 @@ class Activations(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles(Settings):
-    """What is computed in pieces: batches of layers, and layers that are large."""
+    """What is computed in pieces: each layer's batch, and large layers."""
 
     batch_tiles: BatchTiles | None = None
-    """Run each layer in so many micro-batches, or as many as "auto" finds useful, so that weights move once for the
-    whole batch: give as one batch what accumulation would have added up. With it you state that layers treat the
-    samples of a batch independently in training; gradients then have the bits of ordinary accumulation of the same
-    micro-batches. What can be checked of that is checked, and refused."""
+    """Run each layer in that many micro-batches ("auto" chooses the number), so that its weights are fetched once for
+    the whole batch. Use one large batch instead of accumulation. By setting it you state that layers treat the samples
+    of a batch independently in training. Gradients then have the bits of accumulation over the same micro-batches.
+    Layers that evidently do not are refused."""
     tile_limit: Annotated[str | int | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) become tiles that are
-    fetched, used and dropped one after another. The input's gradient of such a layer is a sum over tiles, so it is
-    rounded in another order. Experts are fetched one by one without it; with it, as many at a time as it allows, and
-    transformers' own kernel runs a layer of which it allows all."""
+    """Linear layers and embeddings whose weights take more bytes than this (such as 256MiB) are cut into tiles, which
+    are fetched, used and dropped one after another. The gradient of such a layer's input is a sum over tiles, so it is
+    rounded in another order. Of a layer with experts, as many experts are fetched at a time as fit the limit; without a
+    limit, one. If all of them fit, transformers' own kernel runs the layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,7 +188,9 @@ class Step(Settings):
             require_count("accumulation_steps", self.accumulation_steps, 1)
         norm: Any = self.clip_grad_norm
         if norm is not None:
-            require(isinstance(norm, int | float) and norm > 0, "clip_grad_norm", norm, "above 0, or None for none")
+            require(
+                isinstance(norm, int | float) and norm > 0, "clip_grad_norm", norm, "above 0, or None for no clipping"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +202,8 @@ class Training(Tiles, Activations, Updates, MixedPrecision, Step):
         decided_last = self.clip_grad_norm is not None or self.may_skip
         if self.speculate and (not decided_last or self.accumulation_steps is None or self.update == "async"):
             raise ConfigError(
-                "speculate=True is for updates during backward with clipping, or dynamic loss scaling: give "
-                "clip_grad_norm and accumulation_steps, and leave out update='async'."
+                "speculate=True updates during backward before it is known whether gradients are clipped: give "
+                "clip_grad_norm (or dynamic loss scaling) and accumulation_steps, and leave out update='async'."
             )
 
 
@@ -211,7 +216,7 @@ def training_of(
     activations: ActivationMode | Activations,
     tiles: Tiles | None,
 ) -> Training:
-    """The settings that the arguments of `wrap` give. Raises ConfigError for values that cannot be."""
+    """The settings that the arguments of `wrap` give. Raises ConfigError for values that are not allowed."""
     if not isinstance(tiles, Tiles | None):
         raise ConfigError(f"tiles is {tiles!r}; give a pagoda.Tiles, such as pagoda.Tiles(batch_tiles=4).")
     groups: tuple[Settings, ...] = (

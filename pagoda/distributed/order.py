@@ -284,7 +284,7 @@ class Order:
         chosen = next((call for kinds in _FIRST for call in calls if call.kind in kinds), calls[0])
         if chosen.kind is CollectiveKind.ON_ALL_RANKS and not all(chosen.is_with(call) for call in calls):
             wanted = ", ".join(f"rank {rank} is at {call.place}" for rank, call in enumerate(calls))
-            raise UsageError(f"Ranks are at different points, each of which needs all of them: {wanted}.")
+            raise UsageError(f"Ranks are at different points, but each of these needs all ranks: {wanted}.")
         return chosen
 
     def _askers(self, call: Call, calls: Sequence[Call]) -> tuple[int, ...]:

@@ -106,8 +106,8 @@ def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorSha
     if distributed.device_mesh.ndim != 1:
         raise ConfigError(
             f"{name!r} is a DTensor over a mesh of {distributed.device_mesh.ndim} dimensions: give parallelize_module "
-            "the mesh of tensor-parallel ranks alone, such as pagoda.open_mesh(tensor_parallel=N).tensor. What "
-            "data-parallel ranks share out is wrap's."
+            "the mesh of tensor-parallel ranks alone, such as pagoda.open_mesh(tensor_parallel=N).tensor. "
+            "wrap itself divides the state over data-parallel ranks."
         )
     (placement,) = distributed.placements
     if placement.is_replicate():

@@ -3,14 +3,17 @@
 import os
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from pagoda.distributed.world import World, rank_timeout_s
 from pagoda.errors import RankError
@@ -94,22 +97,41 @@ class Transport:
             raise self.lost(None, error) from error
 
     def lost(self, rank: int | None, error: RuntimeError) -> RankError:
-        """The error of a rank that could not be reached, one of all if it is None: one that has died, if one has on
-        this host."""
+        """The error of a rank that could not be reached, one of all if it is None. It names those that have died on
+        this host; else those that have not given up as this one has."""
         self.broken = True
+        silent = self._ask_who_is_silent()
         deadline = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < deadline:
             dead = [r for r, (host, number) in enumerate(self._processes) if host == _host() and not lives(number)]
             if dead:
-                names = ", ".join(f"{r} (process {self._processes[r][1]})" for r in dead)
-                return RankError(f"Rank {names} has ended, so rank {self.rank} stops.")
+                return RankError(f"Rank {self._names(dead)} has ended, so rank {self.rank} stops.")
             time.sleep(0.05)
-        who = "A rank" if rank is None else f"Rank {rank}"
-        if rank is not None and self._processes:
-            who += f" on {self._processes[rank][0].partition('/')[0]}"
+        missing = [rank] if rank is not None else silent
         return RankError(
-            f"{who} is gone, or has not answered rank {self.rank} for {rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT "
-            f"for more): {error}"
+            f"{f'Rank {self._names(missing)}' if missing else 'A rank'} is gone, or has not answered rank {self.rank} "
+            f"for {rank_timeout_s():g} s (set PAGODA_RANK_TIMEOUT for more): {error}"
+        )
+
+    def _ask_who_is_silent(self) -> list[int]:
+        """Tell the others that this rank gives up. Returns ranks, soon: those that have not told the same."""
+        silent: list[int] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store has gone with a rank
+                store = dist.PrefixStore("pagoda/given-up", _get_default_store())  # type: ignore[attr-defined]
+                store.set(str(self.rank), "")
+                time.sleep(_SECONDS_TO_DIE / 2)
+                silent.extend(rank for rank in range(self.size) if not store.check([str(rank)]))
+
+        threading.Thread(target=ask, name="pagoda-given-up", daemon=True).start()  # a store may be silent, too
+        return silent
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        processes = self._processes or [("", 0)] * self.size
+        return ", ".join(
+            f"{rank} (process {number} on {host.partition('/')[0]})" if host else str(rank)
+            for rank, (host, number) in ((rank, processes[rank]) for rank in ranks)
         )
 
 

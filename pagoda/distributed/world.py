@@ -40,6 +40,11 @@ def was_restarted() -> bool:
     return _attempt() > 0
 
 
+def may_be_restarted() -> bool:
+    """Whether torchrun starts these processes anew if some of them fail."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
 def rank_timeout_s() -> float:
     """Seconds that a rank waits for the others before it gives up."""
     return float(os.environ.get("PAGODA_RANK_TIMEOUT", TIMEOUT_S))

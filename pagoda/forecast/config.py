@@ -1,4 +1,4 @@
-"""What a forecast is asked for, as the command line and Python share it."""
+"""The settings of a forecast, for `pagoda plan` and for Python."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ _MOST_TOKENS = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Run):
-    """Say, before anything is allocated, whether a model trains on a machine, how fast, what binds, what would help.
+    """Say before a run whether a model fits a machine, how fast it trains, what limits it, and what would help.
 
     Exit code 0 if it fits, 1 if it does not, 2 for settings that cannot be used.
     """
@@ -33,10 +33,10 @@ class PlanConfig(Run):
     """This machine as `pagoda calibrate` measured it (auto), a named machine (h100, a100-40g, rtx4090, ...), or a
     hardware file."""
     nodes: int = 1
-    """Equal nodes."""
+    """Number of equal nodes."""
     gpus_per_node: int | None = None
-    """GPUs of a node in use, or processes where the CPU computes; by default all that the hardware has. Each computes
-    on a batch of its own, and all of them share out the state."""
+    """GPUs in use on each node, or processes if the CPU computes. By default all that the hardware has. Each has its
+    own batches, and all of them divide the state."""
     batch_size: int = 1
     seq_len: int = 1024
     json: bool = False

@@ -57,7 +57,9 @@ def find_machine_for(config: PlanConfig) -> Machine:
     if config.gpus_per_node is not None:
         hardware = hardware.with_gpus(config.gpus_per_node)
     if config.nodes > 1 and hardware.inter_node_bytes_per_s is None:
-        raise ConfigError(f"--nodes is {config.nodes}, but hardware {hardware.name!r} says nothing of a network")
+        raise ConfigError(
+            f"--nodes is {config.nodes}, but hardware {hardware.name!r} says nothing of a network: leave --nodes out"
+        )
     per_node = hardware.gpus_per_node
     count = config.nodes * per_node
     for flag, groups in (("--expert-parallel", config.expert_parallel), ("--replicas", config.replicas)):
@@ -162,8 +164,8 @@ def _ssd_budget(machine: Machine, memory: Memory, notes: list[str]) -> int | Non
 
 def _no_room(tier: str, there: int, needed: int) -> BudgetError:
     return BudgetError(
-        f"Activations alone do not fit: {tier} has {format_bytes(there)}, and beside the pages "
-        f"{format_at_least(needed)} are needed. Lower --batch-size or --seq-len, and raise --accumulation-steps "
+        f"The activations do not fit: {tier} has {format_bytes(there)}, and they need {format_at_least(needed)} in "
+        f"addition to the pages. Lower --batch-size or --seq-len, and raise --accumulation-steps "
         "instead.",
         tier=tier,
         needed_bytes=needed,

@@ -325,7 +325,7 @@ def _saved(strategy: Any, optimizer: PagedOptimizer, directory: Path) -> Iterato
 
 def _there(optimizer: PagedOptimizer | None) -> PagedOptimizer:
     if optimizer is None:
-        raise UsageError("The model is not wrapped yet: it is when training or evaluation begins.")
+        raise UsageError("The model is not wrapped yet. It is wrapped when training or evaluation begins.")
     return optimizer
 
 

@@ -193,7 +193,7 @@ def _enable_checkpointing(name_or_dir: str, model: Any) -> None:
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     except ValueError as error:
-        raise ConfigError(f"model {name_or_dir!r} has no gradient checkpointing ({error}): do without") from error
+        raise ConfigError(f"model {name_or_dir!r} has no gradient checkpointing ({error}): leave it out") from error
 
 
 def import_transformers() -> Any:

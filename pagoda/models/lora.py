@@ -19,17 +19,17 @@ ADAPTER = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters that train in place of the model's weights, which stay frozen and take no optimizer state."""
+    """Adapters that are trained instead of the model's weights, which stay frozen and take no optimizer state."""
 
     rank: int | None = None
-    """Rank of the adapters. By default there are none, and all of the model is trained."""
+    """Rank of the adapters. By default there are none, and the whole model is trained."""
     alpha: int | None = None
-    """Adapters count alpha / rank. By default alpha is twice the rank."""
+    """What an adapter adds is multiplied by alpha / rank. By default alpha is twice the rank."""
     dropout: float = 0.0
     """Share of an adapter's inputs that are dropped."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Modules that get adapters, as peft matches names: q_proj v_proj; all-linear: every linear layer but the
-    output's."""
+    """Names of the modules that get adapters, as peft matches them, such as q_proj v_proj; all-linear: every linear
+    layer except the output layer."""
 
     def __post_init__(self) -> None:
         if self.rank is None:

@@ -59,7 +59,7 @@ class Probe:
             found = self._found(kind_of(shape))
             for name, form in found.items() if not isinstance(found, str) else ():
                 if not name.isidentifier() or name in _TAKEN:
-                    raise ConfigError(f"{label} cannot be run: Pagoda has no room for a state named {name!r}.")
+                    raise ConfigError(f"{label} cannot be run: its state {name!r} has a name that Pagoda uses itself.")
                 known = self.forms.setdefault(name, form)
                 if (known.dtype, known.number) != (form.dtype, form.number):
                     raise ConfigError(f"{label} cannot be run: its state {name!r} is not always {known.dtype}.")

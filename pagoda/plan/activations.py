@@ -321,8 +321,8 @@ def plan_activations(
     if peak.ssd > room[SSD]:
         tier = SSD if room[SSD] else HOST
         raise BudgetError(
-            f"Offloaded activations do not fit: they take {format_bytes(peak.host + peak.ssd)}, and beside the "
-            f"training state {HOST} has {format_bytes(room[HOST])} and {SSD} {format_bytes(room[SSD])}. Raise "
+            f"Offloaded activations do not fit: they take {format_bytes(peak.host + peak.ssd)}, and training state "
+            f"leaves {format_bytes(room[HOST])} of {HOST} and {format_bytes(room[SSD])} of {SSD}. Raise "
             f"memory.{tier}, or use activations='recompute'.",
             tier=tier,
         )

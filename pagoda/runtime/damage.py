@@ -26,12 +26,12 @@ class Damage:
         return self.cause is not None
 
     def check(self) -> None:
-        """Raises StorageError where states are those of no step."""
+        """Raises StorageError if states are damaged: some are of one step and some of another."""
         if self.cause is not None:
             self.seen = True
             raise StorageError(
-                f"The training state is that of no step, since this failed: {self.cause} -- It can be neither used, "
-                "overwritten nor saved until a checkpoint is loaded."
+                f"The training state is damaged: a part of it was changed when this failed: {self.cause} -- Load a "
+                "checkpoint. Until then it can be neither used nor saved."
             ) from self.cause
 
     def raise_cause(self) -> NoReturn:

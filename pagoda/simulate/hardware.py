@@ -246,7 +246,9 @@ class Hardware:
                 raise ConfigError(f"it is of version {data.get('version')}; this Pagoda reads version {VERSION}")
             return decoded(cls, data.get("hardware"), of="it")
         except (json.JSONDecodeError, ConfigError) as error:
-            raise ConfigError(f"{origin} cannot be used: {error}. Run `pagoda calibrate` to write it anew.") from error
+            raise ConfigError(
+                f"{origin} cannot be used: {error}. Run `pagoda calibrate` to write a new one."
+            ) from error
 
 
 def hardware_file() -> Path:

@@ -74,7 +74,7 @@ class Rates:
     def seconds(self, lane: str, nbytes: int) -> float:
         """How long a lane that moves bytes takes for `nbytes` alone. Raises ConfigError if there is no such lane."""
         if lane not in self._bytes_per_s:
-            raise ConfigError("the plan uses an SSD, of which the hardware says nothing: calibrate with --ssd DIR")
+            raise ConfigError("the plan uses an SSD, and the hardware has no figures of one: calibrate with --ssd DIR")
         return nbytes / self._bytes_per_s[lane]
 
     def ring_seconds(self, sent: int, group: int) -> float:
@@ -170,5 +170,5 @@ class Rates:
 
 def _known(figure: Figure | None, hardware: Hardware, what: str) -> float:
     if figure is None:
-        raise ConfigError(f"hardware {hardware.name!r} has no rate for {what}: calibrate it")
+        raise ConfigError(f"hardware {hardware.name!r} has no rate for {what}: run pagoda calibrate")
     return figure.value

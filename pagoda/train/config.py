@@ -47,11 +47,11 @@ class OptimConfig(StatesConfig):
     weight_decay: float | None = None
     """Weight decay. By default 0.1 for adamw, else the optimizer's own."""
     decay: Literal["all", "matrices"] = "all"
-    """Which parameters are decayed: all, or those of two or more dimensions, which leaves out biases and norms."""
+    """Parameters with weight decay: all, or matrices, those with two or more dimensions (no biases and norms)."""
     warmup_steps: int = 0
     """Steps of linear warm-up to the peak."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after warm-up: down a cosine to its minimum at the last step, or constant."""
+    """Learning rate after warm-up: falls along a cosine to its minimum at the last step, or stays constant."""
     min_lr_ratio: float = 0.1
     """Minimum learning rate of the cosine, as a share of the peak."""
 
@@ -99,41 +99,41 @@ class TrainConfig(Run):
     """Built-in shape (llama-15m, llama-110m, llama-215m, llama-1b, llama-3b, llama-5b, llama-8b, gpt2,
     gpt2-medium, gpt2-large, gpt2-xl, gpt-LAYERSxHIDDEN, and mixtures of experts: mixtral-15m, mixtral-120m, mixtral-1b,
     mixtral-8x7b, qwen3-moe-15m, qwen3-moe-30b, t5-moe-15m, t5-moe-120m, t5-moe-1b), which starts from random weights,
-    or a directory with a Hugging Face config.json, which starts from the safetensors files beside it, or without any
-    from random weights."""
+    or a directory with a Hugging Face config.json, which starts from its safetensors files, or from random weights if
+    it has none."""
     data: str = "stdlib"
-    """What to train on: a file, a folder, a glob in quotes, or stdlib (Python's own standard library). Text files, or
-    records (JSON Lines, JSON, CSV, Parquet, Arrow) of texts (text, content) or conversations (messages, conversations;
-    instruction and output), of which the loss counts what assistants write."""
+    """Data to train on: a file, a folder, a glob in quotes, or stdlib (the source code of Python's standard library).
+    Text files, or records (JSON Lines, JSON, CSV, Parquet, Arrow) with texts (columns text, content) or conversations
+    (messages, conversations; instruction and output). Of a conversation, the loss counts what assistants write."""
     column: str | None = None
-    """Of records, the column with the text or the messages. By default the first that is known."""
+    """Column of the records with the text or the messages. By default the first one with a known name."""
     tokenizer: str | None = None
-    """Directory of the tokenizer, or bytes, which makes a token of every byte. By default that of the model's
-    directory, and bytes where there is none."""
+    """Directory of the tokenizer, or "bytes": each byte is a token. By default the tokenizer in the model's directory,
+    or bytes if it has none."""
     cache: Path | None = None
-    """Directory that keeps the tokens of data sets, 2 or 4 bytes each, for this run and others. By default one in the
-    user's cache directory."""
+    """Directory that keeps tokenized data, 2 or 4 bytes a token, for this run and others. By default one in the user's
+    cache directory."""
     eval_data: str | None = None
-    """What to evaluate on: as --data, with the same tokenizer. A run says its loss on that before its first step, and
-    keeps the checkpoint with the lowest one."""
+    """Data to evaluate on, in the formats of --data. The run prints the loss on it before the first step and every
+    --eval-every steps, and keeps the checkpoint with the lowest."""
     eval_share: float = 0.0
-    """Share of the sequences of --data to evaluate on, which are not trained on."""
+    """Share of the sequences of --data to evaluate on. They are not trained on."""
     eval_every: int = 0
-    """Evaluate every so many steps; 0: ten times in the run."""
+    """Steps from one evaluation to the next. 0: a tenth of the run."""
     eval_rows: int = 256
-    """Most sequences of an evaluation."""
+    """Most sequences in one evaluation."""
     patience: int = 0
-    """Stop after so many evaluations in a row that were not better than the best one; 0: never."""
+    """Stop after that many evaluations in a row that were not better than the best one. 0: never."""
     keep_best: bool = True
-    """Keep the checkpoint with the lowest evaluation loss, beside the last ones."""
+    """Keep the checkpoint with the lowest evaluation loss, in addition to the last ones."""
     sample_every: int = 0
-    """Show what the model writes every so many steps; 0: never."""
+    """Steps from one sample of what the model writes to the next. 0: show none."""
     prompt: str = "The"
-    """What samples go on with; of conversations, what the user says."""
+    """Text that samples continue, or for conversations, what the user says."""
     sample_tokens: int = 48
-    """Most tokens of a sample."""
+    """Most tokens in a sample."""
     steps: int
-    """Optimizer steps in all, counted from the start of the run even when it is resumed."""
+    """Optimizer steps of the whole run, those before it was resumed included."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     seed: int = 0
@@ -141,19 +141,19 @@ class TrainConfig(Run):
     out: Path
     """Run directory, created: config.json, metrics.jsonl, checkpoints."""
     resume: bool = False
-    """Continue the run in --out from its last checkpoint that is whole, or from the beginning if it has none yet;
-    settings not given are those of the run."""
+    """Continue the run in --out from its last whole checkpoint, or from the beginning if it has none yet. Settings that
+    are not given keep their values."""
     checkpoint: str = "last"
     """With --resume: the checkpoint to continue from: last, best (by evaluation), or its name, such as step-000100.
     Later ones are kept under other names."""
     log: str | None = None
-    """Other places for figures, with commas between: tensorboard (in the run directory), wandb, trackio. jsonl is
-    written in any case."""
+    """Where to write metrics in addition to metrics.jsonl: tensorboard (in the run directory), wandb, trackio, with
+    commas between."""
     save_at_end: bool = True
     """Save a checkpoint after the last step."""
     trace_step: int = 3
-    """Which step is recorded, for `pagoda report` and --trace, counted from the first that this command runs; the third
-    is the first in steady state."""
+    """The step to record, for `pagoda report` and --trace, counted from the first that this command runs. The third is
+    the first in steady state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,7 +192,7 @@ class TrainConfig(Run):
         return self.keep_checkpoints + (self.evaluates and self.keep_best)
 
     def _check_adapters(self) -> None:
-        """Raises ConfigError for what cannot be had together with adapters."""
+        """Raises ConfigError for settings that do not work with adapters."""
         if self.plan == "search":
             raise ConfigError("--plan search plans the training of all weights: leave it out with --lora.rank")
         if self.tile_limit is not None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from pagoda.checkpoint.pretrained import weight_files
 from pagoda.distributed.mesh import Mesh
+from pagoda.distributed.world import may_be_restarted, was_restarted
 from pagoda.errors import BudgetError, ConfigError
 from pagoda.forecast.activations import estimate_activations
 from pagoda.forecast.model_description import describe_model
@@ -48,9 +49,18 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
         return replace(config, optim=replace(config.optim, lr=lr))
     if config.resume and config.out is None:
         raise ConfigError("--resume continues a run: name its directory with --out")
-    if not config.resume and config.out is not None:
-        RunDir(config.out).check_free()
-    chosen, reasons = from_first(mesh, "the choice of settings", lambda: _chosen(config, mesh.size, console))
+    if config.out is None and may_be_restarted():
+        raise ConfigError("torchrun --max-restarts goes on with a run: name its directory with --out")
+
+    def choices() -> tuple[TrainConfig, list[str]]:
+        if config.out is not None and not config.resume:
+            run_dir = RunDir(config.out)
+            if was_restarted() and run_dir.config.exists():  # these processes go on with what others began
+                return replace(run_dir.started_config(), out=config.out), []
+            run_dir.check_free()
+        return _chosen(config, mesh.size, console)
+
+    chosen, reasons = from_first(mesh, "the choice of settings", choices)
     for reason in reasons:
         console.print(f"Chosen: {reason}", soft_wrap=True, highlight=False, markup=False)
     return chosen

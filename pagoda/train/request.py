@@ -1,4 +1,4 @@
-"""What `pagoda train` is asked for: a configuration in which what is left open is chosen before the run."""
+"""The flags of `pagoda train`: a configuration in which settings may be left out, to be chosen before the run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -17,27 +17,27 @@ _NOT_SETTINGS = ("out", "resume", "checkpoint", "trace", "trace_step")
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(TrainConfig):
     """Train or fine-tune a language model whose training state may be larger than memory. --model and --data are
-    enough: what else is left out is chosen, and every choice is said with its reason."""
+    enough: Pagoda chooses everything else, and prints each choice with its reason."""
 
     batch_size: int | None = None  # type: ignore[assignment]
     """Sequences per forward pass, on each rank. By default as many as memory has room for, up to --tokens-per-step."""
     seq_len: int | None = None  # type: ignore[assignment]
-    """Tokens per sequence. By default 1024, or what most conversations fit in, or what the model has positions for. A
-    T5's encoder reads as many, and its decoder continues with as many."""
+    """Tokens per sequence. By default 1024 for texts, or what most conversations fit in; at most what the model has
+    positions for. In a T5, of the encoder's input and of the decoder's output each."""
     tokens_per_step: int = 16384
-    """Tokens of an optimizer step that batch size and accumulation are chosen for, where --batch-size is left out."""
+    """Tokens per optimizer step. If --batch-size is left out, batch size and accumulation are chosen to give about as
+    many."""
     steps: int | None = None  # type: ignore[assignment]
-    """Optimizer steps in all, counted from the start of the run even when it is resumed. By default, those of
-    --epochs."""
+    """Optimizer steps of the whole run, those before it was resumed included. By default as many as --epochs take."""
     epochs: float | None = None
-    """Passes over the data, where --steps is left out. By default 3 for conversations, and 1 for texts."""
+    """Passes over the data, if --steps is left out. By default 3 for conversations, and 1 for texts."""
     eval_share: float | None = None  # type: ignore[assignment]
-    """Share of the sequences of --data to evaluate on, which are not trained on. By default 0.05 for pretrained weights
-    without --eval-data, if there are sequences enough."""
+    """Share of the sequences of --data to evaluate on. They are not trained on. By default 0.05 for pretrained weights
+    without --eval-data, if there are enough sequences."""
     out: Path | None = None  # type: ignore[assignment]
-    """Run directory, created: run.yaml, config.json, metrics.jsonl, checkpoints. By default a new one in runs/."""
+    """Run directory to create, for settings, metrics and checkpoints. By default a new one in runs/."""
     config: Path | None = None
-    """File of settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
+    """File with settings in YAML or JSON, such as the run.yaml of another run. Flags override it."""
 
     def __post_init__(self) -> None:
         """Checks what only a request has; a `TrainConfig` is made of the rest, which checks it.

@@ -75,7 +75,7 @@ def assert_of_no_use(run: Run, directory: Path) -> None:
         run.optimizer.state_dict,
         lambda: run.optimizer.save_checkpoint(directory),
     ):
-        with pytest.raises(StorageError, match=r"The training state is that of no step.*until a checkpoint is loaded"):
+        with pytest.raises(StorageError, match=r"The training state is damaged.*Load a checkpoint"):
             use()
     assert not directory.exists()
 
@@ -173,7 +173,7 @@ def test_state_dicts_cannot_overwrite_what_a_failed_update_damaged(
         lambda: run.optimizer.load_state_dict(states),
         lambda: pagoda.ModelState(run.model).load_state_dict(masters),
     ):
-        with pytest.raises(StorageError, match="until a checkpoint is loaded"):
+        with pytest.raises(StorageError, match="Load a checkpoint"):
             load()
     assert_of_no_use(run, tmp_path / "bad")
     assert_goes_on_from(run, tmp_path / "good")

@@ -67,7 +67,7 @@ def test_while_somebody_writes_a_directory_nobody_else_may(tmp_path: Path) -> No
     """Else two exports to one place could become one directory with files of both."""
     with committed(tmp_path / "one") as folder:
         (folder / "mine").touch()
-        with pytest.raises(CheckpointError, match="being written by somebody else"), committed(tmp_path / "one"):
+        with pytest.raises(CheckpointError, match="being written by another process"), committed(tmp_path / "one"):
             pass
         (folder / "mine too").touch()
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["mine", "mine too"]

@@ -463,7 +463,7 @@ def test_half_updated_states_are_neither_saved_nor_replaced(saved: Path, tmp_pat
     with pytest.raises(pagoda.UsageError, match=r"between backward.*Call optimizer\.step\(\) first"):
         optimizer.save_checkpoint(tmp_path / "step")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(pagoda.UsageError, match=r"call optimizer\.step\(\)"):
+    with pytest.raises(pagoda.UsageError, match=r"Call optimizer\.step\(\)"):
         optimizer.load_checkpoint(saved)
     optimizer.step()
     optimizer.save_checkpoint(tmp_path / "step")

@@ -6,6 +6,7 @@ import os
 import pkgutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -420,6 +421,16 @@ def kill_one(out: Path, victim: int) -> None:
     if place()[0] == victim:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 1000))
+
+
+def fall_silent(out: Path) -> None:
+    """Rank 1 does nothing for a while in the middle of its steps."""
+    made = Recipe("llama", steps=5)
+    model, optimizer = wrapped(made, "ram", out, 3)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(3))
+    if place()[0] == 1:
+        time.sleep(5)
+    take_steps(made, model, optimizer, Outcome(), place()[1], range(3, 5))
 
 
 def leave_early(out: Path) -> None:

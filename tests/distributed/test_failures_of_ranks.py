@@ -26,6 +26,13 @@ def test_a_killed_rank_stops_the_others_which_name_it(
         assert (f"RankError: Rank {victim} (process" in error) == (rank != victim), error
 
 
+def test_a_rank_that_is_silent_is_named_once_the_others_give_up(ranks: RankServer, tmp_path: Path) -> None:
+    errors = errors_of(ranks, "fall_silent", 3, tmp_path, environment={"PAGODA_RANK_TIMEOUT": "2"})
+    for rank in (0, 2):
+        assert "Rank 1 (process" in errors[rank], errors
+        assert f"or has not answered rank {rank} for 2 s" in errors[rank]
+
+
 def test_a_rank_that_leaves_early_stops_the_others_which_name_it(ranks: RankServer, tmp_path: Path) -> None:
     errors = errors_of(ranks, "leave_early", 2, tmp_path)
     assert "Rank 1 has closed its optimizer" in errors[0]

@@ -170,7 +170,7 @@ def test_activations_that_fill_the_gpu_alone_do_not_fit_and_are_not_an_error() -
     one = made(machine, model="llama-8b", batch_size=64, seq_len=2048)
     assert not one.fits
     assert one.refusal is not None
-    assert "Activations alone" in str(one.refusal)
+    assert "The activations do not fit" in str(one.refusal)
 
 
 def test_a_forecast_for_this_machine_counts_the_limits_of_control_groups(monkeypatch: pytest.MonkeyPatch) -> None:

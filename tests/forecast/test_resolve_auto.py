@@ -134,7 +134,7 @@ def test_tiles_make_units_smaller() -> None:
     assert max(param.numel for param in tiled.described.root.walk()) * 2 <= 128 << 10
     assert tiled.plan.layout.lease_pages(1) < whole.plan.layout.lease_pages(1)
     assert tiled.described.params == whole.described.params
-    with pytest.raises(ConfigError, match="takes parameters whole"):
+    with pytest.raises(ConfigError, match="takes whole parameters"):
         made(gpu(4 * GIB, 1e10, 1e12), tile_limit="256KiB", optimizer="adafactor")
 
 

@@ -364,7 +364,7 @@ def test_an_update_that_fails_after_the_step_has_let_it_stand_is_an_error(
     assert training.counts[0][0]
     with pytest.raises(StorageError, match="the disk failed"):
         optimizer.drain()
-    with pytest.raises(StorageError, match="that of no step"):
+    with pytest.raises(StorageError, match="The training state is damaged"):
         training(model, optimizer, Outcome())
     with suppress(StorageError):
         optimizer.close()

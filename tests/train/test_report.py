@@ -118,7 +118,7 @@ def test_only_a_report_is_written_over(directory: Path, tmp_path: Path, capsys: 
     mine = tmp_path / "notes.html"
     mine.write_text("<!DOCTYPE html><p>mine")
     assert main(["report", str(directory), "--out", str(mine)]) == 2
-    assert "is not a report" in capsys.readouterr().err
+    assert "is not a report of Pagoda" in capsys.readouterr().err
     assert mine.read_text() == "<!DOCTYPE html><p>mine"
     page = tmp_path / "page.html"
     assert [main(["report", str(directory), "--out", str(page)]) for _ in range(2)] == [0, 0]

@@ -52,6 +52,21 @@ def test_a_model_and_data_are_enough(folder: Path, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "runs" / "model-chats-2").is_dir()
 
 
+def test_processes_that_torchrun_starts_anew_go_on_with_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"data": str(folder / "text.txt"), "tokens_per_step": 512, "epochs": 0.05, "seq_len": 64}
+    run_of(folder, out=tmp_path / "run", **given)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    shown = io.StringIO()
+    again = TrainRequest(model=str(folder / "model"), plan="usual", out=tmp_path / "run", **given)  # type: ignore[arg-type]
+    assert run(again, Console(file=shown, width=300)) is None
+    assert "has finished: 3 of 3 steps are done" in shown.getvalue()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(ConfigError, match="name its directory with --out"):
+        run(TrainRequest(model=str(folder / "model"), **given))  # type: ignore[arg-type]
+
+
 def test_every_choice_is_said_with_its_reason(folder: Path, tmp_path: Path) -> None:
     config, shown = run_of(
         folder, data=str(folder / "text.txt"), out=tmp_path / "run", tokens_per_step=512, epochs=0.05, seq_len=64

@@ -167,7 +167,7 @@ class PageFile:
                 raise self._too_full(more, self._free_bytes() + got) from error
             raise StorageError(
                 f"SSD directory {self.directory} cannot reserve {format_bytes(more)}: "
-                f"{error.strerror}; name a directory on a local file system in ssd="
+                f"{error.strerror}; name a directory on a local file system in memory.ssd"
             ) from error
         self.pages = pages
 
@@ -219,7 +219,7 @@ class PageFile:
         except OSError as error:
             raise StorageError(
                 f"SSD directory {self.directory} cannot be used: {error.strerror}; "
-                "create it (mkdir -p), make it writable for this user, or name another in ssd="
+                "create it (mkdir -p), make it writable for this user, or name another in memory.ssd"
             ) from error
         if named is None:
             os.unlink(path)  # the open descriptor keeps the bytes
@@ -248,7 +248,7 @@ class PageFile:
         return StorageError(
             f"SSD directory {self.directory} is too full: asked {format_bytes(nbytes)} "
             f"({nbytes // self.page_bytes} pages), free {format_bytes(max(free, 0))}, {short}; "
-            "free some space, lower ssd=, or name a directory on a larger disk"
+            "free some space, lower memory.ssd's size, or name a directory on a larger disk"
         )
 
     def _refusal_of_direct(self, writes: bool) -> str | None:
@@ -266,7 +266,7 @@ class PageFile:
                 if error.errno not in _REFUSALS:
                     raise StorageError(
                         f"SSD directory {self.directory} failed a first transfer of {PAGE_ALIGN} "
-                        f"bytes: {error.strerror}; check the disk or name another directory in ssd="
+                        f"bytes: {error.strerror}; check the disk or name another directory in memory.ssd"
                     ) from error
                 reason = f"the file system refuses direct I/O ({error.strerror})"
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)

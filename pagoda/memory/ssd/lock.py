@@ -41,7 +41,7 @@ class DirectoryLock:
         except OSError as error:
             raise StorageError(
                 f"SSD directory {directory} cannot be used: {error.strerror}; "
-                "create it (mkdir -p) or name another in ssd="
+                "create it (mkdir -p) or name another in memory.ssd"
             ) from error
         try:
             try:
@@ -50,12 +50,12 @@ class DirectoryLock:
                 gc.collect()  # an optimizer that was dropped without close() may still hold it
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            why = f"cannot be locked: {error.strerror}; name a directory on a local file system in ssd="
+            why = f"cannot be locked: {error.strerror}; name a directory on a local file system in memory.ssd"
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 holder = _holder(os.fstat(descriptor).st_ino)
                 why = (
                     f"is in use by {holder}: wait for it to end, close() its optimizer, or "
-                    "name another directory in ssd="
+                    "name another directory in memory.ssd"
                 )
             os.close(descriptor)
             raise StorageError(f"SSD directory {directory} {why}") from error

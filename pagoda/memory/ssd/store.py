@@ -245,11 +245,16 @@ def _check_no_copy(record: StoreRecord) -> None:
     here = record.directories
     written = {read_store(directory, record.id)[0].directories for directory in here}
     if len(written) > 1:
-        raise StorageError(f"{record.folders[0]}: its stripes were last used with other ones, perhaps copies of these")
+        raise StorageError(
+            f"{record.folders[0]} and the folders of its store on the other drives were not last used together. One of "
+            "them may be a copy: name the original directories."
+        )
     for stripe, place in enumerate(written.pop()) if len(here) > 1 else ():
         try:
             copied = read_store(place, record.id)[1] == stripe and not os.path.samefile(place, here[stripe])
         except OSError:  # a StorageError is one: nothing of the store is there
             continue
         if copied:
-            raise StorageError(f"{record.folders[stripe]} is a copy: the store's own stripe is still in {place}")
+            raise StorageError(
+                f"{record.folders[stripe]} is a copy of a folder that is still in {place}: name that directory instead."
+            )
