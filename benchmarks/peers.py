@@ -202,7 +202,8 @@ def failure_of(name: str, arguments: argparse.Namespace, limit: int, layers: int
 def figures_of(result: Figures, part: str, settings: Figures) -> Figures:
     """The figures that a part has from earlier runs with the same settings; those of others go."""
     if result.get(part, {}).get("settings") != settings:
-        result[part] = {"settings": settings, "figures": {}}
+        result[part] = {"settings": settings, "load_average": 0.0, "figures": {}}
+    result[part]["load_average"] = max(result[part]["load_average"], os.getloadavg()[0])
     figures: Figures = result[part]["figures"]
     return figures
 

@@ -125,7 +125,11 @@ def test_what_did_not_run_is_a_row_with_its_error() -> None:
     settings = {"machine": "a machine", "model": "a model", "clip": 1.0, "tokens": [8], "rounds": 1}
     figures = {"it": {"label": "It", "settings": "its own", "error": "no such | device"}}
     limits = {"1GiB": {"it": {"label": "It", "parameters": 0, "layers": 0, "stopped_by": "no such device"}}}
-    of_largest = {"settings": {**settings, "tokens": 8, "turn_s": 1.0, "limited_by": "it"}, "figures": limits}
-    result = {"speed": {"settings": settings, "figures": figures}, "largest": of_largest}
+    of_largest = {
+        "settings": {**settings, "tokens": 8, "turn_s": 1.0, "limited_by": "it"},
+        "load_average": 0.5,
+        "figures": limits,
+    }
+    result = {"speed": {"settings": settings, "load_average": 0.5, "figures": figures}, "largest": of_largest}
     assert "| It | no such \\| device |" in tables(result)
     assert "| 1GiB | It | none | no such device |" in tables(result)

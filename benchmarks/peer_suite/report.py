@@ -30,14 +30,16 @@ def _head(*cells: str) -> list[str]:
     return ["", _row(*cells), "|" + "---|" * len(cells)]
 
 
-def _machine(settings: Figures) -> str:
-    return f"{settings['machine']}, `{settings['model']}`, clipping at {settings['clip']}"
+def _machine(part: Figures) -> str:
+    settings = part["settings"]
+    text = f"{settings['machine']}, load average {part['load_average']:.1f} before the run. `{settings['model']}`"
+    return f"{text}, clipping at {settings['clip']}"
 
 
 def _speed(part: Figures) -> list[str]:
     settings, figures = part["settings"], part["figures"]
     tokens = [str(count) for count in sorted(settings["tokens"])]
-    lines = [f"{_machine(settings)}, {settings['rounds']} rounds. Seconds of a step over those of plain PyTorch with"]
+    lines = [f"{_machine(part)}, {settings['rounds']} rounds. Seconds of a step over those of plain PyTorch with"]
     lines += ["checkpointing in the same round: the median, and the quartiles in brackets."]
     lines += _head("system", *(f"{int(count):,} tokens" for count in tokens))
     ran = {name: one for name, one in figures.items() if "error" not in one}
@@ -68,9 +70,7 @@ def _speed(part: Figures) -> list[str]:
 
 def _largest(part: Figures) -> list[str]:
     settings, figures = part["settings"], part["figures"]
-    lines = [
-        f"{_machine(settings)} with more or fewer layers, {settings['tokens']} tokens, three steps, no turn longer"
-    ]
+    lines = [f"{_machine(part)} with more or fewer layers, {settings['tokens']} tokens, three steps, no turn longer"]
     lines += [f"than {settings['turn_s']:.0f} s. Memory is limited by {settings['limited_by']}."]
     lines += _head("RAM of the process", "system", "largest model", "why not more")
     for limit, of in figures.items():
@@ -108,7 +108,8 @@ def _draw_time(part: Figures, path: Path) -> None:
                 ours.append(point)
         if ours:
             axes.plot(*zip(*sorted(ours), strict=True), color="C3", label="Pagoda, more or less on SSD")
-        axes.set(title=f"{int(count):,} tokens", xlabel="RAM of the process, GiB", ylim=(0, None), xlim=(0, None))
+        axes.set(title=f"{int(count):,} tokens", xlabel="RAM of the process, GiB")
+        axes.set(xlim=(0, 1.05 * axes.get_xlim()[1]), ylim=(0, 1.05 * axes.get_ylim()[1]))
         if not index:
             axes.set_ylabel("time of a step, over plain PyTorch")
             drawing.legend(loc="outside lower center", ncols=2, fontsize="small")

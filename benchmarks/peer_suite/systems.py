@@ -155,7 +155,7 @@ DEEPSPEED = Environment(
         "py-cpuinfo==9.0.0",
         "pydantic==2.14.3",
     ),
-    variables={"DS_ACCELERATOR": "cpu"},
+    variables={"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "WORLD_SIZE": "1"},
     prepare=(
         "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder;"
         " CPUAdamBuilder().load(verbose=False); ShareMemCommBuilder().load(verbose=False)"
