@@ -219,7 +219,7 @@ def run_case(case: Case, root: ModuleSpec, ssd: Path, case_s: float) -> tuple[Re
         slowest_s=max(seconds),
         predicted_stall_s={lane: s for lane, s in predicted_stalls.items() if s > 0.001},
         measured_stall_s={lane: s for lane, s in measured_stalls.items() if s > 0.001},
-        predicted_bytes={tier: max(n for _, n in line) for tier, line in predicted[-1].ledger.items()},
+        predicted_bytes={tier: max(n for _, n in line) for tier, line in predicted[-1].held_bytes.items()},
         measured_bytes=peak,
     )
     return result, predictor.machines

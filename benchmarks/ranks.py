@@ -288,7 +288,7 @@ def tables(result: dict[str, Any]) -> str:
                     lines.append("| " + " | ".join([tokens, str(ranks), name, *cells]) + " |")
     lines += [
         "",
-        "| ranks | 12 bytes a parameter / N | state in the ledger | all of the ledger | resident after a step | peak |",
+        "| ranks | 12 bytes a parameter / N | state in the plan | the whole plan | resident after a step | peak |",
         "|---|---|---|---|---|---|",
     ]
     for name, figures in result["memory"].items():

@@ -75,7 +75,7 @@ class Clock:
             self.event("release", access.unit)
         while any(op.kind is Kind.OFFLOAD for op, _ in self.under_way):
             self.end_one()
-        self.event("scale_known")
+        self.event("end_step")
 
 
 def measure(units: int, speculative: bool) -> Iterator[str]:

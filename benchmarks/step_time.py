@@ -140,7 +140,7 @@ def measure(workload: Workload, directory: str, rounds: int, speculate: bool, co
         "ssd_bytes": moved,
         "ssd_limit_s": ssd_s,
         "stall_s": stalls,
-        "updates_under_backward": updates,
+        "updates_during_backward": updates,
         "ratio_ram": statistics.median(ratios_ram),
         "ratio_ssd": statistics.median(ratios_ssd),
     }

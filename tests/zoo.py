@@ -322,7 +322,7 @@ def squeeze(
     host = 64 << 20
     if placement == HOST_WEIGHTS:
         grads = layout.total_pages(GRAD)
-        if options.update_under_backward:
+        if options.update_during_backward:
             grads = min(grads, 4 * max(layout.pages(unit, GRAD) for unit in layout.units))
         ring = layout.least_ring_slots * sum(layout.block_pages(state.name) for state in layout.moments)
         weights = layout.total_pages(WEIGHT)

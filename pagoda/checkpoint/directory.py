@@ -48,7 +48,7 @@ def committed(
 ) -> Iterator[Path]:
     """A temporary directory to fill; renamed to `directory` when the block ends well, removed when it does not.
 
-    Files in it must have been synced by whoever wrote them. It is marked with the id of the checkpoint that it is to
+    Files in it must have been synced already. It is marked with the id of the checkpoint that it is to
     be, so that pages of one that was never completed can be told. Where `keep_mark` says so when the block has failed,
     the mark stays, because ranks that are gone may have committed such pages.
 
@@ -104,7 +104,7 @@ def _claim(temporary: Path, directory: Path, checkpoint_id: str) -> int:
             raise
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have renamed or removed it since it was opened here.
+            # The process that had it may have renamed or removed it since it was opened here.
             if temporary.is_dir() and os.path.samestat(os.fstat(descriptor), temporary.stat()):
                 names = os.listdir(descriptor)
                 if PARTIAL_MARK not in names and not {*names} <= {PARTIAL_MARK + TEMPORARY}:

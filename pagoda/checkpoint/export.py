@@ -105,7 +105,10 @@ def _opened(source: Path | nn.Module) -> Iterator[Weights]:
     else:
         with Checkpoint(source) as checkpoint:
             tensors = {state: checkpoint.tensors(state) for state in (*checkpoint.states, BUFFERS)}
-            yield Weights(str(source), checkpoint.manifest.get("model"), tensors)
+            record = checkpoint.manifest.get("model")
+            if not (record is None or isinstance(record, dict)):
+                raise CheckpointError(f"{source} is damaged: its manifest has no model where it should have one")
+            yield Weights(str(source), record, tensors)
 
 
 def _write_adapter(

@@ -1,4 +1,4 @@
-"""The weights of a wrapped model as whole tensors that stay in their pages, whoever of the ranks has them."""
+"""The weights of a wrapped model as whole tensors that stay in their pages, on whichever rank they are."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

@@ -49,7 +49,7 @@ class Files:
         """Whether the directory may have its name, although `open` has ended badly: what it keeps must stay then.
 
         Once a rank has said that its part is done, the first may name the directory without another word from it.
-        Whoever opens the SSD directories next drops what was to be part of a directory that never got its name.
+        When the SSD directories are next opened, what was to be part of a directory that never got its name is dropped.
         """
         return self._undecided or self._directory.exists()
 

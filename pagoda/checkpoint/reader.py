@@ -38,7 +38,7 @@ _FORM = {
     "rank_rng": [dict],
     "extra": object,
 }
-"""What every manifest has; whether it fits a model is for whoever has the model."""
+"""What every manifest has; whether it fits a model is checked where the model is."""
 _OPTIONAL_FORM = {
     TILES: {str: _CUT},
     SHARDS: {str: {**_CUT, "dim": int}},

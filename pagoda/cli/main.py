@@ -69,7 +69,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"pagoda: {interrupted}", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # whoever read has seen enough, as `pagoda train --help | head` has
+    except BrokenPipeError:  # the reader has seen enough, as in `pagoda train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's exit writes there again
         return _UNREAD
 

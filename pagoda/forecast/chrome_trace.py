@@ -35,7 +35,7 @@ def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
             events.append(_name("thread_name", thread, lane if number == 0 else f"{lane} ({number + 1})"))
             events.append({**_name("thread_sort_index", thread, ""), "args": {"sort_index": thread}})
             events += (_event(span, thread, timeline.step_s) for span in track)
-    for tier, points in timeline.ledger.items():
+    for tier, points in timeline.held_bytes.items():
         events += (
             {"ph": "C", "name": f"{tier} bytes", "pid": _PID, "ts": seconds * _US, "args": {"bytes": nbytes}}
             for seconds, nbytes in points

@@ -34,7 +34,7 @@ def draw(timeline: Timeline, budgets: Mapping[str, int], title: str, path: Path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    tiers = list(timeline.ledger)
+    tiers = list(timeline.held_bytes)
     lanes = [lane for lane in (COMPUTE, *LANES, COLLECTIVE) if lane in {span.lane for span in timeline.spans}]
     heights = [0.5 + 0.4 * len(lanes), *(1.1 for _ in tiers)]
     figure = Figure(figsize=(12, 1.2 + sum(heights)), layout="constrained")
@@ -75,7 +75,7 @@ def _draw_lanes(axis: Any, timeline: Timeline, lanes: list[str]) -> None:
 
 
 def _draw_ledger(axis: Any, timeline: Timeline, tier: str, budget: int | None) -> None:
-    points = timeline.ledger[tier]
+    points = timeline.held_bytes[tier]
     times = [max(0.0, seconds) for seconds, _ in points] + [timeline.step_s]
     held = [nbytes / _GIB for _, nbytes in points]
     axis.fill_between(times, [*held, held[-1]], step="post", color="#4c78a8", alpha=0.5)

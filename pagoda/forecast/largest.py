@@ -55,7 +55,7 @@ def _check_in_all(problem: Problem) -> None:
     states = (state for state in problem.states if state.shape_of is None)
     least = sum(state.nbytes(params) for state in states)
     budgets, options = problem.budgets, problem.options
-    if budgets.ssd is not None or not options.update_under_backward:  # gradients have homes
+    if budgets.ssd is not None or not options.update_during_backward:  # gradients have homes
         least += params * (options.gradients or problem.states[0].dtype).itemsize
     least //= problem.ranks.data_parallel if problem.ranks else 1
     there = sum(filter(None, (budgets.device, budgets.host, budgets.ssd)))

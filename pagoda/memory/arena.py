@@ -127,7 +127,7 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     (a view, a `detach()`, a `Parameter`, a `param.data`) adds one, whether Python or the autograd graph holds
     it. Views by `Arena.view` are no tensors and add nothing.
 
-    It counts tensors, not names: whoever holds the SAME tensor adds nothing, and neither does autograd when
+    It counts tensors, not names: another holder of the SAME tensor adds nothing, and neither does autograd when
     it saves that very tensor. So keep the lease's own tensor private and hand out views of it only; then a
     count of `FRESH_USE_COUNT` proves that no tensor elsewhere reads the frames.
     """

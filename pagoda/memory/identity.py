@@ -1,4 +1,4 @@
-"""Who a checkpoint is: a random id in its manifest, which stays with it wherever it is moved or renamed.
+"""The identity of a checkpoint: a random id in its manifest, which stays when it is moved or renamed.
 
 A checkpoint has its name only while it is whole. Before that its directory is `.NAME.partial`, with the id in a mark;
 while it is deleted its directory is `.NAME.removed`.
@@ -48,7 +48,7 @@ def partial_mark(checkpoint_id: str, descriptor: int) -> str:
 
 
 def never_completed(directory: Path, checkpoint_id: str) -> bool:
-    """Whether that checkpoint was to be at `directory`, and whoever wrote it ended before it was whole."""
+    """Whether that checkpoint was to be at `directory`, and its writer ended before it was whole."""
     try:
         with inside(partial(directory).parent, partial(directory).name) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # refused while it is being written

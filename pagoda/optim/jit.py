@@ -5,7 +5,7 @@ Strict means no fast-math and no contraction: each operation rounds once, in the
 Integers are 32 bits, unsigned, and wrap. Numba would compute in 64 bits, which halves what a vector holds; so each
 operation is LLVM's own.
 
-Numba's disk cache notices changes in a kernel's own file only: whoever changes this file or `arithmetic` must touch the
+Numba's disk cache notices changes in a kernel's own file only: if you change this file or `arithmetic`, touch the
 files of the kernels.
 """
 

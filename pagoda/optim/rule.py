@@ -1,4 +1,4 @@
-"""Update rules: the contract between the math of an optimizer and whoever moves its state.
+"""Update rules: the contract between the math of an optimizer and the code that moves its state.
 
 A rule is a frozen dataclass of settings, with the names and defaults of torch's class where torch has one. It says
 
@@ -125,7 +125,7 @@ class Rule(ABC):
 
     @abstractmethod
     def own_states(self) -> tuple[StateSpec, ...]:
-        """States beside the weights. A fresh parameter's are zero."""
+        """States in addition to the weights. Those of a new parameter are zero."""
 
     def defaults(self) -> dict[str, Any]:
         """Per-group settings for ``torch.optim.Optimizer``; users and schedulers change them in ``param_groups``."""
@@ -196,7 +196,7 @@ class ElementwiseRule(Rule):
 
     @abstractmethod
     def scalars(self, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-        """What the kernel takes beside blocks, each exactly an fp32 value: computed in float64, rounded once.
+        """What the kernel takes in addition to blocks, each exactly an fp32 value: computed in float64, rounded once.
 
         step: number of this update of the parameter; the first is 1.
         grad_scale: the gradient is multiplied by it.

@@ -13,7 +13,7 @@ from pagoda.plan.options import Options
 from pagoda.plan.units import UnitSpec
 
 UPDATE_RING = "update_ring"
-"""The line of the device's ledger."""
+"""The line of the plan for the device's buffers."""
 DEVICE_SLOTS = 4
 """Blocks on the device at once: one comes, one is updated, one goes, one to spare."""
 _ALIGN = 256

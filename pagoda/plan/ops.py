@@ -4,7 +4,7 @@ DEVICE, HOST, SSD = "device", "host", "ssd"
 LANES = ("h2d", "d2h", "ssd_read", "ssd_write", "update", "device_update")
 """The lanes besides `compute`, which is the thread that runs the model."""
 COLLECTIVE = "collective"
-"""The lane that several ranks have beside those."""
+"""The lane that several ranks have in addition."""
 GRADIENTS_IN_FLIGHT_BYTES = 32 << 20
 """Gradients on their way to an extent at once, unless a plan says more: bounds what autograd's own copies add to peak
 memory."""

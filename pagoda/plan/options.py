@@ -61,7 +61,7 @@ class Options:
         )
 
     @property
-    def update_under_backward(self) -> bool:
+    def update_during_backward(self) -> bool:
         """True when a gradient is known to be final, and its scale too, as soon as it has arrived."""
         return self._announced and not self._decided_last
 

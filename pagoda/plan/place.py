@@ -82,7 +82,7 @@ class _Placer:
         self.device, self.ssd = (None if n is None else n // page for n in (budgets.device, budgets.ssd))
         self.all = frozenset(unit.index for unit in layout.units)
         self.asynchronous = options.max_staleness is not None
-        self.transient = options.update_under_backward
+        self.transient = options.update_during_backward
         self.speculates = options.may_speculate and layout.ranks is None
         no_updates = why_no_device_updates(layout, options, budgets.device) is not None
         self.update_ring = 0

@@ -1,4 +1,4 @@
-"""Placement: which tier is home to each state of each unit, and how many pages each line of the ledger takes."""
+"""Placement: which tier is home to each state of each unit, and how many pages each line of the plan takes."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ LINES_AFTER_STATES = (
     *(WEIGHT_BACK, GRAD, SPARE, UNDO, GRAD_QUEUE, LEASES, UPDATE_RING, STAGING, RING, FETCH_RING, BOUNCE, CHECKPOINT),
     *(WORK, COLLECTIVE_BUFFERS, SERVING, ACTIVATIONS),
 )
-"""The lines of a ledger, in the order in which a table shows them."""
+"""The lines of a tier that are not states of a home, in the order in which a table shows them."""
 
 ACTIVATION_BUFFERS = 4
 """Between activations and SSD: two on their way out, two on their way back."""
@@ -38,7 +38,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Placement:
-    """Home of every extent, and the pages of every line of the ledger.
+    """Home of every extent, and the pages of every line of the plan.
 
     Lines named after states are homes; LEASES hold weights while they are used, STAGING holds gradients on their way to
     the update or to SSD, RING blocks of weights and moments that stream through RAM, FETCH_RING pieces of weights on

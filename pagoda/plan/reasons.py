@@ -100,7 +100,7 @@ def _when_updated(options: Options) -> str:
             f"{options.max_staleness} steps, for which RAM keeps the gradients of {options.max_staleness + 1} steps, "
             "and every weight has a second extent."
         )
-    if options.update_under_backward:
+    if options.update_during_backward:
         return "Each unit is updated during backward, as soon as its last gradient has arrived."
     why = "the number of backward passes is not announced"
     if options.clipping:

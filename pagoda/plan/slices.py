@@ -30,7 +30,7 @@ class Span:
 
 class Slices:
     """The trainable elements of a unit in as many slices as ranks share it, by their place among those; its frozen
-    elements are sliced apart, equally, so that whoever updates an element has its weight.
+    elements are sliced apart, equally, so that the rank that updates an element has its weight.
 
     Slices are equal where the update may cut parameters anywhere. Where it takes them whole, a slice is whole
     parameters, adjoining ones, the largest slice as small as that allows; who gets which is balanced over all units, so

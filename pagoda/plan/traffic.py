@@ -120,8 +120,8 @@ def bytes_written_to_ssd(plan: Plan) -> int:
     traffic, placement = traffic_of(plan), plan.placement
     trained = frozenset(unit.index for unit in plan.units if unit.trainable_numel)
     states = sum(traffic[unit].streamed for unit in trained - placement.updated_on_device)
-    under_backward = plan.options.update_under_backward
-    made = (g for g in gradients_of(plan.trace, trained) if not (under_backward and g.last))
+    during_backward = plan.options.update_during_backward
+    made = (g for g in gradients_of(plan.trace, trained) if not (during_backward and g.last))
     gradients = sum(traffic[g.unit].buffer for g in made if placement.home(g.unit, GRAD) == SSD)
     moves = (move for of_tick in activations_at(plan).values() for move in of_tick)
     return states + gradients + sum(nbytes for lane, nbytes in moves if lane == "ssd_write")

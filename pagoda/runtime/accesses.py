@@ -72,7 +72,7 @@ class Accesses:
             )
 
     def check_usable(self) -> None:
-        """Raises UsageError once closed, StorageError where states are those of no step."""
+        """Raises UsageError once closed, StorageError if states are damaged."""
         self.check_open()
         self._executor.damage.check()
 
@@ -96,7 +96,7 @@ class Accesses:
             self._driver.tell(self._scheduler.release, unit.index)
 
     def read(self, unit: LiveUnit) -> torch.Tensor:
-        """A unit's weights for an operation of backward: whoever keeps the tensor keeps them in place."""
+        """A unit's weights for an operation of backward: as long as the tensor is kept, they stay in place."""
         lease = self.begin(unit, Phase.BACKWARD)
         if self._reading is unit:
             self._uses[Phase.BACKWARD][unit.index] -= 1
@@ -159,7 +159,7 @@ class Accesses:
             self.check_usable()
             self.drain()
 
-    def end_of_step(self) -> None:
+    def end_step(self) -> None:
         """`step()` was called."""
         self._used.clear()
         self._last = None
@@ -167,7 +167,7 @@ class Accesses:
     def wait(self, until: Callable[[], bool], lane: str, refuse: Callable[[], None] = lambda: None) -> None:
         """Wait until something is true of the scheduler, or an update has failed, and account for the time as spent on
         a lane. `refuse` is called where nothing can make it true, and raises."""
-        if self._driver.holds(until):
+        if self._driver.ask(until):
             return
 
         def ended() -> bool:
@@ -242,7 +242,7 @@ class Accesses:
         """Nothing is under way that could end a wait: find references that have gone, or `refuse`, which raises."""
 
         def stuck() -> bool:
-            return self._driver.holds(lambda: self._scheduler.idle and not until())
+            return self._driver.ask(lambda: self._scheduler.idle and not until())
 
         self._executor.poll()
         if stuck():

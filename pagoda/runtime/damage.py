@@ -35,7 +35,7 @@ class Damage:
             ) from self.cause
 
     def raise_cause(self) -> NoReturn:
-        """Raises the error itself, for whoever waits for what has failed; later the StorageError of `check`."""
+        """Raises the error itself, where something waits for what has failed; later the StorageError of `check`."""
         if self.seen:
             self.check()
         assert self.cause is not None

@@ -295,7 +295,7 @@ class CudaDevice(Device):
             stream.wait_event(after)
 
     def _event(self, stream: torch.cuda.Stream) -> Event:
-        """Whoever waits for it sleeps."""
+        """A thread that waits for it sleeps."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event

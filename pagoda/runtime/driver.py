@@ -1,4 +1,4 @@
-"""The driver: tells the scheduler what happens, and gives the operations that it says to the executor."""
+"""The driver: passes events to the scheduler, and the operations that follow from them to the executor."""
 
 import threading
 from collections import deque
@@ -15,8 +15,8 @@ Event = tuple[Callable[..., None], tuple[Any, ...]]
 class Driver:
     """The one queue of events.
 
-    Any thread appends to it, and then works off what is there, under the one lock. An event that is told while another
-    is worked off comes after it. So the scheduler sees one event after another, and operations are in their lanes'
+    Any thread appends to it, and then processes what is there, under the one lock. An event that is told while another
+    is being processed comes after it. So the scheduler sees one event after another, and operations are in their lanes'
     queues before the lock is released. Nothing under the lock waits or runs a user's code. Bytes move under it only
     where a lane does little work at once (`Lane.inline_bytes`).
     """
@@ -29,26 +29,26 @@ class Driver:
         self._changed = threading.Condition(threading.Lock())
         """Told after every event."""
         self._holder: int | None = None
-        """The thread that works events off."""
+        """The thread that is processing events."""
         self._broken: BaseException | None = None
 
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
-        """An event. Unless it comes while this thread works off another, it has been worked off on return."""
+        """Pass on an event. On return it has been processed, unless this thread is processing another one."""
         self._events.append((event, arguments))
         if self._holder != threading.get_ident():
             with self._changed:
-                self._work_off()
+                self._process()
 
-    def holds(self, question: Callable[[], bool]) -> bool:
-        """Whether something is true of the scheduler, between two events."""
+    def ask(self, question: Callable[[], bool]) -> bool:
+        """The answer to a question about the scheduler, between two events."""
         with self._changed:
             return question()
 
     def wait(self, until: Callable[[], bool], stuck: Callable[[], None]) -> None:
         """Block until something is true of the scheduler.
 
-        `stuck` is called, without the lock, while it is not and no operation is under way: it must find a way out, or
-        raise.
+        `stuck` is called, without the lock, if it is not true and no operation is under way. It must change something,
+        or raise.
         """
         while True:
             with self._changed:
@@ -60,7 +60,7 @@ class Driver:
                     return
             stuck()
 
-    def _work_off(self) -> None:
+    def _process(self) -> None:
         self._holder = threading.get_ident()
         try:
             while self._events:

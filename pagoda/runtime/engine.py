@@ -1,4 +1,4 @@
-"""The engine: follows the live step along the plan, and is the only one who knows all the parts."""
+"""The engine: owns all parts of a run on a live model, and joins them."""
 
 import atexit
 import time
@@ -63,8 +63,8 @@ def _close_all() -> None:
 class Engine:
     """Executes a plan on a live model.
 
-    The compute thread (whoever runs forward, backward and `step()`) calls `accesses.begin` and `accesses.end` around
-    every use of a unit and `stepper.on_gradient` at every gradient; lanes and the updater do the rest. Where the model
+    The compute thread, which runs forward, backward and `step()`, calls `accesses.begin` and `accesses.end` around
+    every use of a unit and `stepper.on_gradient` at every gradient. Lanes and feeders do the rest. Where the model
     departs from the plan, accesses are served on demand, correctly and counted as faults.
     """
 
@@ -175,7 +175,7 @@ class Engine:
         with as_plain():  # it asks each parameter for its gradient
             norms = self.stepper.step()
         replanned = self._follow_trace()
-        self.accesses.end_of_step()
+        self.accesses.end_step()
         self._step += 1
         self._take_stats(norms, scale, replanned)
 
@@ -194,7 +194,7 @@ class Engine:
             )
 
     def settle(self) -> None:
-        """As `drain`, for whoever reads the states of all units: raises UsageError where they are of two steps."""
+        """As `drain`, before the states of all units are read: raises UsageError if they are of two steps."""
         self.check_between_steps()
         self.drain()
 
@@ -274,7 +274,7 @@ class Engine:
         self.accesses.check_open()
 
     def check_usable(self) -> None:
-        """Raises UsageError once closed, StorageError where states are those of no step."""
+        """Raises UsageError once closed, StorageError if states are damaged."""
         self.accesses.check_usable()
 
     def close(self) -> None:
@@ -348,7 +348,7 @@ class Engine:
         counters = {name: lane.take_counters() for name, lane in self._lanes.items()}
         meter = self._meter
         kept, undone = self.scheduler.updates.times_kept, self.scheduler.updates.times_undone
-        activations = self.graphs.end_of_step()
+        activations = self.graphs.end_step()
         self.stats = StepStats(
             step=self._step,
             grad_norm=norms.total if norms is not None else None,
@@ -373,7 +373,7 @@ class Engine:
         meter.reset()
 
     def peak_bytes(self) -> dict[str, int]:
-        """tier -> most bytes of pages in use at once: what to hold against the plan's ledger."""
+        """tier -> most bytes of pages in use at once: to compare with `Plan.peak_bytes`."""
         page, scheduler = self.plan.page_bytes, self.scheduler
         peaks = {HOST: self.store.host_bytes + scheduler.gradients.pages.peak * page}
         if self.leases.region is not None:

@@ -1,4 +1,4 @@
-"""The executor: the real world, which does what the scheduler says and reports how it ended."""
+"""The executor: carries out the scheduler's operations on real memory, and reports how each ended."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -56,7 +56,7 @@ class Executor:
         self._on_device = store.plan.placement.on_device
         self._asynchronous = store.plan.options.max_staleness is not None
         self._held: list[Operation] = []
-        """Reclaims that were answered: still held."""
+        """RECLAIMs of weights that something still referred to."""
         self._undos: dict[int, Undo] = {}
         """unit -> the old states of its speculative update."""
         self._updating: dict[int, UnitGradient] = {}
@@ -85,7 +85,7 @@ class Executor:
     # --- what compute asks ---
 
     def poll(self) -> None:
-        """Tell the scheduler of everything that nothing refers to any more."""
+        """Tell the scheduler which weights of earlier RECLAIMs nothing refers to any more."""
         for operation in [*self._held]:
             if operation.run is None:
                 free = self._leases.reclaim(operation, self._units[operation.unit])
@@ -95,8 +95,8 @@ class Executor:
                 self._held.remove(operation)
                 self.driver.tell(self._let_go, operation)
 
-    def step_decided(self) -> None:
-        """`step()` has asked for updates: give up the old states of those that had begun before."""
+    def end_step(self) -> None:
+        """`step()` was called: give up the old states of speculative updates that now stand."""
         for unit in [*self._undos]:
             if not self._scheduler.updates.speculates(unit) and (undo := self._undos.pop(unit, None)) is not None:
                 self._updating[unit].written.then(undo.close)
@@ -157,7 +157,7 @@ class Executor:
         self._end_lost_capture()
 
     def _end_pending(self) -> None:
-        """Once one has failed, no other update begins: whoever waits for one learns of it."""
+        """Once an update has failed, no other begins: end the handles of those that were to come, with the error."""
         for record in [*self.latest.values()] if self._scheduler.versions.failed else ():
             if not record.begun and not record.written.done:
                 record.updated.finish(self.damage.cause)

@@ -76,7 +76,7 @@ class Gathering:
         self._updated[unit.index] = updated
         # `step()` has all ranks share the same units in the same order: those that any of them has a gradient of.
         # Under backward, ranks may update others.
-        alike = not self._store.plan.options.update_under_backward
+        alike = not self._store.plan.options.update_during_backward
         kind, nbytes = CollectiveKind.SHARE, unit.spec.trainable_numel * self._dtype.itemsize
         return self._collectives.submit(kind, unit, lambda _: self._share(unit), (updated,), nbytes, alike)
 

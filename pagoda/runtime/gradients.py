@@ -132,7 +132,7 @@ class Gradients:
     """All gradients of a process.
 
     A unit's gradient has a home in RAM, or of several one for each step that may wait for its update; others share the
-    pages of `staging`. Which gradient has which, and which of them are on SSD meanwhile, is the scheduler's to say.
+    pages of `staging`. The scheduler decides which gradient has which, and which of them are on SSD meanwhile.
     """
 
     def __init__(

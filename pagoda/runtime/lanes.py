@@ -29,7 +29,7 @@ _PENDING, _ISSUED, _DONE = range(3)
 class Handle:
     """Work submitted to a lane. Waiting on it raises what the work raised.
 
-    Thousands are made in a step and few are waited for, so what waiting takes is made by whoever waits.
+    Thousands are made in a step and few are waited for, so what waiting takes is made when something waits.
     """
 
     __slots__ = ("_callbacks", "_changed", "_error", "_event", "_forks", "_lock", "_on_issue", "_state", "lane")
@@ -74,7 +74,7 @@ class Handle:
     def wait_until_issued(self) -> Event:
         """Block until the work has ended, or all of it waits in a device's queue; raises its error.
 
-        Whoever queues work of their own behind the event that is returned need not wait for the end.
+        A caller that queues its own work behind the returned event need not wait for the end.
         """
         self._wait_for(_ISSUED)
         if self._state == _DONE:
@@ -83,7 +83,7 @@ class Handle:
         return self._event
 
     def issue(self, event: Event) -> None:
-        """All of the work is in a device's queue, before `event`. Called by whoever does it, before `finish`."""
+        """All work is in a device's queue, before `event`. Called before `finish`, by the thread that does it."""
         with self._lock:
             self._event = event
             self._reach(_ISSUED)

@@ -61,7 +61,7 @@ class Leases:
         self._device = device
         self._fetcher = fetcher
         self.gather: Callable[[LiveUnit, torch.Tensor, Handle, Event], Handle] | None = None
-        """Brings the other ranks' slices of a lease beside this rank's; set where there are any."""
+        """Brings the other ranks' slices of a lease next to this rank's; set if there are other ranks."""
         self._freed = PAST
         """What compute had been given when frames were last freed: nothing after it reads their old values."""
         self._latest: dict[int, Lease] = {}

@@ -36,7 +36,7 @@ class LossScaler:
         """Whether a step whose gradients are not finite is skipped: as long as a lower scale may help."""
         return self._dynamic is not None and self.scale > 1
 
-    def end_of_step(self, skipped: bool) -> None:
+    def end_step(self, skipped: bool) -> None:
         """A step has been taken, or skipped because its gradients were not finite."""
         self.used = False
         if self._dynamic is None:

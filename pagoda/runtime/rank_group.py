@@ -75,7 +75,7 @@ class RankGroup:
         self._gathering = Gathering(self.collectives, store, units, executor, landing)
         self._reducer: Reducer | None = None
         if buffers is not None:
-            early = store.plan.options.update_under_backward
+            early = store.plan.options.update_during_backward
             self._reducer = Reducer(self.collectives, gradients, buffers, device, copies, driver, stalled, early)
         self.saver_transport = Transport(mesh.world)
         """For the thread that writes checkpoints."""

@@ -72,7 +72,7 @@ class Reducer:
     ) -> None:
         """`early` says that units are updated during backward."""
         self.bring: Callable[[UnitGradient, bool], None]
-        """Has a gradient brought to its record's buffer; set by whoever asks for updates."""
+        """Has a gradient brought to its record's buffer; set by the stepper."""
         self._collectives = collectives
         self._shards = collectives.shards
         ranks = collectives.mesh.ranks

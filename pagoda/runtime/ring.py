@@ -11,7 +11,7 @@ Slot = TypeVar("Slot")
 class Ring(Generic[Slot]):
     """Slots that any thread may take, and any thread gives back.
 
-    Whoever holds a slot must be able to go on without another one, else two such holders could wait for each other.
+    The holder of a slot must be able to go on without another one, else two such holders could wait for each other.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:

@@ -1,4 +1,4 @@
-"""The stepper: from the gradients of a step to its updates, and whatever `step()` has to know before it queues them."""
+"""The stepper: collects the gradients of a step, computes their norm, and asks for the updates."""
 
 import math
 import time
@@ -67,7 +67,7 @@ class Stepper:
         self._arrivals = gradients if rank_group is None else rank_group.arrivals
         """Where gradients go from autograd."""
         if rank_group is not None:
-            rank_group.when_flushed(self._bring)
+            rank_group.when_flushed(self._request_buffer)
         self.group_of: Callable[[LiveUnit, int], Group]
         """The param group of a parameter; set by the optimizer, as is `groups`."""
         self.groups: Callable[[], Sequence[Group]]
@@ -76,8 +76,8 @@ class Stepper:
         """Updates queued so far, each of one unit."""
         self._early: list[UnitGradient] = []
         """Gradients whose unit is to be updated during backward, and whose update had not begun when last looked at."""
-        self._guesses: NextHypers | None = None
-        """Hyperparameters as they were when an update of this step was first guessed."""
+        self._early_hypers: NextHypers | None = None
+        """Hyperparameters as they were when an update before this `step()` was first prepared."""
         self._norm_terms: dict[int, UnitGradient] = {}
         """unit -> the gradient of this step whose update has been asked for."""
         self._factors: dict[tuple[int, int], float] = {}
@@ -115,41 +115,41 @@ class Stepper:
         self._executor.poll()
         before = self._gradients.get(unit)
         if before is not None and any(made.slot == slot for made in before.made):
-            self._send(before, last=False)
+            self._offload(before, last=False)
         record = self._arrivals.add(unit, self._scheduler.steps, slot, grad, accumulate)
         if announced is not None and record.arrivals[slot] > announced:
             raise UsageError(
                 f"{unit.name(slot)!r} received {record.arrivals[slot]} gradients since the last optimizer.step(), but "
                 f"wrap(accumulation_steps={announced}) announced {announced}. Announce as many as you run."
             )
-        self._note_early()
+        self._note_begun()
         last = record.complete and record.arrivals[slot] == announced
-        if last and (self._options.update_under_backward or self._options.may_speculate):
-            self._guess(record)
+        if last and (self._options.update_during_backward or self._options.may_speculate):
+            self._prepare_early(record)
         if self._gradients.is_due(record):
-            self._send(record, last)
+            self._offload(record, last)
         elif self._rank_group is not None and record.complete:
             self._rank_group.flush(last)
-        self._note_early()
+        self._note_begun()
 
-    def _send(self, record: UnitGradient, last: bool) -> None:
-        """Bring what has been made of a unit's gradient to its buffer."""
+    def _offload(self, record: UnitGradient, last: bool) -> None:
+        """Copy what autograd has made of a unit's gradient to its buffer, and wait while too much is on its way."""
         nbytes = self._gradients.gather(record)
-        self._bring(record, last)
+        self._request_buffer(record, last)
         self._gradients.hold_back(record, nbytes)
 
-    def _send_all(self) -> None:
-        """Bring every gradient that has been made to its buffer."""
+    def _offload_all(self) -> None:
+        """Copy every gradient that autograd has made to its buffer."""
         if self._rank_group is not None:
             self._rank_group.flush()
         for record in self._gradients.records():
             if record.made:
-                self._send(record, last=False)
+                self._offload(record, last=False)
 
-    def _bring(self, record: UnitGradient, last: bool) -> None:
-        """A gradient waits for its buffer: have it brought there. `last`: it is the last one before `step()`."""
+    def _request_buffer(self, record: UnitGradient, last: bool) -> None:
+        """Tell the scheduler of a gradient, and wait until it has a buffer. `last`: no other comes before `step()`."""
         self._accesses.tell(self._scheduler.gradient, record.unit.index, record.complete, last)
-        lane = "update" if self._options.update_under_backward else "ssd_write"
+        lane = "update" if self._options.update_during_backward else "ssd_write"
         self._accesses.wait(lambda: not self._scheduler.gradients.held_back, lane, lambda: self._refuse(record))
 
     def _refuse(self, record: UnitGradient) -> None:
@@ -157,17 +157,18 @@ class Stepper:
         error, self._executor.spill_failure = self._executor.spill_failure, None
         raise error or BudgetError(self._gradients.exhausted(record.unit), tier=HOST)
 
-    def _guess(self, record: UnitGradient) -> None:
-        """What the update of a unit is, if `step()` clips nothing and no hyperparameter changes until then."""
-        if self._guesses is None:
-            self._guesses = NextHypers(self.group_of, self._rule)
-        record.hypers = self._guesses.of(record.unit, lambda _: 1.0 / self.scaler.scale)
+    def _prepare_early(self, record: UnitGradient) -> None:
+        """Set what the update of a unit before `step()` uses: right if `step()` clips nothing and no hyperparameter
+        changes until then."""
+        if self._early_hypers is None:
+            self._early_hypers = NextHypers(self.group_of, self._rule)
+        record.hypers = self._early_hypers.of(record.unit, lambda _: 1.0 / self.scaler.scale)
         record.segments = segments_of(record.unit, record.hypers)
-        if self._options.update_under_backward:
+        if self._options.update_during_backward:
             self._early.append(record)
 
-    def _note_early(self) -> None:
-        """Find out which updates during backward have begun, for good."""
+    def _note_begun(self) -> None:
+        """Note which updates during backward have begun, and will not be undone."""
         waiting = []
         for record in self._early:
             if self._scheduler.updates.began_early(record.unit.index):
@@ -182,7 +183,7 @@ class Stepper:
         """Whether some unit has had, or is about to have, its update of this step during backward."""
         self._accesses.end_read()
         self._executor.poll()
-        self._note_early()
+        self._note_begun()
         return any(unit.updated for unit in self._units)
 
     def zero_grad(self) -> None:
@@ -203,7 +204,7 @@ class Stepper:
             self._accesses.tell(self._scheduler.drop_gradients)
         self._gradients.clear()
         self._early.clear()
-        self._guesses = None
+        self._early_hypers = None
 
     def drop_step(self) -> None:
         """Forget the step that has begun, whose updates have failed: no `step()` will end it."""
@@ -221,7 +222,7 @@ class Stepper:
         Every rank asks at the same point of its program, which `asked_by` names in errors. Raises
         NonFiniteGradientError when a gradient is NaN or infinite.
         """
-        self._send_all()
+        self._offload_all()
         terms = {**self._norm_terms, **{r.unit.index: r for r in self._gradients.records()}}
         self._settle(terms.values())
         if self._rank_group is not None:
@@ -242,7 +243,7 @@ class Stepper:
         """Clip this step's gradients; returns their norm before."""
         if not limit >= 0:
             raise UsageError(f"optimizer.clip_grad_norm_ was called with max_norm={limit}: it must be 0 or more.")
-        if self._options.update_under_backward:
+        if self._options.update_during_backward:
             raise UsageError(_TOO_LATE.format("optimizer.clip_grad_norm_"))
         try:
             total = self.norms("optimizer.clip_grad_norm_()").total
@@ -261,7 +262,7 @@ class Stepper:
         if record is None:
             raise UsageError(f"The gradient of {unit.name(slot)!r} is gone: its optimizer is closed.")
         if self._rank_group is None:
-            self._send_all()
+            self._offload_all()
             self._settle([record])
             square_sum = record.square_sums[slot]
         else:
@@ -271,14 +272,14 @@ class Stepper:
     def _on_all_ranks(self, rank_group: RankGroup) -> dict[int, list[float]]:
         """Square sums of this step's gradients, by unit and slot, over all ranks."""
         if self._of_ranks is None:
-            self._send_all()
+            self._offload_all()
             self._settle([*self._norm_terms.values(), *self._gradients.records()])
             self._of_ranks = rank_group.parameter_square_sums("asking param.grad for its norm", self._norm_terms)
         return self._of_ranks
 
     def scale_gradient(self, unit: LiveUnit, slot: int, factor: float) -> None:
         """Multiply one parameter's gradient, on several ranks by the same number on each."""
-        if not self._options.update_under_backward:
+        if not self._options.update_during_backward:
             self._factors[unit.index, slot] = self._factor(unit, slot) * factor
         elif factor != 1.0:
             raise UsageError(_TOO_LATE.format("Clipping, or multiplying param.grad,"))
@@ -328,8 +329,8 @@ class Stepper:
             self._abandon()
             if not self.scaler.skips:
                 raise
-            self._accesses.tell(self._scheduler.scale_known, False, True)
-            self.scaler.end_of_step(skipped=True)
+            self._accesses.tell(self._scheduler.end_step, False, True)
+            self.scaler.end_step(skipped=True)
             return None
         if self._clip_grad_norm is not None and norms.total is not None:
             self._limit(norms.total, self._clip_grad_norm)
@@ -341,7 +342,7 @@ class Stepper:
             )
         self._queue_updates(hypers, clipped=any(factor != 1.0 for factor in factors))
         if self._norm_terms:
-            self.scaler.end_of_step(skipped=False)
+            self.scaler.end_step(skipped=False)
         self._clear_step()
         return norms
 
@@ -369,8 +370,8 @@ class Stepper:
                 record.renew()
             self._gradients.take(record)
             self._ask_for(record)
-        self._accesses.tell(self._scheduler.scale_known, clipped, False, changed)
-        self._executor.step_decided()
+        self._accesses.tell(self._scheduler.end_step, clipped, False, changed)
+        self._executor.end_step()
 
     def _factor(self, unit: LiveUnit, slot: int) -> float:
         return self._factors.get((unit.index, slot), 1.0)
@@ -410,13 +411,13 @@ class Stepper:
 
     def _clear_step(self) -> None:
         self._early.clear()
-        self._guesses = None
+        self._early_hypers = None
         self._norm_terms.clear()
         self._factors.clear()
         self._of_ranks = None
         for unit in self._units:
             unit.used = False
-            if unit.updated:  # until now, whoever clips had to see the gradient
+            if unit.updated:  # until now, code that clips had to see the gradient
                 for slot in range(unit.trainable):
                     unit.params[slot].grad = None
             unit.updated = False

@@ -9,7 +9,7 @@ from pagoda.simulate.timeline import COMPUTE, Span, Timeline
 class TimelineRecorder:
     """Records from its creation until `timeline` is asked for.
 
-    Lanes call `add` from their threads. The other methods are for whoever runs the model, one thread at a time:
+    Lanes call `add` from their threads. The other methods are for the thread that runs the model:
     compute is at work on the latest access, but for the time that it waits.
     """
 
@@ -50,13 +50,13 @@ class TimelineRecorder:
         for good.
         """
         self.access(None)
-        ledger: dict[str, tuple[tuple[float, int], ...]] = {}
+        held_bytes: dict[str, tuple[tuple[float, int], ...]] = {}
         for tier, peak in peak_bytes.items():
             held = self._held if tier == lease_tier else []
-            ledger[tier] = tuple((at, peak - lease_bytes + nbytes) for at, nbytes in held) or ((0.0, peak),)
+            held_bytes[tier] = tuple((at, peak - lease_bytes + nbytes) for at, nbytes in held) or ((0.0, peak),)
         step_s = time.perf_counter() - self._start
         spans = sorted(self._spans, key=lambda span: span.end_s)
-        return Timeline(step_s, tuple(spans), dict(stall_s), ledger)
+        return Timeline(step_s, tuple(spans), dict(stall_s), held_bytes)
 
     def _cut(self, now: float) -> None:
         """End compute's span at `now`."""

@@ -109,7 +109,7 @@ class UpdatePath:
 
 class Feeder:
     """The thread that feeds a path with updates, in the order in which the scheduler issues them. Small ones are fed by
-    whoever submits them, and may overtake others."""
+    the thread that submits them, and may overtake others."""
 
     def __init__(self, store: Store, path: UpdatePath) -> None:
         self.path = path

@@ -8,7 +8,7 @@ A step, as the scheduler sees it:
 
     access(unit) ... release(unit)       forward and backward use units; compute waits until `ready`
     gradient(unit)                       autograd has made a gradient
-    scale_known()                        what becomes of the gradients
+    end_step()                           `step()`: which updates to make of the gradients
     ended(operation), failed(operation)  lanes (the executor's queues) report, at any time
 
 Six parts share the work, each in a file that states its invariants. They are made in this order, and each knows only
@@ -32,5 +32,5 @@ What always holds, whatever the order of events; `tests/schedule/worlds.py` trie
 - each gradient is applied once, or dropped with its step;
 - what is kept for a checkpoint fits the reserve, leases and buffers fit their frames;
 - if compute waits, some operation is under way, or only references that are let go, or an error, can end the wait;
-- ranks that agree fetch alike, however fast their lanes are.
+- ranks whose programs are alike fetch alike, however fast their lanes are.
 """

@@ -88,7 +88,7 @@ class Checkpoint:
             self._behind.discard(unit)
         if self._units[unit].version is not None:
             use = self._order.next_use(unit)  # backward uses, and so updates, in the opposite order
-            heappush(self._next, (-use if self._plan.under_backward else use, unit))
+            heappush(self._next, (-use if self._plan.during_backward else use, unit))
         return lacked and not self._behind
 
     def refused(self, unit: int, steps: int, kept: bool) -> None:

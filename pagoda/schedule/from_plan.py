@@ -35,9 +35,9 @@ def schedule_plan(plan: Plan) -> SchedulePlan:
         buffer_slab=staging if sum(unit.buffer_pages for unit in units) <= staging else 0,
         spills=GRAD in placement.lines.get(SSD, {}),
         reserve_pages=placement.pages(HOST, CHECKPOINT) - plan.layout.piece_pages,
-        under_backward=plan.options.update_under_backward,
+        during_backward=plan.options.update_during_backward,
         max_staleness=plan.options.max_staleness,
-        agreed=plan.ranks is not None,
+        ranks_fetch_alike=plan.ranks is not None,
     )
 
 

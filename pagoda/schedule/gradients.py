@@ -1,5 +1,7 @@
 """Gradient buffers: where gradients wait for their update, and which of them are on SSD meanwhile.
 
+Here are decisions only. The tensors of gradients are in `runtime/gradients.py`.
+
 The gradient of a unit for one step is a record. It is made by the first OFFLOAD of the step, and ends when its update
 has used it. Where a unit's gradients have homes in RAM, one of those is its buffer for good. The others share the pages
 for buffers: a complete gradient is written to SSD at once, if that is where it will wait for its update, and keeps its
@@ -71,7 +73,7 @@ class Gradients:
         self._issue = issue
         slab = plan.buffer_slab or max(unit.buffer_pages for unit in plan.units)
         self.pages = Frames(plan.buffer_pool, slab)
-        self._others_first = plan.agreed and any(unit.routed for unit in plan.units)
+        self._others_first = plan.ranks_fetch_alike and any(unit.routed for unit in plan.units)
         """Whether what keeps buffers busy may wait for other ranks, which wait for a buffer here."""
         self._homes = [[*range(plan.gradient_homes)] for _ in plan.units]
         """By unit, the homes that no record has."""
@@ -107,7 +109,7 @@ class Gradients:
         record.lost = record.lost or failed
         record.arriving -= 1
         self._changed(record)
-        if record.complete and record.arrived and not (self._plan.under_backward or record.dropped or record.lost):
+        if record.complete and record.arrived and not (self._plan.during_backward or record.dropped or record.lost):
             self._spill(record)  # it waits for `step()`
 
     def spilled(self, record: Record, failed: bool) -> None:
@@ -167,7 +169,7 @@ class Gradients:
     # --- decisions ---
 
     def pump(self) -> None:
-        """Give buffers to whoever waits for one, updates first: they free buffers again."""
+        """Give buffers to the records that wait for one, those of updates first: they free buffers again."""
         self.changes = False
         for record in sorted(self._waiting, key=lambda record: not record.wanted):
             if record.transferring or (record.in_use and record.made):

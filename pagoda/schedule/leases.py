@@ -1,5 +1,7 @@
 """Leases: which weights compute can read, which are fetched next, and which make room.
 
+Here are decisions only. The tensors of leases are in `runtime/leases.py`.
+
 The rule is the "aggressive" strategy of Cao, Felten, Karlin and Li, "A study of integrated prefetching and caching
 strategies" (SIGMETRICS 1995): fetch the next missing unit as soon as frames allow, evict the unit whose next use is
 furthest away, and never evict one that is needed before the unit that it makes room for.
@@ -12,9 +14,9 @@ The life of a lease:
 Frames of an ended lease may still be referred to: by a graph that will run backward, or by a tensor of the user's. Only
 the executor can tell. RECLAIM asks it; where something still refers to them, `let_go` comes when nothing does.
 
-Where several ranks must fetch alike (`plan.agreed`), no decision here depends on when an operation ends: fetches start
-in compute's events alone, ahead of the updates that they wait for, and a lease may make room while it is being filled.
-The executor sees to it that such an operation waits for what is under way.
+Where several ranks must fetch alike (`plan.ranks_fetch_alike`), no decision here depends on when an operation ends:
+fetches start in compute's events alone, ahead of the updates that they wait for, and a lease may make room while it is
+being filled. The executor sees to it that such an operation waits for what is under way.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ _CANDIDATES = 16
 """Leases that a prefetch tries to take frames from. What compute waits for tries all."""
 
 
-class State(Enum):
+class LeaseState(Enum):
     FILLING = auto()
     READY = auto()
     ENDED = auto()
@@ -48,9 +50,9 @@ class Lease:
     unit: int
     run: Run
     version: int
-    state: State = State.FILLING
+    state: LeaseState = LeaseState.FILLING
     filled: bool = False
-    """Whether what comes later in the device's queue finds its weights there."""
+    """Whether its weights are there for whatever compute does next: they have arrived, or are in a device's queue."""
 
 
 class Leases:
@@ -129,11 +131,11 @@ class Leases:
         if lease.filled:
             return
         lease.filled = True
-        if lease.state is State.FILLING:
-            lease.state = State.READY
-            if not self._plan.agreed:
+        if lease.state is LeaseState.FILLING:
+            lease.state = LeaseState.READY
+            if not self._plan.ranks_fetch_alike:
                 self._note_idle(lease.unit)
-        elif not self._plan.agreed:
+        elif not self._plan.ranks_fetch_alike:
             self._reclaim(lease)
 
     def ended(self, lease: Lease, failed: bool = False) -> None:
@@ -141,7 +143,7 @@ class Leases:
         self.changes = True
         self._filling -= 1
         self._fetching[lease.unit].remove(lease.version)
-        if failed and lease.state is not State.ENDED:
+        if failed and lease.state is not LeaseState.ENDED:
             lease.filled = True
             self._end(lease, again=False)
         else:
@@ -216,13 +218,13 @@ class Leases:
     def _has_weights(self, unit: int) -> bool:
         """Whether compute can read a unit's weights, as far as leases go."""
         lease = self._leases.get(unit)
-        return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is State.READY)
+        return not self._plan.units[unit].lease_frames or (lease is not None and lease.state is LeaseState.READY)
 
     def _start(self) -> None:
         for wanted in [*self._waiting]:
             if not self._fetch(wanted, wanted=True):
                 return
-        while self._plan.agreed or self._filling < MOST_PREFETCHES:
+        while self._plan.ranks_fetch_alike or self._filling < MOST_PREFETCHES:
             unit = self._next_missing()
             if unit is None or not self._fetch(unit, wanted=False):
                 return
@@ -271,7 +273,7 @@ class Leases:
         self._filling += 1
         self._fetching[unit].append(version)
         self._issue(Operation(Kind.FETCH, unit, run, version, self._versions.awaited(unit), about=lease))
-        if self._plan.agreed:
+        if self._plan.ranks_fetch_alike:
             self._note_idle(unit)
         return True
 
@@ -307,7 +309,9 @@ class Leases:
 
     def _may_end(self, lease: Lease) -> bool:
         """Whether a lease can make room for another."""
-        settled = lease.state is State.READY or (self._plan.agreed and lease.state is State.FILLING)
+        settled = lease.state is LeaseState.READY or (
+            self._plan.ranks_fetch_alike and lease.state is LeaseState.FILLING
+        )
         return settled and not self._users[lease.unit] and lease.unit != self._last_used
 
     def _turn_to(self, unit: int) -> None:
@@ -330,10 +334,10 @@ class Leases:
     def _end(self, lease: Lease, again: bool = True) -> None:
         """Nothing new may use a lease. Unless `again` is False, its unit may be fetched ahead again."""
         del self._leases[lease.unit]
-        lease.state = State.ENDED
+        lease.state = LeaseState.ENDED
         if again:
             self._note_missing(lease.unit)
-        if lease.filled or self._plan.agreed:
+        if lease.filled or self._plan.ranks_fetch_alike:
             self._reclaim(lease)
 
     def _reclaim(self, lease: Lease) -> None:

@@ -15,7 +15,8 @@ class Kind(StrEnum):
     FETCH = "fetch"
     """Copy a unit's weights from their home into the frames of a lease."""
     RECLAIM = "reclaim"
-    """Ask whether anything still refers to a lease that has ended. The answer is `reclaimed(freed=...)`."""
+    """Ask whether anything still refers to some weights: to an ended lease, whose frames are then free, or to the
+    weights that an update before `step()` would change. The answer is `reclaimed(freed=...)`."""
     OFFLOAD = "offload"
     """Copy or add the gradient that autograd has just made to the unit's gradient buffer."""
     SPILL = "spill"
@@ -60,7 +61,7 @@ class Operation:
     undoable: bool = False
     """An UPDATE keeps what it changes, as an UNDO may have to bring that back."""
     about: Any = None
-    """For the scheduler alone: the lease, gradient or update that it is about."""
+    """The lease, gradient or update that it is about. Only the scheduler uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,13 @@ class SchedulePlan:
     """Whether SSD has room for gradients, so that a buffer can be taken from one that waits."""
     reserve_pages: int = 0
     """For old states that a checkpoint has yet to read."""
-    under_backward: bool = False
+    during_backward: bool = False
     """Units are updated as soon as backward is through with them, because nothing will be clipped."""
     max_staleness: int | None = None
     """How many steps the weights that a step reads may lack. None: updates are synchronous."""
-    agreed: bool = False
-    """Whether several ranks must decide alike which leases they fetch: by what compute does alone, not by when
-    operations end."""
+    ranks_fetch_alike: bool = False
+    """Whether several ranks must fetch the same leases in the same order. Then only what compute does decides on
+    fetches, and not when operations end."""
 
     @property
     def gradient_homes(self) -> int:

@@ -1,4 +1,4 @@
-"""The scheduler: told what happens in a step, it says what is to be done."""
+"""The scheduler: told what happens in a step, it says what is to be done. The package's docstring is the overview."""
 
 from collections.abc import Collection, Sequence
 
@@ -14,8 +14,8 @@ from pagoda.schedule.versions import Versions
 class Scheduler:
     """Events in, operations out (`take`). Deterministic: the same events give the same operations.
 
-    Events are the public methods that return nothing. Its caller holds a lock, reports events, and executes operations
-    after it has let go of the lock. What it may ask besides are the questions here and those of the parts.
+    Events are the public methods that return nothing. The caller tells one after another (`runtime/driver.py` has a
+    lock for that) and hands operations to lanes. Questions, here and of the parts, change nothing.
     """
 
     def __init__(self, plan: SchedulePlan) -> None:
@@ -30,16 +30,16 @@ class Scheduler:
         self.leases = Leases(plan, self.order, self.versions, self._issue)
         self.updates = Updates(plan, self.order, self.versions, self.gradients, self.leases, self._issue)
         self.found: bool | None = None
-        """What the latest access came upon: True for the weights, False where their update or fetch was to come or
-        under way, None where nothing had been done for them."""
+        """What the latest access found: True if the weights were there, False if their update or fetch had yet to end,
+        None if none was under way (a fault)."""
         self.steps = 0
         """Steps that were taken, skipped or dropped."""
 
     # --- events of compute ---
 
     def access(self, access: Access, recorded: bool = True) -> None:
-        """Compute begins to use a unit: it must wait until `ready`. What is `recorded` is part of the step, of which
-        the next trace is made; evaluation is not."""
+        """Compute begins to use a unit, and must wait until it is `ready`. `recorded`: the access is part of a training
+        step, and so of the trace of that step; evaluation is not."""
         unit = access.unit
         self.found = self.leases.found(unit)
         announced = self.order.access(access, recorded)
@@ -65,8 +65,8 @@ class Scheduler:
     def gradient(self, unit: int, complete: bool, last: bool) -> None:
         """Autograd has made a gradient of a unit.
 
-        `complete`: this backward is through with the unit; `last`: no other backward precedes `step()`, as far as is
-        known. Compute must wait while `gradients.held_back`.
+        `complete`: this backward has made all gradients of the unit. `last`: as far as is known, no other backward
+        comes before `step()`. Compute must wait while `gradients.held_back`.
         """
         self.updates.undo(unit)
         record = self.gradients.add(unit, self.steps, complete)
@@ -74,10 +74,12 @@ class Scheduler:
             self.updates.ask_early(record)
         self._pump()
 
-    def scale_known(self, clipped: bool = False, skipped: bool = False, changed: Collection[int] = ()) -> None:
-        """`step()` has decided: whether gradients are clipped, or the step is skipped. OFFLOADs may still be under way.
+    def end_step(self, clipped: bool = False, skipped: bool = False, changed: Collection[int] = ()) -> None:
+        """`step()` was called: queue an update of each unit that has a gradient. OFFLOADs may still be under way.
 
-        `changed`: units whose hyperparameters are others than those that a speculative update began with.
+        `clipped`: gradients are clipped, so speculative updates are undone first. `skipped`: there are no updates, and
+        gradients are dropped. `changed`: units whose hyperparameters differ from those that their speculative update
+        used, so it is undone too.
         """
         if clipped or skipped:
             self.updates.undo_all()
@@ -103,7 +105,8 @@ class Scheduler:
         self._pump()
 
     def drain(self, draining: bool) -> None:
-        """Everything that was asked for shall end, until `updates.drained`."""
+        """Begin to drain, or cease: every queued update is to end, and no speculative one is to begin. Compute waits
+        until `updates.drained`."""
         self.updates.drain(draining)
         self._pump()
 
@@ -121,7 +124,7 @@ class Scheduler:
         self._pump()
 
     def prepare_checkpoint(self) -> None:
-        """A checkpoint is to begin: it can once `updates.prepared`, and once asynchronous updates are drained."""
+        """A checkpoint is wanted. It can begin once `updates.prepared`, and once asynchronous updates are drained."""
         self.updates.undo_all()
         self._pump()
 
@@ -132,13 +135,14 @@ class Scheduler:
         self._pump()
 
     def end_checkpoint(self) -> None:
-        """The checkpoint is complete, or given up: it needs no more room."""
+        """The checkpoint is complete, or was given up."""
         self.updates.checkpoint.under_way = False
 
     # --- events of the executor ---
 
     def issued(self, operation: Operation) -> None:
-        """All of a FETCH is in a device's queue: compute can be told to go on behind it. `ended` follows."""
+        """All of a FETCH is in a device's queue, so what compute puts into the queue from now on finds the weights.
+        `ended` follows."""
         self.leases.issued(operation.about)
         self._pump(ranks_agree=False)
 
@@ -249,14 +253,14 @@ class Scheduler:
         self._pump(ranks_agree)
 
     def _pump(self, ranks_agree: bool = True) -> None:
-        """Let each part start what it can. `ranks_agree`: the event is one that every rank has at this point."""
+        """Let each part start what it can. `ranks_agree`: every rank has this event at this point of its program."""
         if self.gradients.changes:
             self.gradients.pump()
         self.updates.pump()
         if self.gradients.changes:  # updates may have asked for gradients
             self.gradients.pump()
         # Where ranks must fetch alike, whether something has changed here does not count: lanes may have changed it.
-        if ranks_agree if self.plan.agreed else self.leases.changes:
+        if ranks_agree if self.plan.ranks_fetch_alike else self.leases.changes:
             self.leases.pump()
         self.leases.serve()
 

@@ -25,7 +25,7 @@ from pagoda.schedule.gradients import Gradients, Record
 from pagoda.schedule.leases import Leases
 from pagoda.schedule.operations import Kind, Operation, SchedulePlan
 from pagoda.schedule.order import Order
-from pagoda.schedule.versions import State, Update, Versions
+from pagoda.schedule.versions import Update, UpdateState, Versions
 
 MOST_ADMITTED = 2
 """Updates under way at once, so that the executor's ring of buffers does not run empty between two units."""
@@ -95,7 +95,7 @@ class Updates:
             self._queue(Update(record.unit, [record]))
             return
         weights.later.append(record)
-        if self._asynchronous and weights.update.state is State.QUEUED:
+        if self._asynchronous and weights.update.state is UpdateState.QUEUED:
             weights.update.records += weights.later
             weights.later.clear()
 
@@ -133,12 +133,12 @@ class Updates:
     def ask_early(self, record: Record) -> None:
         """Backward is through with a unit: it is to be updated as soon as nothing refers to its weights, if nothing
         will be clipped, or as a guess."""
-        weights, speculative = self._versions.of[record.unit], not self._plan.under_backward
+        weights, speculative = self._versions.of[record.unit], not self._plan.during_backward
         if speculative and not self._may_speculate(record.unit):
             return
         if weights.asking is not None or (speculative and weights.update is not None):
             return  # what was asked for stands first
-        weights.asking = Update(record.unit, [record], speculative, State.ASKING)
+        weights.asking = Update(record.unit, [record], speculative, UpdateState.ASKING)
         if speculative:
             weights.guess = weights.asking
         self._ask(weights.asking)
@@ -181,7 +181,7 @@ class Updates:
     def speculates(self, unit: int) -> bool:
         """Whether a speculative update of a unit is queued, under way, or waits for `step()`, or is being undone."""
         guess = self._versions.of[unit].guess
-        return guess is not None and guess.state is not State.ASKING
+        return guess is not None and guess.state is not UpdateState.ASKING
 
     def undo(self, unit: int) -> None:
         """A speculative update of a unit must not show."""
@@ -189,12 +189,12 @@ class Updates:
         update = weights.guess
         if update is None or update.withdrawn:
             return
-        if update.state is State.ASKING:
+        if update.state is UpdateState.ASKING:
             self.call_off_early(unit)
             return
         update.withdrawn = True
         self.times_undone += 1
-        if update.state in (State.QUEUED, State.LOADING):
+        if update.state in (UpdateState.QUEUED, UpdateState.LOADING):
             if update.admitted:
                 self._release(update)
                 for record in update.records:
@@ -228,7 +228,7 @@ class Updates:
         self._issue(update.query)
 
     def _begin_undo(self, update: Update) -> None:
-        update.state = State.UNDOING
+        update.state = UpdateState.UNDOING
         self._issue(Operation(Kind.UNDO, update.unit, about=update))
 
     def _over(self, update: Update) -> None:
@@ -243,7 +243,7 @@ class Updates:
         update.has_read = True
         for record in update.records:
             self._gradients.used(record, last=not update.speculative)
-        if self._plan.agreed:
+        if self._plan.ranks_fetch_alike:
             # Its end waits for those of the other ranks, in an order that is not the order of updates here.
             self._release(update)
 
@@ -336,9 +336,9 @@ class Updates:
         """Something that an update of a unit, or the PUBLISH of one, may have waited for has come about."""
         self._publish(unit)
         update = self._versions.of[unit].update
-        if update is not None and update.state is State.QUEUED:
+        if update is not None and update.state is UpdateState.QUEUED:
             self._push(update)
-        elif update is not None and update.state is State.LOADING:
+        elif update is not None and update.state is UpdateState.LOADING:
             self._start(update)
 
     def pump(self) -> None:
@@ -346,7 +346,7 @@ class Updates:
         for updater, queue in enumerate(self._queues):
             while self._admitted[updater] < MOST_ADMITTED and queue and not self._versions.failed:
                 update = heappop(queue)[-1]
-                if self._versions.of[update.unit].update is update and update.state is State.QUEUED:
+                if self._versions.of[update.unit].update is update and update.state is UpdateState.QUEUED:
                     self._admit(update)
         if not any(self._queues):
             self._read_ahead()
@@ -369,7 +369,7 @@ class Updates:
     def _publish(self, unit: int) -> None:
         """Make the newest weights those that are read, if nothing of this step has read others."""
         weights = self._versions.of[unit]
-        updating = weights.update is not None and weights.update.state in (State.LOADING, State.RUNNING)
+        updating = weights.update is not None and weights.update.state in (UpdateState.LOADING, UpdateState.RUNNING)
         if weights.newest == weights.version or weights.read or updating or self._leases.in_use(unit):
             return
         self._leases.changed(unit)
@@ -383,7 +383,7 @@ class Updates:
 
     def _queue(self, update: Update) -> None:
         self._versions.of[update.unit].update = update
-        update.state = State.QUEUED
+        update.state = UpdateState.QUEUED
         self._pending += 1
         self._push(update)
 
@@ -405,7 +405,7 @@ class Updates:
             return
         if self.checkpoint.would_lose(unit) and not self.checkpoint.can_keep(unit):
             return
-        update.state = State.LOADING
+        update.state = UpdateState.LOADING
         update.admitted = True
         self._admitted[self._plan.units[unit].updater] += 1
         for record in update.records:
@@ -427,7 +427,7 @@ class Updates:
             update.keeps = self.checkpoint.keep(update.unit)
             if update.keeps is None:
                 return
-        update.state = State.RUNNING
+        update.state = UpdateState.RUNNING
         if not self._plan.units[update.unit].updater:
             self._after[self._before] = update.unit
             self._before, self._ahead = update.unit, -1

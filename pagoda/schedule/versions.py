@@ -11,7 +11,7 @@ from pagoda.schedule.gradients import Record
 from pagoda.schedule.operations import Operation, SchedulePlan
 
 
-class State(Enum):
+class UpdateState(Enum):
     ASKING = auto()
     """It is early: RECLAIM asks whether anything refers to the weights, or has been answered that something does."""
     QUEUED = auto()
@@ -29,7 +29,7 @@ class Update:
     records: list[Record]
     speculative: bool = False
     """Whether `step()` has not yet said that it stands."""
-    state: State = State.QUEUED
+    state: UpdateState = UpdateState.QUEUED
     query: Operation | None = None
     """The RECLAIM under way."""
     urgent: bool = False
@@ -85,7 +85,7 @@ class Versions:
         self.of = [Weights() for _ in self._plan.units]
         """By unit."""
         self.failed = False
-        """Whether an update has failed: states are those of no step, until all are `restored`."""
+        """Whether an update has failed: states are damaged, until all are `restored`."""
 
     def readable(self, unit: int) -> int | None:
         """The version of a unit's weights that can be read now; None where something must come first."""
@@ -97,17 +97,17 @@ class Versions:
     def fetchable(self, unit: int) -> int | None:
         """The version of a unit's weights that a FETCH can be issued for. Where ranks must agree on fetches, that does
         not depend on whether its update has ended: the FETCH waits for that."""
-        return self.of[unit].due if self._plan.agreed else self.readable(unit)
+        return self.of[unit].due if self._plan.ranks_fetch_alike else self.readable(unit)
 
     def awaited(self, unit: int) -> tuple[int, ...]:
         """The step whose gradient makes the version that a FETCH is issued for, if that is yet to come."""
         weights = self.of[unit]
-        if not self._plan.agreed or weights.version == weights.due or weights.update is None:
+        if not self._plan.ranks_fetch_alike or weights.version == weights.due or weights.update is None:
             return ()
         return ((weights.later or weights.update.records)[-1].step,)
 
     def settled(self, unit: int) -> int | None:
         """The version of a unit's states; None while they change."""
         update = self.of[unit].update
-        busy = update is not None and update.state in (State.RUNNING, State.UNDOING)
+        busy = update is not None and update.state in (UpdateState.RUNNING, UpdateState.UNDOING)
         return None if busy else self.of[unit].newest

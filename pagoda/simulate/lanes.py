@@ -1,4 +1,4 @@
-"""The simulator's clock: work on lanes, and how fast each lane works beside the others."""
+"""The simulator's clock: work on lanes, and how fast each lane works while others work."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from pagoda.simulate.timeline import COMPUTE, Span
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """What a lane can be given, as often as there is to do."""
+    """One kind of work of a lane, which may be submitted several times."""
 
     lane: str
     name: str
@@ -25,7 +25,7 @@ class Work:
 
 
 class Task:
-    """Work that a lane was given once. It starts when what it depends on has ended."""
+    """One submission of some work. It starts when what it depends on has ended."""
 
     __slots__ = ("done", "end", "left", "start", "then", "waiting", "work")
 

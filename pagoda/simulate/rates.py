@@ -1,4 +1,4 @@
-"""Rates: how fast each lane of one rank works on given hardware, alone and beside the others."""
+"""Rates: how fast each lane of one rank works on given hardware, alone and while others work."""
 
 from dataclasses import replace
 
@@ -125,7 +125,7 @@ class Rates:
         return _known(self._hardware.inter_node_bytes_per_s, self._hardware, "collectives between nodes")
 
     def update_seconds(self, parameters: int) -> float:
-        """How long the update of so many parameters takes with nothing beside it."""
+        """How long the update of so many parameters takes while nothing else runs."""
         return parameters / self._params_per_s
 
     def device_update_seconds(self, parameters: int) -> float:

@@ -142,7 +142,7 @@ class Simulation:
             self._compute(work)
         self._release()
         self._let_offloads_end(most=0)
-        self._scheduler.scale_known()
+        self._scheduler.end_step()
         self._execution.pump()
 
     def drain(self) -> Sequence[Span]:
@@ -212,7 +212,7 @@ class Simulation:
     def _ledger(self, start: float, end: float) -> dict[str, tuple[tuple[float, int], ...]]:
         """Every tier's account over a step. Leases and gradient buffers come and go, other lines are there for good."""
         page = self._plan.page_bytes
-        ledger: dict[str, tuple[tuple[float, int], ...]] = {}
+        held_bytes: dict[str, tuple[tuple[float, int], ...]] = {}
         for tier, lines in self._plan.bytes.items():
             fixed = sum(nbytes for line, nbytes in lines.items() if line not in (LEASES, STAGING))
             leases, staging = tier == self._plan.lease_tier, tier == HOST
@@ -223,5 +223,5 @@ class Simulation:
                     account = [(0.0, in_use)]
                 elif seconds <= end and in_use != account[-1][1]:
                     account.append((seconds - start, in_use))
-            ledger[tier] = tuple(account)
-        return ledger
+            held_bytes[tier] = tuple(account)
+        return held_bytes

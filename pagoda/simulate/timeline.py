@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 COMPUTE = "compute"
-"""The thread, or the stream, that runs the model; the lanes beside it are in `plan.ops.LANES`."""
+"""The thread, or the stream, that runs the model; the other lanes are in `plan.ops.LANES`."""
 
 
 class Span(NamedTuple):
@@ -32,7 +32,7 @@ class Timeline:
     """Of every lane, in order of their ends. Work that began in the step before has a negative start."""
     stall_s: Mapping[str, float]
     """lane -> seconds compute waited for it."""
-    ledger: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+    held_bytes: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     """tier -> (seconds, bytes in use from then on)."""
 
     @cached_property

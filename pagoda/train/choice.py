@@ -37,7 +37,7 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
 
 
 def precision_hint(config: TrainConfig) -> str | None:
-    """A line for whoever trains in 16 bits on a CPU that has no fast instructions for them."""
+    """A line for a run in 16 bits on a CPU that has no fast instructions for them."""
     if config.precision == "fp32" or compute_device(config.memory).type != "cpu":
         return None
     slowdown = cpu_slowdown(torch.bfloat16 if config.precision == "bf16" else torch.float16)

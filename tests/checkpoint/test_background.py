@@ -79,7 +79,7 @@ def test_an_update_waits_for_the_writer_where_no_room_for_copies_is_left(tmp_pat
     resumed.train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
 
 
-def under_backward(memory: pagoda.Memory) -> tuple[torch.nn.Module, PagedOptimizer]:
+def during_backward(memory: pagoda.Memory) -> tuple[torch.nn.Module, PagedOptimizer]:
     torch.manual_seed(0)
     return pagoda.wrap(LLAMA.build(), pagoda.AdamW(lr=1e-2), memory=memory, accumulation_steps=1)
 
@@ -92,18 +92,18 @@ def steps(model: torch.nn.Module, optimizer: PagedOptimizer, first: int, last: i
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("place", PLACES)
-def test_updates_under_backward_are_held_off_what_is_not_written_yet(place: str, tmp_path: Path) -> None:
+def test_updates_during_backward_are_held_off_what_is_not_written_yet(place: str, tmp_path: Path) -> None:
     memory = PLACES[place](LLAMA, tmp_path)
     if place == "on_ssd":  # what clipping needs is more than enough
         memory = pagoda.Memory(host="256KiB", ssd=str(tmp_path), unit_limit="16KiB", page_size=4096)
-    model, optimizer = under_backward(memory)
+    model, optimizer = during_backward(memory)
     steps(model, optimizer, 0, 2)
     optimizer.drain()
     expected = model.state_dict(), optimizer.state_dict()
     optimizer.save_checkpoint(tmp_path / "step", wait=False)
     steps(model, optimizer, 2, 4)
     optimizer.close()
-    model, optimizer = under_backward(RESIDENT)
+    model, optimizer = during_backward(RESIDENT)
     optimizer.load_checkpoint(tmp_path / "step")
     assert_same(model.state_dict(), expected[0])
     assert_same(optimizer.state_dict()["state"], expected[1]["state"])

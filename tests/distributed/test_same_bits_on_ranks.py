@@ -52,7 +52,7 @@ def matrix() -> dict[str, Case]:
 
 CASES: dict[str, Case] = {
     **matrix(),
-    "in an arena, on ssd": (2, {}, {"kind": "arena-ssd"}),
+    "in an arena, on ssd": (2, {"layers": 6}, {"kind": "arena-ssd"}),
     "during backward, on ssd": (2, {"clip": None, "announced": True}, {"kind": "ssd"}),
     "frozen and checkpointed, on ssd": (2, {"frozen": True, "checkpointing": True}, {"kind": "ssd"}),
     "t5, 8-bit moments": (2, {"model": "t5", "moments": "8bit"}, {}),

@@ -113,6 +113,87 @@ def lightning_on_ranks(out: Path) -> dict[str, Any]:
     return found
 
 
+def _killed_trl(out: Path, kind: str) -> list[float]:
+    import trl
+
+    from integrations import test_trl
+
+    trainer = getattr(trl, f"{kind}Trainer")
+    _, given = test_trl.CASES[kind]
+    paging = Paging(memory=test_trl.memory(out / "ssd"), reference=test_trl.memory(out / "reference", "84KiB", "8KiB"))
+    callbacks = [Kill(3)] if "kill" in sys.argv else []
+    more = given(out / "model") | {"callbacks": callbacks}
+    return logged(test_trl.trained(trainer, out / "run", "resume" in sys.argv, paging, **more), "loss")
+
+
+def _killed_loop(out: Path, kind: str) -> list[float]:
+    """Four steps of a loop; the state is saved after two, and the process ends after three."""
+    paging = Paging(memory=pagoda.Memory(host="300KiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    made, losses, start = model(attention_dropout=0.1), [], 0
+    optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    if kind == "Accelerate":
+        from pagoda.integrations.accelerate import Accelerator
+
+        tool: Any = Accelerator(cpu=True, paging=paging)
+        made, optimizer = tool.prepare(made, optimizer)
+        save, load = tool.save_state, tool.load_state
+    else:
+        import lightning
+
+        from pagoda.integrations.lightning import PagodaFabricStrategy
+
+        tool = lightning.Fabric(accelerator="cpu", devices=1, strategy=PagodaFabricStrategy(paging=paging))
+        tool.launch()
+        made, optimizer = tool.setup(made, optimizer)
+        state = {"model": made, "optimizer": optimizer}
+        save, load = lambda path: tool.save(path, state), lambda path: tool.load(path, state)
+    if "resume" in sys.argv:
+        start = 2
+        load(str(out / "state"))
+    for step, sample in enumerate(samples(4)[start:], start):
+        loss = made(**{name: value[None] for name, value in sample.items()}).loss
+        tool.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 1:
+            save(str(out / "state"))
+        if step == 2 and "kill" in sys.argv:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return losses
+
+
+def _killed_lightning(out: Path, _: str) -> list[float]:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from integrations.test_lightning import QUIET, Module, loader
+    from pagoda.integrations.lightning import PagodaStrategy
+
+    class Ends(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5 and "kill" in sys.argv:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    paging = Paging(memory=pagoda.Memory(host="300KiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    module = Module(torch.optim.AdamW, dropout=0.1)
+    saving = ModelCheckpoint(out, save_last=True, every_n_epochs=1)
+    trainer = lightning.Trainer(
+        strategy=PagodaStrategy(paging=paging), max_epochs=3, callbacks=[saving, Ends()], default_root_dir=out, **QUIET
+    )
+    trainer.fit(module, loader(4), ckpt_path=out / "last.ckpt" if "resume" in sys.argv else None)
+    return module.losses
+
+
+def killed(out: Path) -> list[float]:
+    """The losses of a run of a framework, named in the command line. With `kill` there the process ends in the middle,
+    with `resume` it goes on from what was saved."""
+    kind = sys.argv[3]
+    (out / "ssd").mkdir(exist_ok=True)
+    run = {"SFT": _killed_trl, "DPO": _killed_trl, "GRPO": _killed_trl, "Lightning": _killed_lightning}
+    return run.get(kind, _killed_loop)(out, kind)
+
+
 def beyond_memory(out: Path) -> dict[str, Any]:
     """A model whose state takes 240 MiB, in 24 MiB of RAM: by how much that lets the process grow. With `kill` in the
     command line the process ends after the fourth step, with `resume` it goes on."""

@@ -167,11 +167,18 @@ def test_the_strategy_has_a_name(tmp_path: Path) -> None:
 # --- Fabric ------------------------------------------------------------------------------------------------------
 
 
-def fabric_run(fabric: Any, steps: int, resume: Any = None, save: Any = None, clip: float | None = None) -> list[float]:
+def fabric_run(
+    fabric: Any,
+    steps: int,
+    resume: Any = None,
+    save: Any = None,
+    clip: float | None = None,
+    kind: type = torch.optim.AdamW,
+) -> list[float]:
     """A loop as Fabric's documentation has it."""
     fabric.launch()
     made = model(attention_dropout=0.1)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    optimizer = kind(made.parameters(), lr=1e-2)
     made, optimizer = fabric.setup(made, optimizer)
     state = {"model": made, "optimizer": optimizer, "step": 0}
     batches = [*fabric.setup_dataloaders(loader())]
@@ -190,6 +197,15 @@ def fabric_run(fabric: Any, steps: int, resume: Any = None, save: Any = None, cl
     if save is not None:
         fabric.save(save, state)
     return losses
+
+
+def test_fabric_has_the_bits_of_its_own_strategy(pages: Any) -> None:
+    found = []
+    for strategy in ("ddp", pages(PagodaFabricStrategy)):
+        torch.manual_seed(1)
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        found.append(fabric_run(fabric, 4, kind=torch.optim.SGD))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])

@@ -60,6 +60,18 @@ def test_lightning_on_two_ranks_is_the_stock_one_on_two_ranks(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO", "Accelerate", "Lightning", "Fabric"])
+def test_a_killed_run_goes_on_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = start("killed", tmp_path / "whole", kind)
+    assert start("killed", tmp_path / "killed", kind, "kill") == signal.SIGKILL
+    resumed = start("killed", tmp_path / "killed", kind, "resume")
+    assert resumed == whole[-len(resumed) :]
+    assert len(resumed) in (len(whole) - 2, len(whole) - 4, len(whole))
+
+
+@pytest.mark.slow
 def test_beyond_memory_it_takes_what_it_is_given_and_resumes_once_killed(tmp_path: Path) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

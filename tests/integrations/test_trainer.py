@@ -225,7 +225,7 @@ def test_a_module_of_ones_own_trains_and_is_saved(paged: Make, tmp_path: Path) -
     assert (tmp_path / "paged" / "checkpoint-6" / "model.safetensors").is_file()
 
 
-def test_sequences_are_generated_from_pages(paged: Make, tmp_path: Path) -> None:
+def test_seq2seq_trains_resumes_and_generates_as_the_stock_trainer(paged: Make, tmp_path: Path) -> None:
     def t5() -> Any:
         torch.manual_seed(0)
         return transformers.T5ForConditionalGeneration(
@@ -241,15 +241,21 @@ def test_sequences_are_generated_from_pages(paged: Make, tmp_path: Path) -> None
             predict_with_generate=True,
             generation_max_length=6,
             optim="sgd",
+            save_strategy="steps",
+            save_steps=3,
         )
         given = {"model": t5(), "train_dataset": samples(), "eval_dataset": samples(4)}
-        trainer = paged(kind=kind, given=given, args=args) if more else kind(args=args, **given)
-        trainer.train()
-        return trainer.predict(samples(4))
+        trainer = paged(kind=kind, given=given, args=args) if kind is Seq2SeqTrainer else kind(args=args, **given)
+        trainer.train(**more)
+        return trainer.predict(samples(4)), logged(trainer, "loss")
 
-    found, expected = run(Seq2SeqTrainer, paged=True), run(transformers.Seq2SeqTrainer)
-    assert (found.predictions == expected.predictions).all()
-    assert found.metrics["test_loss"] == expected.metrics["test_loss"]
+    expected, losses = run(transformers.Seq2SeqTrainer)
+    first = str(tmp_path / "t5" / "checkpoint-3")
+    for settings in ({}, {"resume_from_checkpoint": first}):
+        found, its = run(Seq2SeqTrainer, **settings)
+        assert its == losses
+        assert (found.predictions == expected.predictions).all()
+        assert found.metrics["test_loss"] == expected.metrics["test_loss"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -71,7 +71,7 @@ DATA = {
 
 
 def memory(directory: Path, host: str = "300KiB", unit_limit: str = "32KiB") -> pagoda.Memory:
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", page_size=4096, unit_limit=unit_limit)
 
 

@@ -12,12 +12,13 @@ import transformers
 from torch import nn
 
 import pagoda
+from nightly.in_pages import assert_same_weights, in_pages
 from nightly.tiny_models import classes, inputs, loss_of, tiny_model
 from pagoda.config.training import ActivationMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 STEPS = 2
-MOST_PARAMETERS = 12_000_000
+MOST_PARAMETERS = 20_000_000
 KNOWN: dict[tuple[str, str], str] = {}
 """(class, activations) -> why it does not train in pages, or not with the same bits."""
 
@@ -50,36 +51,13 @@ def plain(name: str) -> tuple[nn.Module, dict[str, Any], list[float]]:
     return model, given, losses
 
 
-def leases(name: str, activations: ActivationMode) -> Any:
-    """The same model, computing in an arena that holds a part of its weights."""
-    model = tiny_model(name)
-    share = sum(param.nbytes for param in model.parameters()) // 2
-    for _ in range(6):
-        memory = pagoda.Memory(device=f"cpu:{share >> 10}KiB", host="256MiB", page_size=4096, unit_limit="16KiB")
-        try:
-            return pagoda.wrap(
-                model,
-                pagoda.Optim(torch.optim.SGD, lr=0.01),
-                memory=memory,
-                precision="fp32",
-                activations=activations,
-            )
-        except pagoda.BudgetError as refused:
-            share = max(refused.needed_bytes or 0, share) + (64 << 10)
-    raise AssertionError("no arena was large enough")
-
-
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("name", classes())
 def test_it_trains_in_pages_with_the_bits_of_plain_pytorch(name: str, activations: ActivationMode) -> None:
     expected, given, losses = plain(name)
     if (name, activations) in KNOWN:
         pytest.xfail(KNOWN[name, activations])
-    model, optimizer = leases(name, activations)
-    try:
+    model, optimizer = in_pages(lambda: tiny_model(name), pagoda.Optim(torch.optim.SGD, lr=0.01), activations)
+    with optimizer:
         assert trained(model, optimizer, given) == losses
-        found = model.state_dict()
-        for key, value in expected.state_dict().items():
-            assert torch.equal(found[key], value) or bool(value.isnan().any()), key
-    finally:
-        optimizer.close()
+        assert_same_weights(model, expected)

@@ -36,10 +36,10 @@ _NAMES: dict[int, str] = {
         num_key_value_heads num_kv_heads num_local_experts
     """,
     8: """
-        attention_chunk_size attention_head_size chunk_size d_head d_kv head_dim kv_channels linear_key_head_dim
-        linear_value_head_dim mamba_chunk_size mamba_d_head mamba_d_state mamba_head_dim mamba_headdim mamba_n_heads
-        mamba_num_heads num_codevectors_per_group num_latents patch_size qk_nope_head_dim qk_rope_head_dim
-        rotary_dim sliding_window ssm_state_size state_size v_head_dim
+        attention_chunk_size attention_head_size chunk_size context_size d_head d_kv head_dim kv_channels
+        linear_key_head_dim linear_value_head_dim mamba_chunk_size mamba_d_head mamba_d_state mamba_head_dim
+        mamba_headdim mamba_n_heads mamba_num_heads num_codevectors_per_group num_latents patch_size
+        qk_nope_head_dim qk_rope_head_dim rotary_dim sliding_window ssm_state_size state_size v_head_dim
     """,
     16: "kv_lora_rank num_conv_pos_embeddings num_mel_bins q_lora_rank",
     32: """
@@ -68,6 +68,16 @@ _LISTS: dict[str, Any] = {
 """Only where the default has as many."""
 _PER_LAYER = ("layers_block_type", "layer_types", "mlp_layer_types", "attention_types_by_layer")
 """Derived by most configurations; given here, cut to the layers that there are."""
+_SECTIONS = {
+    "glm4v_moe_text": [0, 1, 1],
+    **{
+        f"{name}_text": [1, 1, 2]
+        for name in ("glm46v", "glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl")
+    },
+}
+"""Text models whose code has sections of the rotary embedding for a head of their default size."""
+_NO_HEAD = ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "hunyuan_vl_text")
+"""Models whose configuration has no size of a head."""
 CHANGES: dict[str, dict[str, Any]] = {
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "topk_method": "greedy"},
@@ -79,8 +89,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "MobileViTV2ForImageClassification": {"image_size": 64},
     "PvtForImageClassification": {"num_attention_heads": [1, 2, 2, 2]},
     "Swinv2ForImageClassification": {"num_heads": [2, 2, 2, 2], "embed_dim": 16},
-    "SwinForImageClassification": {"num_heads": [2, 2, 2, 2], "embed_dim": 16},
-    "DonutSwinForImageClassification": {"num_heads": [2, 2, 2, 2], "embed_dim": 16},
     "PvtV2ForImageClassification": {"num_attention_heads": [1, 2, 2, 2]},
     "XmodForCausalLM": {"default_language": "en_XX"},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8},
@@ -90,6 +98,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "MiMoV2FlashForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "DonutSwinForImageClassification": {"num_heads": [2, 2, 2, 2], "embed_dim": 16, "window_size": 2, "image_size": 64},
+    "SwinForImageClassification": {"num_heads": [2, 2, 2, 2], "embed_dim": 16, "window_size": 2, "image_size": 64},
+    "Wav2Vec2BertForCTC": {"vocab_size": VOCABULARY},
+    "Wav2Vec2ConformerForCTC": {"vocab_size": VOCABULARY},
+    "MoonshineForConditionalGeneration": {"pad_token_id": 0},
 }
 """What else differs from the default configuration of some classes."""
 
@@ -114,6 +127,10 @@ def _overrides(config: Any) -> dict[str, Any]:
                 changed[name] = [_SIZES[name]] * (_LAYERS if layers else len(value))
             elif value > _SIZES[name]:
                 changed[name] = _SIZES[name]
+        elif name == "rope_parameters" and config.model_type in _SECTIONS:
+            changed[name] = {**value, "mrope_section": _SECTIONS[config.model_type]}
+        elif name == "head_dim" and value is None and config.model_type in _NO_HEAD:
+            changed[name] = _SIZES[name]
         elif name == "rope_parameters" and isinstance(value, dict) and "partial_rotary_factor" in str(value):
             changed[name] = {**value, "partial_rotary_factor": 0.5} if "partial_rotary_factor" in value else value
         elif name in _LISTS and isinstance(value, list | tuple):
@@ -153,6 +170,26 @@ def tiny_model(name: str) -> nn.Module:
     return kind._from_config(tiny_config(kind), dtype=torch.float32).train()  # type: ignore[no-any-return]
 
 
+FRAMES_FIRST = {
+    "ASTForAudioClassification": (16, 1024),
+    "Wav2Vec2BertForSequenceClassification": (160, 40),
+    "Wav2Vec2BertForCTC": (160, 40),
+    "LasrForCTC": (16, 80),
+    "ParakeetForCTC": (16, 160),
+    "CanaryForConditionalGeneration": (16, 160),
+    "Speech2TextForConditionalGeneration": (80, 64),
+}
+"""Classes that take sounds as frames of features -> features, frames."""
+NO_LABELS = (
+    "MusicgenForCausalLM",
+    "MusicgenMelodyForCausalLM",
+    "GitForCausalLM",
+    "PerceiverForMaskedLM",
+    "ImageGPTForImageClassification",
+)
+"""Classes whose labels have another shape than their tokens."""
+
+
 def inputs(model: Any) -> dict[str, Any]:
     """What a forward takes: tokens, an image, a sound, or features of one."""
     names, config = inspect.signature(model.forward).parameters, model.config
@@ -160,13 +197,18 @@ def inputs(model: Any) -> dict[str, Any]:
     whole = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = min(VOCABULARY, getattr(whole, "vocab_size", None) or VOCABULARY)
     ids = torch.randint(10, min(vocabulary, 80), (2, LENGTH), generator=generator)
+    if type(model).__name__ in FRAMES_FIRST:
+        bins, frames = FRAMES_FIRST[type(model).__name__]
+        given = {model.main_input_name: torch.randn(2, frames, bins, generator=generator)}
+        return given | ({"labels": ids} if "decoder_input_ids" in names else {})
     if "input_features" in names and model.main_input_name == "input_features":
         bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
         frames = 2 * getattr(config, "max_source_positions", 32)
         given = {"input_features": torch.randn(2, bins, frames, generator=generator)}
         return given | ({"labels": ids} if "decoder_input_ids" in names else {})
     if "input_values" in names and model.main_input_name == "input_values":
-        return {"input_values": torch.randn(2, 6000, generator=generator)}
+        given = {"input_values": torch.randn(2, 6000, generator=generator)}
+        return given | ({"labels": ids} if "decoder_input_ids" in names else {})
     if model.main_input_name == "pixel_values" and "input_ids" not in names:
         channels = getattr(config, "num_channels", 3)
         size = getattr(config, "image_size", IMAGE)
@@ -175,7 +217,7 @@ def inputs(model: Any) -> dict[str, Any]:
     given = {"input_ids": ids}
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = ids
-    elif "labels" in names:
+    elif "labels" in names and type(model).__name__ not in NO_LABELS:
         given["labels"] = ids
     return given
 

@@ -81,7 +81,7 @@ def test_every_extent_has_a_home_and_its_pages_are_in_the_ledger(case: tuple[Lay
     for state in names(layout):
         homes = {unit.index: placement.home(unit.index, state) for unit in layout.units}
         assert set(homes.values()) <= ({HOST} if budgets.ssd is None else {HOST, SSD})
-        if state == GRAD and options.update_under_backward and budgets.ssd is None and placement.pages(HOST, STAGING):
+        if state == GRAD and options.update_during_backward and budgets.ssd is None and placement.pages(HOST, STAGING):
             assert placement.pages(HOST, GRAD) == 0, "a few buffers serve all units in turn"
             continue
         for tier in (HOST, SSD):
@@ -139,7 +139,7 @@ def test_ram_goes_to_weights_then_gradients_then_moments(case: tuple[Layout, Bud
     spare_staging = max(0, placement.pages(HOST, STAGING) - min(layout.total_pages(GRAD), 2 * widest_grad))
     if weight is not None:
         assert homed(GRAD, *moments) + spare_staging + unused < weight
-    if gradient is not None and moment is not None and not options.update_under_backward:
+    if gradient is not None and moment is not None and not options.update_during_backward:
         assert homed(*moments) + unused < gradient
     if moment is not None:
         assert unused < moment

@@ -155,7 +155,7 @@ def test_an_update_reads_and_writes_the_states_that_live_on_ssd_and_no_others(pl
         written += on_ssd
         # Where updates run during backward, all but the last gradient of a step wait for others.
         passes = plan.options.accumulation_steps or 1
-        waiting = passes - 1 if plan.options.update_under_backward else passes
+        waiting = passes - 1 if plan.options.update_during_backward else passes
         if unit.trainable_numel and plan.placement.home(unit.index, GRAD) == SSD:
             written += waiting * plan.layout.pages(unit, GRAD) * plan.page_bytes
     assert bytes_written_to_ssd(plan) == written

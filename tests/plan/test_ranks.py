@@ -130,7 +130,7 @@ def test_a_step_takes_no_less_than_the_collectives_and_the_ledger_holds(plan: Pl
     nbytes += sum(traffic[unit].gathered + traffic[unit].published for unit in made)
     seconds = Rates(NODE, plan.ranks).ring_seconds(nbytes, plan.ranks.data_parallel)
     assert timeline.step_s >= seconds * (1 - 1e-6)
-    for tier, account in timeline.ledger.items():
+    for tier, account in timeline.held_bytes.items():
         assert all(n <= plan.peak_bytes[tier] <= getattr(plan.budgets, tier) for _, n in account)
 
 

@@ -84,7 +84,7 @@ def test_a_step_that_can_train_nothing_is_refused(wrap: Wrap) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "during-backward"])
 def test_a_model_frozen_after_backward_takes_its_step(announced: int | None, wrap: Wrap) -> None:
     model, optimizer = wrap(fresh(), precision="fp32", accumulation_steps=announced)
     before = model.state_dict()["body.weight"]

@@ -259,7 +259,7 @@ def test_a_limit_that_is_none_is_refused(limit: float, wrap: Wrap) -> None:
 # --- what is updated during backward ---------------------------------------------------------------------------
 
 
-def test_gradients_applied_under_backward_cannot_be_clipped_in_silence(wrap: Wrap) -> None:
+def test_gradients_applied_during_backward_cannot_be_clipped_in_silence(wrap: Wrap) -> None:
     model, optimizer = wrap(accumulation_steps=1)
     twin, twin_optimizer = wrap(accumulation_steps=1)
     for step in range(STEPS):

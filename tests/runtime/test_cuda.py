@@ -113,7 +113,7 @@ def test_nor_does_it_with_other_states(precision: str, moments: Moments, placeme
 
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("placement", [FEW, SSD, BOTH, HOME])
-def test_nor_do_updates_under_backward(placement: str, tmp_path: Path) -> None:
+def test_nor_do_updates_during_backward(placement: str, tmp_path: Path) -> None:
     assert_same_everywhere(Recipe("llama", clip=None, announced=True, frozen=True), placement, tmp_path)
 
 

@@ -54,7 +54,7 @@ SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
 }
 
 
-@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "during-backward"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_groups_and_their_schedules_do_what_they_do_to_torchs_adamw(
     scheduler: str, announced: int | None, wrap: Wrap
@@ -91,7 +91,7 @@ def test_settings_of_one_group_may_change_between_steps(wrap: Wrap) -> None:
     assert_close_to_torch(model, plain)
 
 
-@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "during-backward"])
 def test_a_frozen_parameter_keeps_weight_and_state(announced: int | None, wrap: Wrap) -> None:
     """And training goes on from there, as in torch."""
     model, optimizer = wrap(build(), precision="fp32", accumulation_steps=announced)
@@ -111,7 +111,7 @@ def test_a_frozen_parameter_keeps_weight_and_state(announced: int | None, wrap: 
     assert optimizer.state_dict()["state"][2]["step"] == 4
 
 
-@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "under-backward"])
+@pytest.mark.parametrize("announced", [None, 1], ids=["at-step", "during-backward"])
 def test_a_parameter_frozen_at_first_can_be_unfrozen_if_it_is_in_a_group(announced: int | None, wrap: Wrap) -> None:
     """Gradual unfreezing: the groups have every parameter, as torch users write it."""
     model, plain = build(), build()

@@ -488,7 +488,7 @@ def test_a_model_is_wrapped_once(wrap: Wrap) -> None:
         pagoda.plan_of(fresh())
 
 
-def test_an_update_under_backward_that_begins_after_the_last_gradient_is_noticed() -> None:
+def test_an_update_during_backward_that_begins_after_the_last_gradient_is_noticed() -> None:
     """Backward needs the frozen layer's weights after the other's gradient, so the update waits for backward's end."""
 
     def trained(accumulation_steps: int | None) -> tuple[dict[str, Any], Any]:

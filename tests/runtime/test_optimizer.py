@@ -232,7 +232,7 @@ def test_parameters_cannot_be_added(wrapped: Wrap) -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_hyperparameters_changed_after_their_use_under_backward_are_refused(wrapped: Wrap) -> None:
+def test_hyperparameters_changed_after_their_use_during_backward_are_refused(wrapped: Wrap) -> None:
     model, optimizer = wrapped(accumulation_steps=1)
     backward(model, 1)
     optimizer.param_groups[0]["lr"] = 5e-3
@@ -267,14 +267,14 @@ def test_fewer_backward_passes_than_announced_are_one_step_all_the_same(wrapped:
     state(model, optimizer).assert_same_bits(state(twin, twin_optimizer))
 
 
-def test_clipping_by_hand_is_refused_where_updates_run_under_backward(wrapped: Wrap) -> None:
+def test_clipping_by_hand_is_refused_where_updates_run_during_backward(wrapped: Wrap) -> None:
     model, optimizer = wrapped(accumulation_steps=1)
     backward(model, 1)
     with pytest.raises(pagoda.UsageError, match="clip_grad_norm"):
         optimizer.clip_grad_norm_(1.0)
 
 
-def test_gradients_applied_under_backward_cannot_be_dropped(wrapped: Wrap) -> None:
+def test_gradients_applied_during_backward_cannot_be_dropped(wrapped: Wrap) -> None:
     model, optimizer = wrapped(accumulation_steps=1)
     backward(model, 1)
     with pytest.raises(pagoda.UsageError, match="were applied during backward"):

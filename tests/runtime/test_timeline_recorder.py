@@ -136,7 +136,7 @@ def test_compute_tells_the_scheduler_what_the_simulated_one_does(
 ) -> None:
     """Operations are the same then, but for what depends on when others end."""
     told: list[Any] = []
-    access, gradient, scale_known = Scheduler.access, Scheduler.gradient, Scheduler.scale_known
+    access, gradient, end_step = Scheduler.access, Scheduler.gradient, Scheduler.end_step
 
     def accessed(scheduler: Scheduler, to: Access, recorded: bool = True) -> None:
         told.append(to)
@@ -149,11 +149,11 @@ def test_compute_tells_the_scheduler_what_the_simulated_one_does(
 
     def stepped(scheduler: Scheduler, *decided: Any) -> None:
         told.append("step")
-        scale_known(scheduler, *decided)
+        end_step(scheduler, *decided)
 
     monkeypatch.setattr(Scheduler, "access", accessed)
     monkeypatch.setattr(Scheduler, "gradient", made)
-    monkeypatch.setattr(Scheduler, "scale_known", stepped)
+    monkeypatch.setattr(Scheduler, "end_step", stepped)
 
     def last_step() -> list[Any]:
         (*_, start, end) = (at for at, what in enumerate(told) if what == "step")
@@ -188,8 +188,8 @@ def test_compute_is_at_work_between_accesses_but_for_its_waits(tmp_path: Path) -
     names = [name for name, _ in groupby(span.name for span in spans)]
     accesses = [f"{a.phase.name.lower()} {plan.units[a.unit].name}" for a in plan.trace.accesses[:-1]]
     assert names == [*accesses, "step"]
-    assert set(timeline.ledger) == set(plan.peak_bytes)
-    for tier, points in timeline.ledger.items():
+    assert set(timeline.held_bytes) == set(plan.peak_bytes)
+    for tier, points in timeline.held_bytes.items():
         assert 0 < max(nbytes for _, nbytes in points) <= plan.peak_bytes[tier]
 
 
@@ -197,6 +197,6 @@ def test_the_ledger_is_what_is_taken_for_good_and_the_leases() -> None:
     recorder = TimelineRecorder()
     for nbytes in (30, 30, 10):
         recorder.leased(nbytes)
-    ledger = recorder.timeline({}, {"device": 40, "host": 100}, "device", 40).ledger
+    ledger = recorder.timeline({}, {"device": 40, "host": 100}, "device", 40).held_bytes
     assert [nbytes for _, nbytes in ledger["device"]] == [30, 10]
     assert ledger["host"] == ((0.0, 100),)

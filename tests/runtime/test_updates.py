@@ -377,7 +377,7 @@ def test_close_finishes_what_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["every gradient", "one gradient"])
-def test_an_update_under_backward_that_is_refused_counts_as_no_step(bad: str, wrap: Wrap) -> None:
+def test_an_update_during_backward_that_is_refused_counts_as_no_step(bad: str, wrap: Wrap) -> None:
     memory = pagoda.Memory(host="64MiB", unit_limit="64KiB", page_size=PAGE)  # a unit for each layer
     model, optimizer = wrap(Layers(2), memory, accumulation_steps=1)
 

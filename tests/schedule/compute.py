@@ -171,7 +171,7 @@ class Compute(Machine):
         path: list[int] = []
         try:
             whole = self.forward(path, held) and self.backward(path, last)
-            if whole and not self.plan.under_backward and self.rng.random() < 0.1:
+            if whole and not self.plan.during_backward and self.rng.random() < 0.1:
                 whole = self.backward(path, last)  # of a graph that was retained
         finally:
             for let_go in held:
@@ -215,7 +215,7 @@ class Compute(Machine):
                 self.gradient(unit, last)
                 continue
             with self.using(Access(unit, Phase.BACKWARD)):
-                if not self.plan.under_backward:
+                if not self.plan.during_backward:
                     self.evaluate_now_and_then()
                 if trained:
                     self.gradient(unit, last)
@@ -226,7 +226,7 @@ class Compute(Machine):
     def pass_ended(self) -> bool:
         """Between two passes the program may save, or look at the weights."""
         roll = self.rng.random()
-        if roll < 0.1 and self.checkpoint is None and not self.plan.under_backward:
+        if roll < 0.1 and self.checkpoint is None and not self.plan.during_backward:
             self.begin_checkpoint()
         elif roll > 0.95:
             self.drain()

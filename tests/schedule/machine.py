@@ -47,7 +47,7 @@ class Machine(Memory):
         """The operation of a lane that comes further next: the first or the second. Where ranks agree, a FETCH begins
         after the one before, and when the weights are there."""
         first, second = lane[0], lane[1] if len(lane) > 1 and self.haste.random() < 0.3 else None
-        if self.plan.agreed and first.kind is Kind.FETCH:
+        if self.plan.ranks_fetch_alike and first.kind is Kind.FETCH:
             if second is not None and self.stages.get(first) and self.has_begun(second):
                 return second
             return first if self.has_begun(first) else None
@@ -104,7 +104,7 @@ class Machine(Memory):
         if op.run is not None and not self.kept(op):
             self.give_back(op.unit)
         truth.consumed.discard(step)
-        if self.plan.under_backward:
+        if self.plan.during_backward:
             truth.asked -= step < self.steps
             truth.passes.pop(step, None)
             if self.checkpoint is not None and self.checkpoint[op.unit] >= op.version:
@@ -197,7 +197,7 @@ class Machine(Memory):
             home.weights = TORN
         home.newest = home.states = TORN
         step = op.steps[-1]
-        stands = self.plan.under_backward or (step < self.steps and truth.used_rules[step] == truth.rules.get(step))
+        stands = self.plan.during_backward or (step < self.steps and truth.used_rules[step] == truth.rules.get(step))
         if not stands:
             truth.consumed -= {*op.steps}
         self.scheduler.failed(op)
@@ -210,7 +210,7 @@ class Machine(Memory):
         free = [op for op in self.held if not self.referred_to(op)]
         if not free:
             return False
-        op = free[0] if self.plan.agreed else self.haste.choice(free)
+        op = free[0] if self.plan.ranks_fetch_alike else self.haste.choice(free)
         del self.held[op]
         if op.run is not None:
             self.free_frames(op)
@@ -221,5 +221,5 @@ class Machine(Memory):
 
     def dropped_a_reference(self) -> None:
         """Where ranks agree, that is known at the same point of all programs."""
-        while self.plan.agreed and self.let_go_of_something():
+        while self.plan.ranks_fetch_alike and self.let_go_of_something():
             pass

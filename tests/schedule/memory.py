@@ -167,7 +167,7 @@ class Memory:
                     self.publish(op)
                 elif op.kind is Kind.READ_AHEAD:
                     self.read_ahead(op)
-                elif op.kind is Kind.RECLAIM and self.plan.agreed:
+                elif op.kind is Kind.RECLAIM and self.plan.ranks_fetch_alike:
                     self.answer(op)
                 else:
                     self.lanes[self.lane(op)].append(op)
@@ -180,7 +180,7 @@ class Memory:
         home = self.homes[op.unit]
         if op.kind is Kind.FETCH:
             self.take_frames(op)
-            if not self.plan.agreed:
+            if not self.plan.ranks_fetch_alike:
                 self.begin_fetch(op)
         elif op.kind is Kind.UPDATE:
             self.begin_update(op)
@@ -213,7 +213,7 @@ class Memory:
     def begin_fetch(self, op: Operation) -> bool:
         """Begin to read the weights; False if they are not there yet, which may be only where ranks agree."""
         home = self.homes[op.unit]
-        if self.plan.agreed and home.weights < op.version:
+        if self.plan.ranks_fetch_alike and home.weights < op.version:
             require(bool(op.steps), f"FETCH of version {op.version} of unit {op.unit} names no update to wait for")
             return False
         require(home.weights == op.version, f"FETCH of version {op.version}, but the home has {home.weights}")
@@ -249,13 +249,13 @@ class Memory:
         """Whether an update may still read a gradient."""
         if step == self.steps and (self.lost or unit in self.dropped):
             return False  # the step is dropped, or will be
-        decided = step < self.steps or self.plan.under_backward
+        decided = step < self.steps or self.plan.during_backward
         return step in self.truths[unit].passes and not (step in self.truths[unit].consumed and decided)
 
     def begin_update(self, op: Operation) -> None:
         home, truth = self.homes[op.unit], self.truths[op.unit]
         others = [other for other in self.lanes[self.lane(op)] if other.kind is Kind.UPDATE]
-        if self.plan.agreed:  # those that have read their gradients may wait for other ranks
+        if self.plan.ranks_fetch_alike:  # those that have read their gradients may wait for other ranks
             others = [other for other in others if not self.truths[other.unit].consumed.issuperset(other.steps)]
         require(len(others) <= MOST_ADMITTED, f"{len(others)} updates in one lane")
         require(home.states == home.newest == op.version - len(op.steps), f"UPDATE on {home} to {op.version}")
@@ -276,7 +276,7 @@ class Memory:
             truth.used_rules[step] = truth.rules.get(step, "as guessed")
             self.found[op, step] = Counter(self.gradients.get((op.unit, step)))
             self.updated[step].add(op.unit)
-        early = self.plan.under_backward or self.plan.units[op.unit].speculated
+        early = self.plan.during_backward or self.plan.units[op.unit].speculated
         require(truth.asked >= op.version or early, "an update that nobody has asked for")
         if self.plan.max_staleness is None:
             home.weights = TORN
@@ -341,7 +341,7 @@ class Memory:
         assert op.run is not None
         fetch = self.leases.pop(op.run.start)
         filled = fetch not in self.stages or self.stages[fetch] > 0
-        require(filled or self.plan.agreed, f"the frames of unit {op.unit} are freed before they are filled")
+        require(filled or self.plan.ranks_fetch_alike, f"the frames of unit {op.unit} are freed before they are filled")
         del self.references[fetch]
         for frame in self.span(op):
             require(self.frames[frame] is not None, f"frame {frame} is freed twice")

@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         leases,
         "frames are free before they are filled",
-        "        if lease.filled or self._plan.agreed:\n            self._reclaim(lease)",
+        "        if lease.filled or self._plan.ranks_fetch_alike:\n            self._reclaim(lease)",
         "        self._reclaim(lease)",
     ),
     Mutant(
@@ -62,14 +62,14 @@ MUTANTS = (
     Mutant(
         leases,
         "a fetch that ends is ready, though the weights have changed",
-        "if lease.state is State.FILLING:\n            lease.state",
+        "if lease.state is LeaseState.FILLING:\n            lease.state",
         "if True:\n            lease.state",
     ),
-    Mutant(leases, "a fetch that fails is ready", "if failed and lease.state is not State.ENDED", "if False"),
+    Mutant(leases, "a fetch that fails is ready", "if failed and lease.state is not LeaseState.ENDED", "if False"),
     Mutant(
         leases,
         "compute reads before the fetch is issued",
-        "(lease is not None and lease.state is State.READY)",
+        "(lease is not None and lease.state is LeaseState.READY)",
         "(lease is not None)",
     ),
     Mutant(
@@ -87,25 +87,25 @@ MUTANTS = (
     Mutant(
         leases,
         "ranks prefetch by how many fetches are under way",
-        "while self._plan.agreed or self._filling <",
+        "while self._plan.ranks_fetch_alike or self._filling <",
         "while self._filling <",
     ),
     Mutant(
         leases,
         "what makes room depends on when a rank issues",
-        "            if not self._plan.agreed:\n                self._note_idle",
+        "            if not self._plan.ranks_fetch_alike:\n                self._note_idle",
         "            if True:\n                self._note_idle",
     ),
     Mutant(
         versions,
         "a fetch ahead of its update names none",
-        "if not self._plan.agreed or weights.version == weights.due",
+        "if not self._plan.ranks_fetch_alike or weights.version == weights.due",
         "if True or weights.version == weights.due",
     ),
     Mutant(
         versions,
         "ranks fetch when their own update has ended",
-        "self.of[unit].due if self._plan.agreed else",
+        "self.of[unit].due if self._plan.ranks_fetch_alike else",
         "self.of[unit].due if False else",
     ),
     Mutant(
@@ -161,7 +161,12 @@ MUTANTS = (
         "            if record.clean:\n                self._free(record)",
         "            if True:\n                self._free(record)",
     ),
-    Mutant(gradients, "a buffer is never spilled to make room", "if self._idle and not self._busy and", "if False and"),
+    Mutant(
+        gradients,
+        "a buffer is never spilled to make room",
+        "if self._idle and (self._others_first or not self._busy) and",
+        "if False and",
+    ),
     Mutant(gradients, "gradients are spilled where they cannot be", "is not None and self._plan.spills", "is not None"),
     Mutant(
         gradients,
@@ -340,8 +345,8 @@ MUTANTS = (
     Mutant(
         updates,
         "states are kept before the gradient is there",
-        "        update.state = State.LOADING\n",
-        "        update.state = State.LOADING\n"
+        "        update.state = UpdateState.LOADING\n",
+        "        update.state = UpdateState.LOADING\n"
         "        update.keeps = self.checkpoint.keep(unit) if self.checkpoint.would_lose(unit) else None\n",
     ),
     Mutant(

@@ -66,9 +66,9 @@ class Rules:
             buffer_slab=0 if spills else all_pages,
             spills=spills,
             reserve_pages=rng.randint(0, 6),
-            under_backward=mode == "during backward",
+            during_backward=mode == "during backward",
             max_staleness=rng.randint(0, 2) if mode == "asynchronous" else None,
-            agreed=agreed,
+            ranks_fetch_alike=agreed,
         )
         return Rules(
             plan,

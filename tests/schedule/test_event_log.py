@@ -60,16 +60,16 @@ def test_a_replay_says_what_the_live_scheduler_said(way: str, log: Path, tmp_pat
     train(memory, tmp_path, **options)
     lines = [json.loads(line) for line in log.read_text().splitlines()[1:]]
     assert replay(log) == len(lines)
-    assert {"access", "release", "gradient", "scale_known", "ended", "begin_checkpoint"} <= {line[0] for line in lines}
+    assert {"access", "release", "gradient", "end_step", "ended", "begin_checkpoint"} <= {line[0] for line in lines}
 
 
 def test_a_replay_that_differs_names_the_line(log: Path, tmp_path: Path) -> None:
     train({"host": "64MiB"}, tmp_path)
     lines = log.read_text().splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith('["scale_known"'))
-    lines[at] = json.dumps(["scale_known", [True, True, []], {}, json.loads(lines[at])[3]])
+    at = next(number for number, line in enumerate(lines) if line.startswith('["end_step"'))
+    lines[at] = json.dumps(["end_step", [True, True, []], {}, json.loads(lines[at])[3]])
     log.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=f"line {at + 1}: scale_known"):
+    with pytest.raises(ValueError, match=f"line {at + 1}: end_step"):
         replay(log)
 
 

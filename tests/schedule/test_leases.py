@@ -75,7 +75,7 @@ class Player:
                 self._execute()
         self._release()
         self._tick += 1
-        self.scheduler.scale_known()
+        self.scheduler.end_step()
         self._execute()
         assert self.scheduler.idle
 
@@ -150,7 +150,7 @@ def test_what_is_used_later_does_not_overtake_what_waits_for_its_update() -> Non
         scheduler.gradient(unit, complete=True, last=True)
     for operation in scheduler.take():
         scheduler.ended(operation)
-    scheduler.scale_known()
+    scheduler.end_step()
     operations = scheduler.take()
     for operation in operations:
         if operation.kind is Kind.RECLAIM:

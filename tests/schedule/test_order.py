@@ -49,7 +49,7 @@ def updated(operations: list[Operation]) -> list[int]:
 
 
 def step(scheduler: Scheduler) -> list[Operation]:
-    scheduler.scale_known()
+    scheduler.end_step()
     return scheduler.take()
 
 
@@ -113,7 +113,7 @@ def test_the_update_that_compute_waits_for_comes_next() -> None:
 
 
 def test_an_update_whose_gradient_has_not_arrived_does_not_hold_up_others() -> None:
-    of = scheduler(under_backward=True)
+    of = scheduler(during_backward=True)
     of.gradient(4, complete=True, last=True)
     question, offload = of.take()
     of.reclaimed(question, freed=True)

@@ -85,7 +85,7 @@ def a_step(scheduler: Scheduler) -> list[Operation]:
                 scheduler.gradient(unit, complete=True, last=True)
             scheduler.release(unit)
             run_all(scheduler)
-    scheduler.scale_known()
+    scheduler.end_step()
     return run_all(scheduler)
 
 
@@ -140,7 +140,7 @@ def test_experts_that_every_step_uses_alike_are_fetched_ahead_of_their_router() 
                     scheduler.gradient(unit, complete=True, last=True)
                 scheduler.release(unit)
                 run_all(scheduler)
-        scheduler.scale_known()
+        scheduler.end_step()
         ahead = fetched(run_all(scheduler))
     assert ahead == [0, 1, 2]
 
@@ -159,7 +159,7 @@ def test_nothing_is_speculated_on_while_updates_are_drained() -> None:
 def begun_checkpoint() -> Scheduler:
     """Of four units that are updated during backward; the reserve has room for one. Two SAVEs are under way."""
     units = [UnitPlan(old_state_pages=1) for _ in range(4)]
-    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=1, under_backward=True))
+    scheduler = Scheduler(replace(plan(frames=0), units=units, reserve_pages=1, during_backward=True))
     scheduler.prepare_checkpoint()
     assert scheduler.updates.prepared
     scheduler.begin_checkpoint()
@@ -205,7 +205,7 @@ def test_a_refused_update_leaves_what_another_has_kept() -> None:
     scheduler.gradient_used(update)
     scheduler.weights_written(update)
     scheduler.ended(update)
-    scheduler.scale_known()
+    scheduler.end_step()
     second = updated(scheduler, unit)
     assert second is not None
     assert second.run is None
@@ -234,7 +234,7 @@ def test_no_later_update_overtakes_one_that_a_checkpoint_lacks() -> None:
         for unit in units:
             scheduler.gradient(unit, complete=True, last=True)
             run_all(scheduler)
-        scheduler.scale_known()
+        scheduler.end_step()
         return updates_of(run_all(scheduler))
 
     def updates_of(operations: list[Operation]) -> list[int]:

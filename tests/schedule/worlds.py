@@ -43,14 +43,14 @@ class World(Compute):
     def a_step(self) -> None:
         rng = self.rng
         passes = [False] * (self.rules.accumulation - 1) + [True]
-        if not self.plan.under_backward and rng.random() < 0.1:
+        if not self.plan.during_backward and rng.random() < 0.1:
             passes.append(True)  # more than were announced
         if rng.random() < self.rules.reorders:
             self.order = tuple(rng.sample(self.order, len(self.order)))
         whole = True
         for last in passes:
             whole = self.a_pass(last) and whole
-        decided_late = not self.plan.under_backward
+        decided_late = not self.plan.during_backward
         if self.lost or (not whole and (decided_late or rng.random() < 0.5)):
             self.drop_gradients()
             return
@@ -67,7 +67,7 @@ class World(Compute):
         changed = [unit for unit in units if decided_late and rng.random() < 0.1]
         self.note("step", self.steps, "skipped" * skipped, "clipped" * clipped, changed)
         self.decide(stand=self.begun() if skipped else units, otherwise=units if clipped else changed)
-        self.scheduler.scale_known(clipped, skipped, changed)
+        self.scheduler.end_step(clipped, skipped, changed)
         self.check_trace()
         self.collect()
 
@@ -75,7 +75,7 @@ class World(Compute):
         """Units whose updates stand, whatever becomes of the step."""
         begun = [unit for unit in range(len(self.truths)) if self.scheduler.updates.began_early(unit)]
         for unit in begun:
-            early = self.plan.under_backward and self.steps in self.truths[unit].passes
+            early = self.plan.during_backward and self.steps in self.truths[unit].passes
             require(early, f"an update of unit {unit} stands, though nobody has asked for it")
         return begun
 
@@ -265,7 +265,7 @@ def run(seed: int, make: Callable[[SchedulePlan], Any] = Scheduler, log: bool = 
     world = World(seed, make, log)
     try:
         world.run()
-        if world.plan.agreed:
+        if world.plan.ranks_fetch_alike:
             other = World(seed, make, haste=1)
             other.run()
             compare(world, other)

@@ -126,7 +126,7 @@ def test_every_operation_moves_its_bytes_as_often_as_a_step_has_it(
         if traffic.fetched and uses[unit]:
             assert fetches >= (used or 1)
         spilled = traffic.buffer if plan.placement.home(unit, GRAD) == SSD else 0
-        if not plan.options.update_under_backward:
+        if not plan.options.update_during_backward:
             assert of("spill", unit) == steps * made[unit] * spilled
         assert of("gradient", unit) <= of("spill", unit) <= steps * made[unit] * spilled
     assert {name for name in moved if name.split()[0] not in ("forward", "backward")} <= names
@@ -164,8 +164,8 @@ def test_a_step_takes_no_less_than_compute_and_than_the_bytes_of_each_lane_at_it
 @given(simulated())
 def test_the_ledger_never_exceeds_a_budget(case: Case) -> None:
     plan, _, _, timeline = case
-    assert set(timeline.ledger) == set(plan.peak_bytes)
-    for tier, account in timeline.ledger.items():
+    assert set(timeline.held_bytes) == set(plan.peak_bytes)
+    for tier, account in timeline.held_bytes.items():
         budget = getattr(plan.budgets, tier)
         assert all(nbytes <= plan.peak_bytes[tier] <= budget for _, nbytes in account)
 
@@ -209,18 +209,18 @@ def step_of(plan: Plan, machine: Hardware) -> Timeline:
 
 
 @pytest.mark.parametrize(
-    ("steps", "clipping", "under_backward"),
+    ("steps", "clipping", "during_backward"),
     [(None, False, False), (1, False, True), (4, False, True), (4, True, False)],
 )
-def test_updates_run_under_backward_only_when_passes_are_announced_and_nothing_clips(
-    steps: int | None, clipping: bool, under_backward: bool
+def test_updates_run_during_backward_only_when_passes_are_announced_and_nothing_clips(
+    steps: int | None, clipping: bool, during_backward: bool
 ) -> None:
     options = Options(accumulation_steps=steps, clipping=clipping, speculate=False)
     plan = make_plan(tower(4, 256), STATES["bf16"], Budgets(LARGE), options)
     step = step_of(plan, FAST)
     backward = max(span.start_s for span in step.spans if span.name.startswith("forward"))
     during = [span for span in step.spans if span.lane == UPDATE and span.start_s > backward]
-    assert bool(during) is under_backward
+    assert bool(during) is during_backward
 
 
 def test_a_device_with_room_for_all_weights_fetches_each_once_a_step() -> None:
@@ -267,7 +267,7 @@ def test_steps_share_a_pass_over_the_drive_as_far_as_weights_may_lag(max_stalene
 def test_a_plan_with_ssd_needs_a_machine_whose_drive_is_known() -> None:
     root, options = tower(8, 256), Options(page_bytes=4096)
     plan = make_plan(root, STATES["bf16"], Budgets(6 << 20, ssd=LARGE), options)
-    with pytest.raises(ConfigError, match="says nothing"):
+    with pytest.raises(ConfigError, match="no figures of one"):
         simulate(plan, replace(FAST, ssd=None), [0.0] * (len(plan.trace.accesses) - 1))
 
 

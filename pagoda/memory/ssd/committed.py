@@ -1,4 +1,4 @@
-"""Reading what a commit keeps, whoever made it."""
+"""Reading what a commit keeps, of this process or of another."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -21,7 +21,7 @@ class DirectoryLock:
     def __init__(self, directories: Sequence[Path]) -> None:
         """Raises StorageError when a directory is missing, or somebody else holds it (then it says who)."""
         self._descriptors: list[int] = []
-        # Also unlocks when the object is dropped, as after an error in whoever made it.
+        # Also unlocks when the object is dropped, as after an error in the code that made it.
         self._closer = weakref.finalize(self, _unlock, self._descriptors)
         _locks.add(self)
         try:

@@ -131,7 +131,7 @@ class GraphMemory:
                 return forward(*args, **kwargs)
             return run_recomputed(block.module, forward, again, (args, kwargs), self.packing, account.save)
 
-    def end_of_step(self) -> ActivationBytes:
+    def end_step(self) -> ActivationBytes:
         """Close a step, and make a plan of what it has shown; returns the most that its graphs kept."""
         self._learn(ended=True)
         self._trace = self._new_trace()

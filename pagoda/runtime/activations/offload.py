@@ -149,7 +149,7 @@ class Offloader:
             names = " and ".join(place.tier for place in self.places)
             room = sum(place.scratch.room_bytes for place in self.places)
             raise BudgetError(
-                f"No room to offload activations: {names} has {format_bytes(room)} beside training state, and "
+                f"No room to offload activations: {names} has {format_bytes(room)} left for them, and "
                 f"{format_bytes(nbytes)} more are needed. Raise memory.{last}, or use "
                 "activations='recompute+offload', which moves the inputs of blocks alone, or 'auto'.",
                 tier=last,
