@@ -6,10 +6,9 @@ Each mutant is tried in a copy of the checkout, by the tests named with it; with
 The table says which test noticed it first, or that none did. The scheduler's own mutants are in
 tests/schedule/mutants.py.
 
-`python tests/mutants.py` with the tests named here: 39 of 43 are noticed; 35 were before tests/test_matrix.py took the
-place of a grid for each feature, by the tests that were named then. Nobody notices that frames are filled while an
-earlier fill is under way, that bytes on their way to buffers are not bounded, and that a block is read while its page
-is being written, which only rare timing shows; a frozen unit that may be undone has no pages to copy in any case.
+`python tests/mutants.py` with the tests named here: 39 of 42 are noticed. Nobody notices that frames are filled while
+an earlier fill is under way, that bytes on their way to buffers are not bounded, and that a block is read while its
+page is being written, which only rare timing shows.
 """
 
 import os
@@ -159,13 +158,6 @@ MUTANTS = (
         "return 2 * sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
         "return sum(self.bytes_per_parameter.values()) + self.itemsize(GRAD)",
         "plan simulate",
-    ),
-    Mutant(
-        "a frozen unit is counted among those an update may undo",
-        "plan/layout.py",
-        "if pages and unit.trainable_numel}",
-        "if pages}",
-        "plan runtime/test_speculation.py",
     ),
     Mutant(
         "a gradient of one pass counts as the step's last",

@@ -1,7 +1,9 @@
-"""A model directory that trains in milliseconds: a Llama's `config.json`, for tests that start runs."""
+"""Models that train in milliseconds, as directories with a `config.json`, and a text: for tests that start runs."""
 
 import json
 from pathlib import Path
+
+from pagoda.models.shapes import SHAPES
 
 LLAMA = {
     "model_type": "llama",
@@ -14,10 +16,34 @@ LLAMA = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
+SMALLER = {
+    "mixtral": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4},
+    "switch_transformers": {"d_model": 64, "d_kv": 16, "d_ff": 224, "num_heads": 4, "expert_capacity": 3},
+}
+"""What is other than in built-in mixtures of experts, by family."""
+
+
+def write_text(path: Path) -> str:
+    """Write a text that has a few dozen sequences; returns what `--data` takes."""
+    path.write_text("a text that is long enough for some sequences. " * 40)
+    return str(path)
 
 
 def write_model(directory: Path, **changes: object) -> str:
     """Write `LLAMA`, with these changes, into a directory, made if need be; returns what `--model` takes."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return str(directory)
+
+
+def write_mixture(name: str, directory: Path, layers: int = 2) -> str:
+    """Write the configuration of a built-in mixture of experts, made smaller; returns what `--model` takes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[name]
+    config = {"model_type": shape.family, **shape.settings, **SMALLER[shape.family]}
+    counts = {"num_hidden_layers": layers, "num_layers": layers, "num_decoder_layers": layers}
+    counts |= {"num_sparse_encoder_layers": layers // 2, "num_sparse_decoder_layers": layers // 2}
+    config |= {name: count for name, count in counts.items() if name in config}
+    (directory / "config.json").write_text(json.dumps(config))
     return str(directory)

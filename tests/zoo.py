@@ -152,6 +152,13 @@ def batch(name: str, generator: torch.Generator) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
+def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """The same names, with the same bits."""
+    assert mine.keys() == other.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, other[name]), name
+
+
 def loss_of(output: object) -> torch.Tensor:
     """The loss, whether a model returns it bare or in a Hugging Face output."""
     return output if isinstance(output, torch.Tensor) else output.loss  # type: ignore[attr-defined,no-any-return]

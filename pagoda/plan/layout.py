@@ -261,7 +261,7 @@ class Layout:
         copied = {s.name: self.pages(unit, s.name) for s in self.states if s.name in in_ram}
         if WEIGHT in copied:
             copied[WEIGHT] = self.trained_weight_pages(unit)
-        return {state: pages for state, pages in copied.items() if pages and unit.trainable_numel}
+        return {state: pages for state, pages in copied.items() if pages}
 
     def lease_of(self, unit: UnitSpec) -> int:
         """Pages of a lease: the whole unit, made of every rank's slice, the last ones as long as the others."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pagoda.calibrate import Effort, calibrate, drive
+from pagoda.calibrate.meter import Meter
 from pagoda.calibrate.table import figure_table
 from pagoda.cli.main import main
 from pagoda.errors import StorageError
@@ -79,6 +80,7 @@ def test_a_table_lists_every_figure(measured: Hardware) -> None:
         assert figure_table(hardware).row_count == len(list(walk(hardware)))
 
 
+@pytest.mark.slow
 def test_without_a_directory_there_is_no_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     assert calibrate(None, CPU, said.append, LEAST).ssd is None
@@ -103,7 +105,7 @@ def test_a_drive_that_fails_ends_the_calibration_and_leaves_nothing(
     threads = threading.active_count()
     monkeypatch.setattr(PageFile, verb, failing(after, StorageError("the drive failed")))
     with pytest.raises(StorageError, match="the drive failed"):
-        calibrate(tmp_path, CPU, effort=LEAST)
+        drive.measure_drive(Meter("a test", LEAST, lambda _: None), tmp_path)
     assert left(tmp_path) == []
     assert threading.active_count() == threads
 
@@ -116,7 +118,7 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(drive, "_products", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(tmp_path, CPU, effort=LEAST)
+        drive.measure_drive(Meter("a test", LEAST, lambda _: None), tmp_path)
     assert left(tmp_path) == []
     assert threading.active_count() == threads
 

@@ -19,22 +19,12 @@ import pytest
 import xxhash
 
 from tests.crash.disk import LOSSES, Image, image_of, put
-from tests.crash.world import CHECKPOINT, STEPS, Recording, Server, World, compiler, half_way
+from tests.crash.world import CHECKPOINT, STEPS, Recording, Server, World, half_way
 
 Case = tuple[str, Callable[[], object]]
 PAGE = 4096
 few_or_many = pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "many"])
 pytestmark = pytest.mark.timeout(3600)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = compiler()
-    if found is None:
-        pytest.skip("recording what a process writes needs Linux and a C compiler")
-    server = Server(tmp_path_factory.mktemp("server"), found)
-    yield server
-    server.close()
 
 
 class Scenarios:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash.disk import LOSSES, Disk, Event, Image, image_of, put, read_log
-from tests.tiny import write_model
+from tests.tiny import write_model, write_text
 
 STEPS = 3
 SETTINGS = [
@@ -48,6 +48,8 @@ class Done:
     out: str
     err: str
     digest: dict[str, Any] | None
+    restored: list[str] | None
+    """Hashes of the checkpoint that it went on from and of the state that it then had, if that was asked for."""
 
     def __str__(self) -> str:
         return f"pagoda {' '.join(self.args)}: status {self.status}\n{self.out[-600:]}\n{self.err[-2500:]}"
@@ -79,8 +81,7 @@ class Server:
         here, library = Path(__file__).parent, folder / "recorder.so"
         subprocess.run([compiler, *_FLAGS, str(here / "recorder.c"), "-o", str(library), "-ldl"], check=True)
         write_model(folder / "model", hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-        (folder / "text").write_text("a text that is long enough for some sequences. " * 40)
-        self.start = [*SETTINGS, "--model", str(folder / "model"), "--data", str(folder / "text")]
+        self.start = [*SETTINGS, "--model", str(folder / "model"), "--data", write_text(folder / "text")]
         self._output = folder / "output"
         self._process = subprocess.Popen(
             [sys.executable, str(here / "server.py"), json.dumps([self.start, PAGED])],
@@ -99,15 +100,18 @@ class Server:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
-    def run(self, args: list[str], digest: Path | None, record: list[Any] | None) -> Done:
+    def run(
+        self, args: list[str], digest: Path | None, record: list[Any] | None, kill_after: float | None, restored: bool
+    ) -> Done:
         request = {"args": args, "output": str(self._output), "digest": digest and str(digest), "record": record}
+        request |= {"kill_after": kill_after, "restored": restored}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         out, err = (Path(f"{self._output}.{name}").read_text(errors="replace") for name in ("out", "err"))
-        return Done(tuple(args), answer["status"], out, err, answer["digest"])
+        return Done(tuple(args), answer["status"], out, err, answer["digest"], answer["restored"])
 
     def close(self) -> None:
         self._process.communicate()
@@ -174,10 +178,18 @@ class World:
         (self.root / "ssd0" / "pagoda-link").symlink_to("../home")
         return image_of(self.root)
 
-    def pagoda(self, args: list[str], fault: tuple[int, int, int] | None = None, run: Path | None = None) -> Done:
+    def pagoda(
+        self,
+        args: list[str],
+        fault: tuple[int, int, int] | None = None,
+        run: Path | None = None,
+        kill_after: float | None = None,
+        restored: bool = False,
+    ) -> Done:
         """Run a command line; calls [first, last) that change anything fail with an error, 0 for short writes."""
         record = None if fault is None else [str(self.root), str(self._log), *fault]
-        return self.server.run(args, (run or self.run_dir) if args[0] == "train" else None, record)
+        digest = (run or self.run_dir) if args[0] == "train" else None
+        return self.server.run(args, digest, record, kill_after, restored)
 
     def watch(self, args: list[str], before: Image, fault: tuple[int, int, int] = (0, 0, 0)) -> tuple[Done, Recording]:
         """Record a command line on an image."""

@@ -23,9 +23,9 @@ from pagoda.plan.traffic import traffic_of
 from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
+from tests.tiny import write_mixture, write_text
 
 from .conftest import RankServer
-from .tiny_runs import tiny_mixture
 
 STEPS = 3
 TOKENS = "tokens of experts"
@@ -43,7 +43,8 @@ def config_of(model: str, out: Path, count: int = 2, on_ssd: bool = False) -> Tr
     if on_ssd:
         memory = replace(memory, host=HOST, ssd=out / "ssd")
     return TrainConfig(
-        model=tiny_mixture(model, out / "model", layers=count),
+        model=write_mixture(model, out / "model", layers=count),
+        data=write_text(out / "text"),
         steps=STEPS,
         batch_size=4,
         seq_len=16,
@@ -160,7 +161,7 @@ def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankSe
 
 @pytest.mark.parametrize("model", ["mixtral-15m", "t5-moe-15m"])
 def test_full_states_of_divided_experts_hold_all_of_them(model: str, ranks: RankServer, tmp_path: Path) -> None:
-    name = tiny_mixture(model, tmp_path / "model")
+    name = write_mixture(model, tmp_path / "model")
     first, second = ranks.run("pass_on_full_states", 2, tmp_path / "divided", name=name, expert_parallel=2)
     dcp = str(tmp_path / "divided" / "dcp")
     (alone,) = ranks.run("load_full_states", 1, tmp_path / "alone", name=name, source=dcp)

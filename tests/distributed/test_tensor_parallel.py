@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from zoo import LAYERS
 
+from tests.tiny import write_mixture
+
 from .conftest import RankServer
 from .test_checkpoints_of_ranks import assert_same_state
-from .tiny_runs import tiny_mixture
 
 Result = dict[str, Any]
 
@@ -42,7 +43,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 QUICK = (
     "two ranks, of a mesh of torch's",
     "two ranks, along the sequence, in an arena",
-    "two ranks, weights on ssd",
     "four ranks, on ssd",
 )
 
@@ -87,7 +87,7 @@ def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only
 @SLOW
 def test_tensor_parallel_ranks_divide_experts_with_others(ranks: RankServer, tmp_path: Path) -> None:
     """Attention over pairs of ranks, experts over pairs of those, against one rank: sums in another order."""
-    model = tiny_mixture("mixtral-15m", tmp_path / "model")
+    model = write_mixture("mixtral-15m", tmp_path / "model")
     shared = {"name": model, "parts": 2, "precision": "fp32", "steps": 2, "clip_grad_norm": 0.5}
     alone = ranks.run("train_divided", 1, tmp_path / "alone", tensor=1, **shared)[0]
     on_ssd = {"tensor": 2, "expert_parallel": 2, "kind": "ssd", "activations": "keep"}
@@ -156,7 +156,11 @@ def test_what_tensor_parallelism_cannot_do_is_refused(ranks: RankServer, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("llama", "recompute"), ("llama", "recompute+offload"), pytest.param("mixer", "recompute", marks=SLOW)],
+    [
+        ("llama", "recompute+offload"),
+        pytest.param("llama", "recompute", marks=SLOW),
+        pytest.param("mixer", "recompute", marks=SLOW),
+    ],
 )
 def test_partitioned_activations_change_no_bit(name: str, policy: str, ranks: RankServer, tmp_path: Path) -> None:
     shared = {"name": name, "tensor": 2, "parts": 1, "activations": policy, "kind": "arena", "larger": 16}

@@ -1,5 +1,6 @@
 """`pagoda train` on several ranks: the batch of one rank with as many sequences, one set of metrics, restarts."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,15 @@ from .tiny_runs import STEPS, assert_same, started, tiny_config
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     return tiny_config(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run of two ranks that has ended: to be copied, not changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = tiny_config(folder)
+    assert started(ranks, 2, folder / "ranks", config) == [0, 0]
+    return config
 
 
 def test_ranks_read_the_batch_that_one_rank_would(tmp_path: Path) -> None:
@@ -47,13 +57,12 @@ def test_other_ranks_go_on_behind_the_samples_that_were_read(tmp_path: Path) -> 
     assert torch.equal(after.batch(6)["input_ids"], alone.batch(16)["input_ids"])
 
 
-def test_two_ranks_are_one_that_accumulates(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:
-    alone = replace(config, out=tmp_path / "alone", accumulation_steps=2)
+def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfig, tmp_path: Path) -> None:
+    alone = replace(whole, out=tmp_path / "alone", accumulation_steps=2)
     assert started(ranks, 1, tmp_path / "one", alone) == [0]
-    assert started(ranks, 2, tmp_path / "two", config) == [0, 0]
-    assert_same(alone, config)
-    mine, rank_group = read_metrics(RunDir(alone.out).metrics), read_metrics(RunDir(config.out).metrics)
-    own = [read_metrics(RunDir(config.out).metrics_of(rank)) for rank in range(2)]
+    assert_same(alone, whole)
+    mine, rank_group = read_metrics(RunDir(alone.out).metrics), read_metrics(RunDir(whole.out).metrics)
+    own = [read_metrics(RunDir(whole.out).metrics_of(rank)) for rank in range(2)]
     for step, (one, two, first, second) in enumerate(zip(mine, rank_group, *own, strict=True)):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert two["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2, rel=1e-12)
@@ -63,10 +72,9 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, config: TrainConf
 
 
 def test_a_run_that_was_killed_and_restarted_ends_with_the_same_bits(
-    ranks: RankServer, config: TrainConfig, tmp_path: Path
+    ranks: RankServer, whole: TrainConfig, tmp_path: Path
 ) -> None:
-    whole = replace(config, out=tmp_path / "whole")
-    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
+    config = replace(whole, out=tmp_path / "run")
     assert started(ranks, 2, tmp_path / "b", replace(config, steps=4)) == [0, 0]
     again = {"environment": {"TORCHELASTIC_RESTART_COUNT": "1"}}
     assert started(ranks, 2, tmp_path / "c", config, **again) == [0, 0]
@@ -96,11 +104,10 @@ def test_ranks_take_the_plan_that_the_first_finds(ranks: RankServer, config: Tra
 
 
 def test_ranks_fall_back_together_from_a_damaged_checkpoint(
-    ranks: RankServer, config: TrainConfig, tmp_path: Path
+    ranks: RankServer, whole: TrainConfig, tmp_path: Path
 ) -> None:
-    whole = replace(config, out=tmp_path / "whole")
-    assert started(ranks, 2, tmp_path / "a", whole) == [0, 0]
-    assert started(ranks, 2, tmp_path / "b", config) == [0, 0]
+    config = replace(whole, out=tmp_path / "run")
+    shutil.copytree(whole.out, config.out)
     last = RunDir(config.out).checkpoint(STEPS)
     damaged = last / "exp_avg_sq.safetensors"
     content = bytearray(damaged.read_bytes())

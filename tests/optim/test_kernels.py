@@ -220,34 +220,38 @@ def test_each_form_is_cached_in_files_of_its_own() -> None:
     assert len(files) == len(made)
 
 
-@precisions
-def test_after_warm_up_nothing_is_left_to_compile(precision: Precision) -> None:
-    """In a process of its own, where a kernel that Numba cannot cache would warn, too."""
-    script = f"""
+AFTER_WARM_UP = """
 import warnings
 warnings.simplefilter("error")
 import torch
 from pagoda.optim import AdamW, flat, gradient_dtype, kernels
 from pagoda.optim.arithmetic import FORMS
-kernels.warm_up(AdamW(), {precision!r})
-dtype = gradient_dtype({precision!r})
-used = [*kernels.gradient_kernels(dtype), kernels.compiled("adamw", FORMS[dtype], FORMS[dtype])]
-used += kernels.halves(dtype) if {precision!r} != "fp32" else ()
+
 def compiled():
     return [len(kernel.signatures) for kernel in used]
-before = compiled()
-gradient, into = torch.ones(2, 10, dtype=dtype)
-states = {{spec.name: torch.zeros(10, dtype=spec.dtype) for spec in AdamW().states({precision!r})}}
-flat.update(AdamW(), states, gradient, AdamW().scalars(1))
-for take in used[:2]:
-    take(into.data_ptr(), gradient.data_ptr(), 10)
-if {precision!r} != "fp32":
-    master = torch.zeros(10)
-    flat.split(master, states["weight"], states["weight_low"])
-    flat.join(states["weight"], states["weight_low"], master)
-assert compiled() == before == [1] * len(used), (before, compiled())
+
+for precision in ("bf16", "fp32"):
+    kernels.warm_up(AdamW(), precision)
+    dtype = gradient_dtype(precision)
+    used = [*kernels.gradient_kernels(dtype), kernels.compiled("adamw", FORMS[dtype], FORMS[dtype])]
+    used += kernels.halves(dtype) if precision != "fp32" else ()
+    before = compiled()
+    gradient, into = torch.ones(2, 10, dtype=dtype)
+    states = {spec.name: torch.zeros(10, dtype=spec.dtype) for spec in AdamW().states(precision)}
+    flat.update(AdamW(), states, gradient, AdamW().scalars(1))
+    for take in used[:2]:
+        take(into.data_ptr(), gradient.data_ptr(), 10)
+    if precision != "fp32":
+        master = torch.zeros(10)
+        flat.split(master, states["weight"], states["weight_low"])
+        flat.join(states["weight"], states["weight_low"], master)
+    assert compiled() == before == [1] * len(used), (before, compiled())
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_after_warm_up_nothing_is_left_to_compile() -> None:
+    """In a process of its own, where a kernel that Numba cannot cache would warn, too."""
+    subprocess.run([sys.executable, "-c", AFTER_WARM_UP], check=True)
 
 
 def test_tensors_a_kernel_cannot_take_are_refused_by_name() -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,8 @@ def test_square_sums_have_the_bits_of_the_cpu(precision: Precision, n: int) -> N
 
 
 PTX = """
+import sys
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -114,26 +117,33 @@ def ptx(kernel, types, **constants):
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}).asm["ptx"]
 
+every = sys.argv[1] == "every"
 for form in (0, 1, 2):
     weight = "*i16" if form else "*fp32"
     types = {**TYPES, "weight": weight, "weight_low": weight, "gradient": weight}
     fp32, half = (types | dict.fromkeys(("first", "second"), kind) for kind in ("*fp32", "*i16"))
     codes = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*u8")
     codes |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), "*fp32")
-    for rule in range(5):
-        print(ptx(triton_updates.update, fp32, form=form, rule=rule, noisy=False, size=1024))
-    print(ptx(triton_updates.update, half, form=form, rule=0, noisy=True, size=1024))
-    print(ptx(triton_updates.adamw_8bit, codes, form=form, size=1024))
-    print(ptx(triton_squares.square_sums, types | {"sums": "*fp64"}, piece=1 << 20, form=form))
+    kernels = [(triton_updates.update, fp32, {"rule": rule, "noisy": False, "size": 1024}) for rule in range(5)]
+    kernels.append((triton_updates.update, half, {"rule": 0, "noisy": True, "size": 1024}))
+    kernels.append((triton_updates.adamw_8bit, codes, {"size": 1024}))
+    kernels.append((triton_squares.square_sums, types | {"sums": "*fp64"}, {"piece": 1 << 20}))
+    for kernel, types, constants in kernels if every else kernels[form::3]:
+        print(ptx(kernel, types, form=form, **constants))
 """
 
 
-def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(tmp_path: object) -> None:
-    """The compiler needs no GPU: what it makes for one divides and takes roots exactly and never fuses."""
+@pytest.mark.parametrize(("forms", "kernels"), [("one", 8), pytest.param("every", 24, marks=pytest.mark.slow)])
+def test_kernels_compile_for_a_gpu_without_fused_or_approximate_operations(
+    forms: str, kernels: int, tmp_path: Path
+) -> None:
+    """The compiler needs no GPU: what it makes for one divides and takes roots exactly and never fuses. Each kernel in
+    one precision, or in every one."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", PTX], capture_output=True, text=True, timeout=300, env=environment)
+    command = [sys.executable, "-c", PTX, forms]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(".entry") == 24
+    assert done.stdout.count(".entry") == kernels
     for exact in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32", "mul.rn.f64"):
         assert exact in done.stdout
     for other in ("fma.rn.f32", "fma.rn.f64", ".approx", ".full", ".ftz"):

@@ -1,11 +1,7 @@
 """Models built under `pagoda.init()`: what stays real, who initialises what, and how little RAM it takes."""
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +12,7 @@ from pairwise import each_once
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
-from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, batch, loss_of, squeeze
+from zoo import ALL_ON_SSD, ARENA_ALL_ON_SSD, MODELS, PAGE, RESIDENT, Recipe, assert_equal, batch, loss_of, squeeze
 
 import pagoda
 from pagoda.config.training import Precision
@@ -62,12 +58,6 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter once, under its first name."""
     weights = model.state_dict()
     return {name: weights[name].float() for name, _ in model.named_parameters()}
-
-
-def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert mine.keys() == other.keys()
-    for name, value in mine.items():
-        assert torch.equal(value, other[name]), name
 
 
 @pytest.mark.parametrize("name", BUILD)
@@ -346,57 +336,3 @@ def test_ties_hold_after_wrap(name: str, later: bool, wrap: Wrap) -> None:
     for group in groups:
         first, *others = group
         assert all(torch.equal(trained[first], trained[other]) for other in others)
-
-
-_BUILD_LARGE = """
-import json, sys
-import torch
-from torch import nn
-import pagoda
-
-def rss(key):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
-
-def build(width, depth):
-    with pagoda.init():
-        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
-    memory = pagoda.Memory(host=sys.argv[1], ssd=sys.argv[2], unit_limit="8MiB", page_size="1MiB")
-    return pagoda.wrap(model, pagoda.AdamW(), memory=memory)
-
-build(64, 2)[1].close()  # compiles the kernels and imports what there is to import
-with open("/proc/self/clear_refs", "w") as clear:
-    clear.write("5")  # VmHWM starts again from here
-before = rss("VmRSS")
-model, optimizer = build(2048, 12)
-growth = rss("VmHWM") - before
-plan = pagoda.plan_of(model)
-print(json.dumps({
-    "growth": growth,
-    "ledger": plan.peak_bytes["host"],
-    "weights_fp32": plan.parameters * 4,
-    "host": sorted(plan.bytes["host"]),
-}))
-optimizer.close()
-"""
-
-
-def test_building_a_large_model_takes_the_ram_of_a_few_layers(tmp_path: Path) -> None:
-    """200 MB of fp32 weights, everything on SSD: what grows is the ledger and the layer at hand."""
-    environment = {**os.environ, "PAGODA_POISON": "0", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", _BUILD_LARGE, "72MiB", f"{tmp_path}:4GiB"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
-    assert figures["weights_fp32"] == 12 * 2048 * 2048 * 4
-    assert "weight" not in figures["host"]
-    layer = 2048 * 2048 * 4
-    # The ledger's pages, and one layer in fp32 with what initialising and splitting it takes beside it.
-    assert figures["growth"] < figures["ledger"] + 3 * layer + (16 << 20)
-    assert figures["growth"] < figures["weights_fp32"] / 2

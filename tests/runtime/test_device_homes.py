@@ -1,7 +1,6 @@
 """Units whose states have their home on the device: the same bits, no transfers, and every byte in its ledger."""
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,7 @@ from zoo import PAGE, RESIDENT, UNIT_LIMIT, Outcome, Recipe, batch, loss_of, tra
 import pagoda
 from pagoda.plan.layout import GRAD
 
-from .test_device_updates import layout_of, ring_bytes
-
-
-@cache
-def resident(recipe: Recipe) -> Outcome:
-    return train(recipe, RESIDENT)
+from .test_device_updates import layout_of, resident, ring_bytes
 
 
 def device_bytes(recipe: Recipe, homes: float, ring: bool) -> int:

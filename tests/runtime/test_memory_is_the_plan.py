@@ -16,6 +16,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pytest
+
 MIB = 1 << 20
 TOKENS = 16
 VOCABULARY = 1024
@@ -120,6 +122,7 @@ def allowed(shape: Shape, run: Measured) -> float:
     return run.ledger * (1 + SLACK_SHARE) + SLACK_BYTES + shape.activations + gradients
 
 
+@pytest.mark.slow
 def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations() -> None:
     shape = Shape(6, 512, 1536)
     run = measure(shape, host="4GiB")
@@ -130,7 +133,7 @@ def test_peak_memory_with_everything_in_ram_is_the_ledger_and_activations() -> N
 
 
 def test_peak_memory_with_everything_on_ssd_is_the_ledger_and_activations(tmp_path: Path) -> None:
-    """And beside the ledger less than a tenth of the state."""
+    """And beside the ledger less than a tenth of the state, the construction of the model included."""
     shape = Shape(16, 512, 1536)
     run = measure(shape, host="72MiB", ssd=str(tmp_path), unit_limit="16MiB", page_size="1MiB")
     assert run.ssd >= run.state

@@ -17,6 +17,7 @@ from zoo import (
     UNIT_LIMIT,
     Outcome,
     Recipe,
+    assert_equal,
     squeeze,
 )
 
@@ -72,12 +73,6 @@ def is_hidden(param: nn.Parameter) -> bool:
     except pagoda.UsageError:
         return True
     return False
-
-
-def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert mine.keys() == other.keys()
-    for name, value in mine.items():
-        assert torch.equal(value, other[name]), name
 
 
 # --- state dicts --------------------------------------------------------------------------------------------

@@ -9,28 +9,22 @@ from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.trace import STEP, Access, Phase, Trace
-from pagoda.simulate.hardware import Cpu, Drive, Hardware, MatmulRate
+from pagoda.simulate.hardware import Drive
 from pagoda.simulate.simulation import simulate
 from pagoda.simulate.timeline import COMPUTE, Span, Timeline
-from tests.plan.strategies import STATES, figure
+from tests.plan.strategies import FAST, STATES, figure
 from tests.plan.test_planner import tower
 
 LARGE = 1 << 40
-_RATE = MatmulRate(figure(1e12), figure(1e12))
-MACHINE = Hardware(
-    "cpu",
-    Cpu(
-        cores=8,
-        memory_bytes=figure(1e12),
-        memory_bytes_per_s=figure(1e11),
-        update_params_per_s=figure(1e9),
-        bf16=_RATE,
-        fp32=_RATE,
-        copy_bytes_per_s=figure(1e10),
-        gradient_bytes_per_s=figure(1e10),
-    ),
-    ssd=Drive(figure(1e13), figure(3e9), figure(2e9), figure(4e9), figure(1e15)),
+CPU = replace(
+    FAST.cpu,
+    cores=8,
+    memory_bytes_per_s=figure(1e11),
+    update_params_per_s=figure(1e9),
+    copy_bytes_per_s=figure(1e10),
+    gradient_bytes_per_s=figure(1e10),
 )
+MACHINE = replace(FAST, cpu=CPU, ssd=Drive(figure(1e13), figure(3e9), figure(2e9), figure(4e9), figure(1e15)))
 BUDGETS = {"ram": Budgets(LARGE), "ssd": Budgets(3 << 20, ssd=LARGE), "arena": Budgets(LARGE, 1 << 20)}
 
 

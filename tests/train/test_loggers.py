@@ -14,15 +14,14 @@ from pagoda.config.memory import Memory
 from pagoda.errors import ConfigError
 from pagoda.train import TrainConfig, run
 from pagoda.train.metrics import read_metrics
-from tests.tiny import write_model
+from tests.tiny import write_model, write_text
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    (tmp_path / "text").write_text("a text that is long enough for some sequences. " * 20)
     return TrainConfig(
         model=write_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
-        data=str(tmp_path / "text"), steps=3, batch_size=2, seq_len=16, memory=Memory(host="64MiB"),
+        data=write_text(tmp_path / "text"), steps=3, batch_size=2, seq_len=16, memory=Memory(host="64MiB"),
         out=tmp_path / "run", eval_share=0.2, eval_every=2, plan="usual",
     )  # fmt: skip
 

@@ -10,15 +10,14 @@ from pagoda.errors import NonFiniteGradientError
 from pagoda.optimizer import PagedOptimizer
 from pagoda.train import TrainConfig, run
 from pagoda.train.metrics import read_metrics
-from tests.tiny import write_model
+from tests.tiny import write_model, write_text
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    (tmp_path / "text").write_text("a text that is long enough for some sequences. " * 20)
     return TrainConfig(
         model=write_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
-        data=str(tmp_path / "text"),
+        data=write_text(tmp_path / "text"),
         steps=4,
         batch_size=2,
         seq_len=16,

@@ -19,16 +19,15 @@ from pagoda.train import OptimConfig, TrainConfig, TrainResult, run
 from pagoda.train.data import Batches
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
-from tests.tiny import write_model
+from tests.tiny import write_model, write_text
 
 STEPS = 4
 
 
 def config_in(folder: Path) -> TrainConfig:
-    (folder / "text").write_text("a text that is long enough for some sequences. " * 20)
     return TrainConfig(
         model=write_model(folder / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
-        data=str(folder / "text"),
+        data=write_text(folder / "text"),
         steps=STEPS,
         batch_size=2,
         seq_len=16,
