@@ -2,7 +2,9 @@
 
 import os
 import warnings
+import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pagoda.checkpoint.pretrained import attach_weights
+from pagoda.checkpoint.export import exported_by_reference
+from pagoda.checkpoint.pretrained import attach_tensors, attach_weights
+from pagoda.checkpoint.reader import Checkpoint
 from pagoda.checkpoint.state import mark_homes
 from pagoda.config.memory import Memory
 from pagoda.config.training import (
@@ -42,8 +46,9 @@ from pagoda.distributed.tensors import check_tensor_parallel, divided_in
 from pagoda.distributed.transport import Transport
 from pagoda.errors import ConfigError, UsageError
 from pagoda.experts.parallel import ExpertExchange
+from pagoda.memory.identity import MANIFEST
 from pagoda.memory.ram import free_ram
-from pagoda.models.build import build_from_directory
+from pagoda.models.build import build_from_directory, build_from_settings
 from pagoda.optim.param_groups import (
     ParamGroups,
     Reserve,
@@ -257,24 +262,40 @@ class _Wrapping:
 
 
 def load(directory: str | Path, *, model_class: Any = None) -> nn.Module:
-    """A transformers model with the weights of a local Hugging Face directory, for `wrap` to place.
+    """A transformers model with the weights of a local Hugging Face directory, or of a checkpoint, for `wrap` to place.
 
-    As `from_pretrained`, by the same rules for the names in the files, but the weights stay in their safetensors files
-    until `wrap` streams them to their tier in pieces: until then the model cannot be used, and the files must stay.
-    The model is in training mode. fp32, fp16 and bf16 values become the fp32 master as they are. Nothing is downloaded,
-    and no code from the directory runs.
+    As `from_pretrained`, by the same rules for the names in the files, but the weights stay in their files until `wrap`
+    streams them to their tier in pieces: until then the model cannot be used, and the files must stay. Of a checkpoint
+    these are the weights that `export` would write, adapters merged; its optimizer states are not read. The model is in
+    training mode. fp32, fp16 and bf16 values become the fp32 master as they are. Nothing is downloaded, and no code
+    from the directory runs.
 
     `model_class` is a class of transformers, an Auto class or a model's own; by default the one that the directory's
     config.json names. What the files lack is initialised as in a new model, with a warning; what they have too many is
     left, with a warning.
 
     Raises ConfigError for a directory without config.json or weights, for weights that do not fit the model, and for
-    quantized ones; CheckpointError for a damaged file.
+    quantized ones; CheckpointError for a damaged file, and for a checkpoint that is not of a model of transformers.
     """
+    directory = Path(directory)
+    if (directory / MANIFEST).is_file():
+        return _load_checkpoint(directory, model_class)
     with init():
-        model = build_from_directory(Path(directory), model_class)
-    for message in attach_weights(model, Path(directory)).warnings():
+        model = build_from_directory(directory, model_class)
+    for message in attach_weights(model, directory).warnings():
         warnings.warn(f"{directory}: {message}", stacklevel=2)
+    return model
+
+
+def _load_checkpoint(directory: Path, model_class: Any) -> nn.Module:
+    if model_class is not None:
+        raise ConfigError(f"{directory} is a checkpoint, which says the class of its model: leave out model_class")
+    with ExitStack() as opened:
+        tensors, config, generation_config = exported_by_reference(opened.enter_context(Checkpoint(directory)))
+        with init():
+            model = build_from_settings(directory, config, generation_config)
+        attach_tensors(model, directory, tensors)
+        weakref.finalize(model, opened.pop_all().close)
     return model
 
 

@@ -104,11 +104,30 @@ def _opened(source: Path | nn.Module) -> Iterator[Weights]:
             yield weights
     else:
         with Checkpoint(source) as checkpoint:
-            tensors = {state: checkpoint.tensors(state) for state in (*checkpoint.states, BUFFERS)}
-            record = checkpoint.manifest.get("model")
-            if not (record is None or isinstance(record, dict)):
-                raise CheckpointError(f"{source} is damaged: its manifest has no model where it should have one")
-            yield Weights(str(source), record, tensors)
+            yield _weights_in(checkpoint)
+
+
+def exported_by_reference(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Any], dict[str, Any]]:
+    """What `export` would write of the model in a checkpoint, adapters merged: the tensors, which stay where they are
+    while the checkpoint is open, and what config.json and generation_config.json would have.
+
+    Raises CheckpointError for a model that is not of transformers, and as `export`.
+    """
+    weights = _weights_in(checkpoint)
+    record, dtype = weights.record, weights.dtype
+    if record is None:
+        raise CheckpointError(f"{weights.name} is not of a model of transformers, so it does not say how to build it")
+    adapted = AdaptedModel(record, lambda name: _whole(weights, name, dtype)) if ADAPTER in record else None
+    return _tensors(weights, record, dtype, adapted), _config(record, dtype), record.get("generation_config") or {}
+
+
+def _weights_in(checkpoint: Checkpoint) -> Weights:
+    """Raises CheckpointError where what it says of its model is damaged."""
+    record = checkpoint.manifest.get("model")
+    if not (record is None or isinstance(record, dict)):
+        raise CheckpointError(f"{checkpoint.directory} is damaged: its manifest has no model where it should have one")
+    tensors = {state: checkpoint.tensors(state) for state in (*checkpoint.states, BUFFERS)}
+    return Weights(str(checkpoint.directory), record, tensors)
 
 
 def _write_adapter(

@@ -81,6 +81,13 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
     if not files:
         raise ConfigError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
     stored = {name: tensor for file in files for name, tensor in tensors_of(file).items()}
+    missing, unexpected = attach_tensors(model, directory, stored)
+    _read_generation_config(model, directory)
+    return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, unexpected)
+
+
+def attach_tensors(model: nn.Module, directory: Path, stored: dict[str, LazyTensor]) -> tuple[list[str], list[str]]:
+    """As `attach_weights`, of tensors as files of the directory have them; returns what is missing and unexpected."""
     _check_plain(model, directory, stored)
     tensors, missing, unexpected = from_files(model, stored)
     names: dict[int, list[str]] = {}
@@ -105,9 +112,7 @@ def attach_weights(model: nn.Module, directory: Path) -> Pretrained:
             f"{directory} has no weights for a {type(model).__name__}: its files have {_named(sorted(stored))}"
         )
     setattr(model, _VALUES, by_name)
-    _read_generation_config(model, directory)
-    missing = [name for name in missing if name not in tied]
-    return Pretrained(len(files), sum(tensor.nbytes for tensor in stored.values()), missing, unexpected)
+    return [name for name in missing if name not in tied], unexpected
 
 
 def values_of(param: nn.Parameter) -> LazyTensor | None:

@@ -30,8 +30,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Print what a trained model writes. The weights are in pages. Those of a run are exported to a temporary directory
-    in the run's directory."""
+    """Print what a trained model writes. The weights are in pages."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|MODEL_DIR")]
     """Directory of a run, or a Hugging Face directory, such as `pagoda export` writes."""

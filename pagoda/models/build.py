@@ -84,7 +84,28 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
-    config = _read_configuration(directory)
+    return _build_as_said(directory, _read_configuration(directory), model_class)
+
+
+def build_from_settings(directory: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> "nn.Module":
+    """As `build_from_directory`, from what config.json and generation_config.json would have; errors name `directory`.
+
+    Raises:
+        ConfigError: this transformers cannot build it, or is not installed.
+    """
+    transformers = import_transformers()
+    try:
+        configuration = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        generation = transformers.GenerationConfig.from_dict(generation_config)
+    except Exception as error:  # transformers validates with many exception types
+        raise ConfigError(f"transformers {transformers.__version__} cannot build {directory}: {error}") from error
+    model = _build_as_said(directory, configuration, None)
+    if generation_config:
+        model.generation_config = generation
+    return model
+
+
+def _build_as_said(directory: Path, config: Any, model_class: Any) -> "nn.Module":
     transformers = import_transformers()
     if model_class is None:
         model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)

@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from torch import nn
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.models.build import is_encoder_decoder
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches, Rows
+from pagoda.train.model import check_vocabulary, takes_positions
 from pagoda.train.ranks import from_first
 from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
@@ -39,19 +41,20 @@ def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Me
 
 
 def batches_of(
-    config: TrainConfig, tokens: Tokens, tokenizer: Tokenizer, takes_positions: bool, mesh: Mesh, console: Console
+    config: TrainConfig, tokens: Tokens, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, console: Console
 ) -> tuple[Batches, Batches | None]:
     """The batches of a run, and those to evaluate on; says how the tokens are cut into sequences.
 
     Raises:
-        ConfigError: there is not one sequence.
+        ConfigError: there is not one sequence, or the model does not know all tokens.
     """
+    check_vocabulary(config, model, tokens)
     continued = is_encoder_decoder(config.model)
     rows = Rows.of(tokens, config.seq_len * (2 if continued else 1))
-    apart = tokens.about.separates and takes_positions and not continued
+    apart = tokens.about.separates and takes_positions(model) and not continued
     for line in _sequences(rows, apart):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-    held_out = _held_out(config, rows, tokenizer, mesh, console)
+    held_out = _held_out(config, rows, tokenizer, model, mesh, console)
     if config.eval_share:
         rows = rows.held_out(_count(config, rows), config.seed)[0]
     batches = Batches(
@@ -67,10 +70,13 @@ def batches_of(
     return batches, None if held_out is None else replace(batches, rows=held_out)
 
 
-def _held_out(config: TrainConfig, rows: Rows, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Rows | None:
+def _held_out(
+    config: TrainConfig, rows: Rows, tokenizer: Tokenizer, model: nn.Module, mesh: Mesh, console: Console
+) -> Rows | None:
     """The rows to evaluate on, if any."""
     if config.eval_data is not None:
         other = opened_tokens(config, config.eval_data, tokenizer, mesh, console)
+        check_vocabulary(config, model, other)
         found = Rows.of(other, rows.length)
     elif config.eval_share:
         found = rows.held_out(_count(config, rows), config.seed)[1]

@@ -20,7 +20,7 @@ from pagoda.train.choice import choose_plan, chunks_loss, precision_hint
 from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.inputs import batches_of, opened_tokens
-from pagoda.train.model import built_model, give_weights, show_adapters, takes_positions
+from pagoda.train.model import built_model, give_weights, show_adapters
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session, seed_all
@@ -70,8 +70,8 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         console.print(hint, soft_wrap=True, highlight=False)
     chosen, predicted = choose_plan(config, console, mesh)
     seed_all(config.seed)
-    built = built_model(config, tokens)
-    batches, evaluated = batches_of(config, tokens, tokenizer, takes_positions(built), mesh, console)
+    built = built_model(config)
+    batches, evaluated = batches_of(config, tokens, tokenizer, built, mesh, console)
     if checkpoint is None:
         give_weights(config, built, console)
     if chunks_loss(config, built):

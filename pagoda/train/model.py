@@ -17,18 +17,21 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.tokens import Tokens
 
 
-def built_model(config: TrainConfig, tokens: Tokens) -> nn.Module:
-    """The model, its parameters on the meta device. Raises ConfigError where it does not know all tokens."""
+def built_model(config: TrainConfig) -> nn.Module:
+    """The model, its parameters on the meta device."""
     with init():
-        model = build_model(config.model, seq_len=config.seq_len)
+        return build_model(config.model, seq_len=config.seq_len)
+
+
+def check_vocabulary(config: TrainConfig, model: nn.Module, tokens: Tokens) -> None:
+    """Raises ConfigError where the model does not know all tokens."""
     known, about = model.get_input_embeddings().num_embeddings, tokens.about  # type: ignore[operator]
     if known < about.most:
         raise ConfigError(
-            f"model {config.model!r} has a vocabulary of {known}, and the data has tokens up to {about.most - 1} "
-            f"({about.tokenizer}): give the model's own tokenizer with --tokenizer, or, to start from random weights, "
-            f"set vocab_size in config.json to {about.most} or more"
+            f"model {config.model!r} has a vocabulary of {known}, and data {about.source!r} has tokens up to "
+            f"{about.most - 1} ({about.tokenizer}): give the model's own tokenizer with --tokenizer, or, to start from "
+            f"random weights, set vocab_size in config.json to {about.most} or more"
         )
-    return model
 
 
 def takes_positions(model: nn.Module) -> bool:

@@ -120,8 +120,8 @@ def open_tokens(
                         _Writer(folder, source, tokenizer).write(console or Console(quiet=True))
         except OSError as error:
             raise StorageError(
-                f"the tokens of {name!r} cannot be kept in {root}: {error}. They take 2 to 4 bytes each; name another "
-                "directory with --cache"
+                f"the tokens of {name!r} cannot be kept in {root}: {error.__cause__ or error}. They take 2 to 4 bytes "
+                "each; name another directory with --cache"
             ) from error
     return _opened(place)
 

@@ -59,6 +59,9 @@ def test_transformers_loads_what_is_exported_with_equal_logits(name: str, place:
     assert model.dtype is torch.bfloat16
     assert model.config.get_text_config().use_cache is True
     assert torch.equal(logits(model), expected)
+    again, optimizer = wrapped(pagoda.load(checkpoint), place, tmp_path)
+    assert torch.equal(logits(again), expected), "and so does pagoda.load, of the checkpoint itself"
+    optimizer.close()
 
 
 @pytest.mark.parametrize("name", MODELS)

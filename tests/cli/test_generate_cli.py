@@ -1,13 +1,16 @@
 """`pagoda generate` and what `pagoda export` writes beside weights, of a run with a tokenizer."""
 
+import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from pagoda.checkpoint.pretrained import INDEX
 from pagoda.cli.main import main
-from tests.text_files import chats, write_lines, write_pretrained
+from tests.text_files import MARKED, chats, write_lines, write_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,36 @@ def test_an_export_has_the_tokenizer_and_loads_as_a_whole(folder: Path) -> None:
     assert (folder / "exported" / "generation_config.json").exists()
 
 
+def test_an_export_has_what_converters_read(folder: Path, tmp_path: Path) -> None:
+    """vLLM and llama.cpp's convert_hf_to_gguf.py: an architecture by name, tensors by the index, special tokens."""
+    out = tmp_path / "exported"
+    assert main(["export", str(folder / "run"), str(out), "--dtype", "bf16", "--max-shard-size", "32KiB"]) == 0
+    config, index, tokens, writes = (
+        json.loads((out / name).read_text())
+        for name in ("config.json", INDEX, "tokenizer_config.json", "generation_config.json")
+    )
+    assert (config["architectures"], config["model_type"], config["dtype"]) == (
+        ["LlamaForCausalLM"],
+        "llama",
+        "bfloat16",
+    )
+    assert AutoConfig.from_pretrained(out).dtype is torch.bfloat16
+    files = {path.name: safetensors.torch.load_file(path) for path in out.glob("model*.safetensors")}
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    assert len(files) > 1
+    names = {name for tensors in files.values() for name in tensors}
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert names == model.state_dict().keys(), "as the model that was trained calls them"
+    assert {one.dtype for tensors in files.values() for one in tensors.values()} == {torch.bfloat16}
+    vocabulary = json.loads((out / "tokenizer.json").read_text())
+    added = {token["content"]: token["id"] for token in vocabulary["added_tokens"]}
+    assert vocabulary["model"]["type"] == "BPE"
+    assert vocabulary["model"]["merges"]
+    assert tokens["eos_token"] in added
+    assert (out / "chat_template.jinja").read_text() == MARKED
+    assert writes["eos_token_id"] == model.generation_config.eos_token_id
+
+
 def generated(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     capsys.readouterr()
     assert main(["generate", *args, "--memory.host", "1GiB", "--tokens", "12"]) == 0
@@ -50,10 +83,11 @@ def test_a_run_writes_what_transformers_would(folder: Path, capsys: pytest.Captu
     expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=[0, 2], pad_token_id=0)
     said = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True).strip()
     args = (str(folder / "run"), "--prompt", "What is 5?", "--checkpoint", "step-000002")
+    before = (folder / "run").stat().st_mtime_ns
     assert generated(capsys, *args) == said
+    assert (folder / "run").stat().st_mtime_ns == before, "weights go from the checkpoint to pages, by no other file"
     assert generated(capsys, str(folder / "again"), *args[1:3]) == said
     assert generated(capsys, *args, "--draw") == generated(capsys, *args, "--draw") != said
-    assert not list((folder / "run").glob(".generate-*"))
 
 
 def test_a_run_with_adapters_writes_too_and_its_adapter_has_the_tokenizer(

@@ -20,6 +20,7 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.tokenizer import open_tokenizer
 from pagoda.train.tokens import open_tokens
 from tests.text_files import TEXT, chats, write_lines, write_pretrained
+from tests.tiny import write_model
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,11 @@ WRONG = {
     "no chat template": (["--data", "{}/chats.jsonl", "--model", "{}/untold"], "put a chat_template.jinja beside"),
     "a vocabulary that does not match": (
         ["--tokenizer", "{}/untold", "--model", "{}/small", "--data", "{}/texts.jsonl"],
-        "vocabulary of 64, and the data has tokens up to",
+        "vocabulary of 64, and data '.*texts.jsonl' has tokens up to",
+    ),
+    "a vocabulary that does not match that of --eval-data": (
+        ["--model", "{}/bytes", "--data", "{}/plain.txt", "--eval-data", "{}/accents.txt"],
+        "vocabulary of 128, and data '.*accents.txt' has tokens up to 195",
     ),
     "sequences that are too long": (["--seq-len", "512"], "use --seq-len 256 or less"),
     "conversations that are too long": (["--seq-len", "8", "--data", "{}/chats.jsonl"], "use a larger --seq-len"),
@@ -137,6 +142,9 @@ def test_mistakes_are_one_message_with_the_remedy(
     (tmp_path / "part" / "model.safetensors.index.json").write_text(str({"weight_map": names}).replace("'", '"'))
     (tmp_path / "gated" / ".cache" / "huggingface").mkdir(parents=True)
     (tmp_path / "gated" / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
+    write_model(tmp_path / "bytes", vocab_size=128)
+    (tmp_path / "plain.txt").write_text("plain text " * 90)
+    (tmp_path / "accents.txt").write_text("caf\u00e9 " * 90)
     for name in ("texts.jsonl", "chats.jsonl"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     flags, message = WRONG[case]

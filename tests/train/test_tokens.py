@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,22 @@ def test_what_cannot_be_read_is_refused_with_its_line_and_leaves_no_tokens(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         open_tokens(str(tmp_path / name), model, cache=tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_disk_without_room_for_the_tokens_is_refused_with_the_remedy(model: ModelTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(
+            StorageError, match=r"kept in \S*: \S+ \S+ File too large. They .*another directory with --cache"
+        ):
+            open_tokens(str(tmp_path / "a.txt"), model, cache=tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 

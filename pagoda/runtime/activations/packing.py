@@ -44,7 +44,8 @@ class WeightReference:
         unit.packed += 1
 
     def __del__(self) -> None:
-        self._unit.packed -= 1
+        if hasattr(self, "_unit"):  # torch.compile makes some without __init__
+            self._unit.packed -= 1
 
     def unpack(self) -> torch.Tensor:
         """The weight, leased again. Raises UsageError where it was updated since."""
