@@ -31,11 +31,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import pagoda
+from marks import write_between_marks
 from pagoda.calibrate.meter import cpu_name
 from pagoda.process import keep_freed_memory, restart_spinning_briefly
-from training import LR, Paged, Workload
+from training import LR, Paged, Trainer, Workload
 
 STAGES: dict[str, Literal[1, 2, 3]] = {"stage 3": 3, "stage 2": 2, "stage 1": 1}
 NAMES = {**{kind: f"Pagoda, {kind}" for kind in STAGES}, "ddp": "DDP", "fsdp2": "FSDP2"}
@@ -47,7 +50,6 @@ TOKENS_AND_STEPS = ((64, 7), (512, 4))
 RANKS_OF_MEMORY = (1, 2, 4)
 STATE = ("weight", "weight_low", "exp_avg", "exp_avg_sq")
 """Lines of the ledger that are 12 bytes a parameter on one rank."""
-BEGIN, END = "<!-- figures: benchmarks/ranks.py writes them -->", "<!-- end of figures -->"
 
 
 class DistributedPlain:
@@ -78,7 +80,7 @@ class DistributedPlain:
                 master.grad = None
 
 
-class Sharded:
+class Sharded(Trainer):
     """FSDP2, with CPU offload or without: fp32 parameters, bf16 compute, gradients reduced in fp32."""
 
     def __init__(self, workload: Workload, offload: bool) -> None:
@@ -86,7 +88,7 @@ class Sharded:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         torch.manual_seed(0)
-        self.model = workload.build().train()
+        self.model = workload.build(workload.checkpointing).train()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy: dict[str, Any] = {
             "mesh": mesh,
@@ -101,12 +103,23 @@ class Sharded:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
         self.clip = workload.clip
 
-    def step(self, ids: torch.Tensor) -> None:
-        self.model(input_ids=ids, labels=ids).loss.backward()
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return loss.detach()
+
+    def save(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
 
 class Sent:
@@ -285,13 +298,6 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_docs(path: Path, result: dict[str, Any]) -> None:
-    """Put the tables between their marks."""
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{tables(result)}\n{END}{after}")
-
-
 def main() -> None:
     restart_spinning_briefly()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -326,7 +332,7 @@ def main() -> None:
     if {"speed", "memory"} <= result.keys():
         Console().print(tables(result), soft_wrap=True, highlight=False, markup=False)
         if arguments.docs is not None:
-            write_docs(arguments.docs, result)
+            write_between_marks(arguments.docs, "ranks.py", tables(result))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -73,20 +74,50 @@ def smoothed(losses: list[float]) -> list[float]:
     return [statistics.fmean(losses[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(losses))]
 
 
-class Plain:
+class Trainer:
+    """Something that trains a workload, one step at a time."""
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        """Forward, backward and update; the loss."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Wait for what the last step has left to do."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, by the means that its authors recommend."""
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        """Read it back."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give back files and threads."""
+
+
+class Plain(Trainer):
     """Plain PyTorch, everything in the memory of one device."""
 
-    def __init__(self, workload: Workload, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device = CPU,
+        optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        """`optimizer` makes another one than torch's fused AdamW, of the master."""
         torch.manual_seed(0)
         model = workload.build(workload.checkpointing)
         self.master = [p.detach().to(device, copy=True).requires_grad_() for p in model.parameters()]
         self.model = model.to(device, torch.bfloat16).train()
         self.params = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.master, lr=LR, fused=True)
+        self.optimizer = optimizer(self.master) if optimizer else torch.optim.AdamW(self.master, lr=LR, fused=True)
         self.clip = workload.clip
 
-    def step(self, ids: torch.Tensor) -> None:
-        self.model(input_ids=ids, labels=ids).loss.backward()
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss, on the device."""
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
         for master, param in zip(self.master, self.params, strict=True):
             assert param.grad is not None
             master.grad, param.grad = param.grad.float(), None
@@ -97,12 +128,21 @@ class Plain:
             for master, param in zip(self.master, self.params, strict=True):
                 param.copy_(master)
                 master.grad = None
+        return loss.detach()
 
-    def close(self) -> None:
-        pass
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        torch.save({"master": self.master, "optimizer": self.optimizer.state_dict()}, folder / "state.pt")
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "state.pt", mmap=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for master, param, value in zip(self.master, self.params, state["master"], strict=True):
+                param.copy_(master.copy_(value))
 
 
-class Paged:
+class Paged(Trainer):
     """The same model under Pagoda."""
 
     def __init__(
@@ -136,6 +176,15 @@ class Paged:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+    def drain(self) -> None:
+        self.optimizer.drain()
+
+    def save(self, folder: Path) -> None:
+        self.optimizer.save_checkpoint(folder)
+
+    def load(self, folder: Path) -> None:
+        self.optimizer.load_checkpoint(folder)
 
     def close(self) -> None:
         self.optimizer.close()

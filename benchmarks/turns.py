@@ -1,8 +1,8 @@
-"""Checkouts of this repository take turns, so that a noisy machine hurts all alike.
+"""Processes take turns, so that a noisy machine hurts all alike: checkouts of this repository, or systems.
 
-Each checkout has a process of its own. It runs the benchmark's file with the checkout's `pagoda` and the checkout's
-`training.py`; so that file may import, at its top, only what every checkout has. The parent names a turn; the process
-takes it and answers with its seconds.
+The parent names a turn; the process takes it and answers with its seconds. The process of a checkout runs the
+benchmark's file with the checkout's `pagoda` and the checkout's `training.py`; so that file may import, at its top,
+only what every checkout has.
 """
 
 import json
@@ -11,17 +11,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 WARM_UP = 3
 """Rounds that are not counted: a run plans anew after its first steps."""
 _FLAG = "--take-turns"
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "GOMP_SPINCOUNT": "10000",
     "KMP_BLOCKTIME": "1",
     "MALLOC_MMAP_MAX_": "0",
@@ -30,34 +30,57 @@ _ENVIRONMENT = {
 """What `pagoda train` does for its process: threads that wait sleep soon, and malloc keeps what is freed."""
 
 
-class Checkout:
-    """The process of one checkout."""
+class TurnFailed(SystemExit):
+    """A process could not take its turn; says why. Without a handler it ends the benchmark."""
 
-    def __init__(self, root: Path, script: str, settings: Mapping[str, object]) -> None:
-        self.root = root.resolve()
-        if not (self.root / "pagoda" / "__init__.py").exists():
-            raise SystemExit(f"{root} is no checkout of Pagoda: it has no pagoda/__init__.py")
-        paths = (self.root, self.root / "benchmarks", HERE)
-        environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-        # -P leaves out the script's own directory, which would come first.
-        command = [sys.executable, "-P", script, _FLAG, str(self.root), json.dumps(settings)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+
+class TurnTaker:
+    """A process that takes turns."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: IO[str] | None = None
+    ) -> None:
+        """`environment` adds to that of this process; `log` takes what the process writes to stderr."""
+        self.name = name
+        environment = {**os.environ, **environment}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
         )
 
     def turn(self, name: str) -> float:
-        """Seconds of the turn."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{name}\n")
-        self._process.stdin.flush()
-        if not (answer := self._process.stdout.readline()):
-            raise SystemExit(f"The process of {self.root} ended with exit code {self._process.wait()}.")
-        return float(answer)
+        """Seconds of the turn. Raises TurnFailed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(f"{name}\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline().strip()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise TurnFailed(f"The process of {self.name} ended with exit code {self.process.wait()}.")
+        try:
+            return float(answer)
+        except ValueError:
+            raise TurnFailed(answer) from None
 
     def close(self) -> None:
         """Lets the process end, and waits for that."""
-        self._process.communicate()
+        with suppress(BrokenPipeError):
+            self.process.communicate()
+
+
+class Checkout(TurnTaker):
+    """The process of one checkout."""
+
+    def __init__(self, root: Path, script: str, settings: Mapping[str, object]) -> None:
+        root = root.resolve()
+        if not (root / "pagoda" / "__init__.py").exists():
+            raise SystemExit(f"{root} is no checkout of Pagoda: it has no pagoda/__init__.py")
+        paths = (root, root / "benchmarks", HERE)
+        # -P leaves out the script's own directory, which would come first.
+        command = [sys.executable, "-P", script, _FLAG, str(root), json.dumps(settings)]
+        super().__init__(str(root), command, {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, paths))})
 
 
 def settings_of_process() -> dict[str, Any] | None:
@@ -73,13 +96,32 @@ def settings_of_process() -> dict[str, Any] | None:
 
 
 def serve(turns: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter) -> None:
-    """Takes turns until the parent wants no more, in seconds of `clock`. What they print goes to stderr."""
-    answers = sys.stdout
-    with redirect_stdout(sys.stderr):
+    """Takes turns until the parent wants no more, in seconds of `clock`. What they print goes to stderr.
+
+    A turn that fails is answered with its error, on one line, and ends the process.
+    """
+    with claimed_stdout() as answers:
         for line in sys.stdin:
             start = clock()
-            turns[line.strip()]()
+            try:
+                turns[line.strip()]()
+            except Exception as error:
+                print(" ".join(f"{type(error).__name__}: {error}".split()), file=answers, flush=True)
+                raise
             print(clock() - start, file=answers, flush=True)
+
+
+@contextmanager
+def claimed_stdout() -> Iterator[IO[str]]:
+    """Standard output as a file; what else this process and its children print there goes to stderr."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        try:
+            yield answers
+        finally:
+            sys.stdout.flush()
+            os.dup2(answers.fileno(), 1)
 
 
 def take_turns(checkouts: Sequence[Checkout], names: Sequence[str], rounds: int) -> list[dict[str, list[float]]]:

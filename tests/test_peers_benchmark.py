@@ -1,0 +1,135 @@
+"""benchmarks/peers.py trains what it says: the systems that need no installation agree, and its machinery holds."""
+
+import argparse
+import itertools
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import peers
+from peer_suite.environments import Environment
+from peer_suite.process import Peer, Task, Turns
+from peer_suite.report import tables
+from peer_suite.systems import PLAIN, SYSTEMS
+from turns import HERE, TurnFailed, TurnTaker
+
+TASK = Task("llama-15m", {8: 2, 16: 1}, layers=1)
+SOME = (PLAIN, "fsdp2-offload", "pagoda-ssd")
+
+
+def losses_of(name: str, folder: Path) -> list[float]:
+    """Of three steps, of one after a checkpoint, and of the same one after the checkpoint has been read back."""
+    folder.mkdir()
+    task = json.loads(json.dumps(asdict(TASK)))
+    turns = Turns(name, task, str(folder))
+    try:
+        turns.start()
+        turns.train(8, 2)
+        turns.save()
+        turns.batches[16], again = itertools.tee(turns.batches[16])
+        turns.train(16, 1)
+        turns.load()
+        turns.batches[16] = again
+        turns.train(16, 1)
+    finally:
+        if turns.trainer is not None:
+            turns.trainer.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return [float(loss) for loss in (folder / "losses").read_text().split()]
+
+
+def test_systems_that_need_no_installation_train_the_same_and_resume(tmp_path: Path) -> None:
+    losses = {name: losses_of(name, tmp_path / name) for name in SOME}
+    plain = losses[PLAIN]
+    assert len(plain) == 5
+    assert plain[0] != plain[1] != plain[2]
+    for name, of in losses.items():
+        assert of[3] == of[4], f"{name} goes on from its checkpoint"
+        assert of == pytest.approx(plain, rel=0.03), name  # Pagoda draws other initial weights
+    assert losses["fsdp2-offload"] == pytest.approx(plain, rel=2e-3)
+
+
+def test_a_turn_that_fails_is_an_error_with_its_reason() -> None:
+    code = "import turns; turns.serve({'good': lambda: print('noise'), 'bad': lambda: {}['key']})"
+    taker = TurnTaker("it", [sys.executable, "-c", code], {"PYTHONPATH": str(HERE)})
+    assert 0 <= taker.turn("good") < 1
+    with pytest.raises(TurnFailed, match="KeyError: 'key'"):
+        taker.turn("bad")
+    with pytest.raises(TurnFailed, match="ended with exit code 1"):
+        taker.turn("good")
+    taker.close()
+
+
+@pytest.mark.parametrize(("most", "first"), [(1, 40), (7, 1), (100, 3)])
+def test_the_largest_model_is_found_from_either_side(most: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failure_of(name: str, arguments: argparse.Namespace, limit: int, layers: int) -> str | None:
+        return None if layers <= most else "too large"
+
+    monkeypatch.setattr(peers, "failure_of", failure_of)
+    limit = peers.PROCESS_BYTES + first * peers.BYTES * 1000
+    found, reason = peers.most_layers(PLAIN, argparse.Namespace(), limit, 1000)
+    assert found <= most < max(found + 1, found * peers.CLOSE_ENOUGH)
+    assert reason == "too large"
+
+
+def test_a_process_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
+    peer = Peer(PLAIN, TASK, tmp_path, tmp_path, limit=64 << 20)
+    with pytest.raises(TurnFailed, match=r"takes more than 64.* of RAM"):
+        peer.turn("start")
+    peer.close()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_environment_of_other_versions_has_another_place(tmp_path: Path) -> None:
+    one, two = (Environment("it", (f"it=={version}",)).folder(tmp_path) for version in (1, 2))
+    assert one != two
+    assert one.parent == two.parent == tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_writes_its_figures_and_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, page = tmp_path / "peers.json", tmp_path / "page.md"
+    page.write_text("before\n<!-- figures: benchmarks/peers.py writes them -->\n<!-- end of figures -->\nafter\n")
+    command = ["peers.py", "--ssd", str(tmp_path), "--out", str(out), "--docs", str(page), "--model", "gpt-1x64"]
+    command += ["--tokens", "8", "16", "--rounds", "2", "--limits", "600MiB"]
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
+    monkeypatch.setenv("KMP_BLOCKTIME", "1")
+
+    def run(*more: str) -> dict[str, object]:
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        peers.main()
+        found: dict[str, object] = json.loads(out.read_text())
+        return found
+
+    first = run("--part", "speed", "--systems", PLAIN, "pagoda-ssd")
+    second = run("--part", "speed", "--systems", PLAIN, "pagoda-ssd", "fsdp2-offload")
+    speed = second["speed"]["figures"]  # type: ignore[index]
+    assert {**speed, "fsdp2-offload": None} == {**first["speed"]["figures"], "fsdp2-offload": None}  # type: ignore[index]
+    for figures in speed.values():
+        assert set(figures["tokens"]) == {"8", "16"}
+        assert figures["start_s"] > 0
+        assert figures["save_s"] > 0
+        assert figures["load_s"] > 0
+    assert speed["pagoda-ssd"]["tokens"]["8"]["written_bytes"] > speed[PLAIN]["tokens"]["8"]["written_bytes"]
+    assert page.read_text().startswith("before\n")
+    assert SYSTEMS["pagoda-ssd"].label in page.read_text()
+    assert (tmp_path / "peers_time.png").stat().st_size > 1000
+
+
+def test_what_did_not_run_is_a_row_with_its_error() -> None:
+    settings = {"machine": "a machine", "model": "a model", "clip": 1.0, "tokens": [8], "rounds": 1}
+    figures = {"it": {"label": "It", "settings": "its own", "error": "no such | device"}}
+    limits = {"1GiB": {"it": {"label": "It", "parameters": 0, "layers": 0, "stopped_by": "no such device"}}}
+    of_largest = {
+        "settings": {**settings, "tokens": 8, "turn_s": 1.0, "limited_by": "it"},
+        "load_average": 0.5,
+        "figures": limits,
+    }
+    result = {"speed": {"settings": settings, "load_average": 0.5, "figures": figures}, "largest": of_largest}
+    assert "| It | no such \\| device |" in tables(result)
+    assert "| 1GiB | It | none | no such device |" in tables(result)
