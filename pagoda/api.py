@@ -38,7 +38,6 @@ from pagoda.distributed.start import (
     FromFirst,
     agreed_plan,
     check_equal,
-    check_for_ranks,
     least_budgets,
     on_any_rank,
 )
@@ -59,6 +58,7 @@ from pagoda.optim.param_groups import (
 from pagoda.optim.rule import Rule, TensorRule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
+from pagoda.plan.combinations import check_features, features
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.runtime.activations.blocks import refuse_own_checkpointing
@@ -160,14 +160,13 @@ class _Wrapping:
         self._rule = rule
         self._training = training
         self._mesh = mesh
-        self._transport = Transport(mesh.world) if mesh.size > 1 else None
-        if self._transport is not None:
-            check_for_ranks(training.update == "async", training.speculate)
-            memory = memory_of_rank(memory, mesh.world)
-        self._memory = memory
-        check_rule(rule, tiled=training.tile_bytes is not None)
-        _check_activations(training, memory, model, mesh)
+        check_rule(rule)
         self._states = rule.states(training.precision)
+        options, tiled = Options.of(training, memory), training.tile_bytes is not None
+        check_features(features(options, self._states, mesh.ranks, tiled))
+        _check_activations(training, memory, model, mesh)
+        self._transport = Transport(mesh.world) if mesh.size > 1 else None
+        self._memory = memory if self._transport is None else memory_of_rank(memory, mesh.world)
 
     def wrapped(self, param_groups: ParamGroups | None, reserve: Reserve) -> PagedOptimizer:
         """The optimizer of the model, which is in pages then."""
@@ -182,7 +181,7 @@ class _Wrapping:
         check_one_dtype(model, dtype)
         check_quantized(model, dtype, trained)
         tiled_bytes = training.tile_bytes
-        check_tensor_parallel(model, self._mesh, rule, self._states, device.torch_device, tiled_bytes is not None)
+        check_tensor_parallel(model, self._mesh, device.torch_device)
         if device.torch_device.type == "cpu":
             check_batch_norms(model, dtype)
         tiling = Tiling(
@@ -249,7 +248,8 @@ class _Wrapping:
             return plan
         budget = self._memory.activation_bytes
         room = _free_beside(plan, device, mesh.world.local_size) if budget is None else budget
-        return replace(plan, options=replace(options, activation_bytes=room, activations_limited=budget is not None))
+        options = replace(plan.options, activation_bytes=room, activations_limited=budget is not None)
+        return replace(plan, options=options)
 
     def _move_in(self, engine: Engine, tiling: Tiling) -> None:
         """Give every state its values, at home, and buffers theirs; rank 0's, where there are several."""
@@ -322,13 +322,8 @@ def _check_moved(arguments: Mapping[str, object]) -> None:
 
 
 def _check_activations(training: Training, memory: Memory, model: nn.Module, mesh: Mesh) -> None:
-    """Raises ConfigError for a policy that has nowhere to offload to, divides where nothing is divided, or would differ
-    between ranks that must recompute alike; UsageError for a model that checkpoints by itself."""
-    if training.activations == "auto" and mesh.ranks.expert_parallel > 1:
-        raise ConfigError(
-            "activations='auto' chooses what to recompute by the sizes that a rank sees. Ranks that divide experts see "
-            "different sizes, but must recompute the same layers: use 'recompute' or another policy."
-        )
+    """Raises ConfigError for a policy that has nowhere to offload to, or divides where nothing is divided; UsageError
+    for a model that checkpoints by itself."""
     if training.partition_activations and mesh.ranks.tensor_parallel == 1:
         raise ConfigError(
             "partition_activations divides activations over tensor-parallel ranks, and there are none: leave it out, "

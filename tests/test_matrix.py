@@ -24,6 +24,7 @@ import pagoda
 from pagoda.config.training import training_of
 from pagoda.construction.construct import describe
 from pagoda.optim import Rule, StateSpec
+from pagoda.plan.combinations import Feature, why_not
 from pagoda.plan.device_updates import DEVICE_SLOTS, slot_pages
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
@@ -120,17 +121,30 @@ AXES = {
 }
 
 
+def features_of(case: Case) -> set[Feature]:
+    """The features in some settings; those left out do not matter."""
+    used = {
+        Feature.WHOLE: case.get("rule") in WHOLE,
+        Feature.EIGHT_BIT: case.get("rule") == "adamw-8bit",
+        Feature.GRADIENTS: "+" in case.get("numbers", ""),
+        Feature.ASYNC: case.get("update") == "async",
+        Feature.SPECULATE: case.get("update") == "speculate",
+        Feature.AUTO: case.get("activations") == "auto",
+        Feature.TILES: case.get("tiles") == "layers",
+        Feature.DEVICE_UPDATES: case.get("place") == UPDATED,
+        Feature.DEVICE_HOMES: case.get("place") == HOME,
+    }
+    return {feature for feature, is_used in used.items() if is_used}
+
+
 def possible(case: Case) -> bool:
     """Whether `wrap` takes these settings together; those left out do not matter."""
-    update, tiles, rule = case.get("update"), case.get("tiles"), case.get("rule")
-    activations = case.get("activations")
-    on_device = case.get("place") in (UPDATED, HOME)
+    update, activations, place = case.get("update"), case.get("activations"), case.get("place")
     # Reentrant checkpoints deliver a gradient for each use of a block.
-    several = activations == "reentrant" and (case.get("model") == "plain" or tiles == "batch")
-    return not (
-        (case.get("place") == RAM and activations in OFFLOADS)  # nowhere to go
-        or (rule in WHOLE and (tiles == "layers" or update == "async" or on_device))
-        or (on_device and (update == "async" or "+" in case.get("numbers", "")))
+    several = activations == "reentrant" and (case.get("model") == "plain" or case.get("tiles") == "batch")
+    return why_not(features_of(case)) is None and not (
+        (place == RAM and activations in OFFLOADS)  # nowhere to go
+        or (case.get("rule") in WHOLE and update == "async" and place in (ALL_ON_SSD, ARENA_ALL_ON_SSD))
         or (several and update in ("announced", "speculate"))
         or (update == "speculate" and "clip" in case and case["clip"] is None)
     )

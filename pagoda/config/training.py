@@ -200,10 +200,10 @@ class Training(Tiles, Activations, Updates, MixedPrecision, Step):
     def __post_init__(self) -> None:
         super().__post_init__()
         decided_last = self.clip_grad_norm is not None or self.may_skip
-        if self.speculate and (not decided_last or self.accumulation_steps is None or self.update == "async"):
+        if self.speculate and (not decided_last or self.accumulation_steps is None):
             raise ConfigError(
                 "speculate=True updates during backward before it is known whether gradients are clipped: give "
-                "clip_grad_norm (or dynamic loss scaling) and accumulation_steps, and leave out update='async'."
+                "clip_grad_norm (or dynamic loss scaling) and accumulation_steps."
             )
 
 

@@ -7,17 +7,12 @@ from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
 
 
-def check_rule(optimizer: object, tiled: bool) -> None:
-    """Raises ConfigError for what is no rule, and for one that takes parameters whole where tiles cut them."""
+def check_rule(optimizer: object) -> None:
+    """Raises ConfigError for what is no rule."""
     if not isinstance(optimizer, Rule):
         raise ConfigError(
             f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {optimizer!r}. Give a class of torch or of "
             "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
-        )
-    if tiled and isinstance(optimizer, TensorRule):
-        raise ConfigError(
-            f"{optimizer.name} takes whole parameters, and tile_limit cuts them: leave it out, or use another "
-            "optimizer."
         )
 
 

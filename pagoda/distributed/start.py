@@ -8,9 +8,8 @@ import torch
 
 from pagoda.distributed.transport import Transport
 from pagoda.errors import BudgetError, ConfigError
-from pagoda.memory.sizes import format_bytes
-from pagoda.plan.layout import PIECE_ELEMENTS, WEIGHT
-from pagoda.plan.ops import HOST, SSD
+from pagoda.plan.layout import PIECE_ELEMENTS
+from pagoda.plan.ops import HOST
 from pagoda.plan.placement import LEASES, Budgets
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import ModuleSpec
@@ -63,17 +62,6 @@ def on_any_rank(thing: object, root: ModuleSpec) -> str:
     return numbered.sub(lambda found: f"{found[1]}{int(found[2]) - first[found[1]]}", text)
 
 
-def check_for_ranks(asynchronous: bool, speculate: bool | None) -> None:
-    """Raises ConfigError for settings of `wrap` that one rank alone can be trained with."""
-    why = {
-        "update='async'": (asynchronous, "each would lag by its own amount, and gather weights of different steps"),
-        "speculate=True": (speculate, "another one may still need a unit's old weights, or add to its gradient"),
-    }
-    for name, (asked, reason) in why.items():
-        if asked:
-            raise ConfigError(f"{name} is not for several ranks, as {reason}: leave it out, or train on one.")
-
-
 def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec) -> Plan:
     """The plan that `make` makes on this rank, once every rank has one, and all fit together.
 
@@ -82,7 +70,6 @@ def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec
     plan, refusal = None, None
     try:
         plan = make()
-        _check_weights(plan)
     except BudgetError as error:
         refusal = error
     said = transport.announce("" if refusal is None else str(refusal))
@@ -94,25 +81,6 @@ def agreed_plan(transport: Transport, make: Callable[[], Plan], root: ModuleSpec
     assert plan is not None
     check_equal(transport, plan=on_any_rank(in_common(plan), root))
     return plan
-
-
-def _check_weights(plan: Plan) -> None:
-    """Raises BudgetError where ranks that share the state of the same weights have all of them each, and not in RAM.
-
-    Keeping them on SSD is not worth building: each rank would read all weights from its drive and write all of them
-    after each update, where stage 3 reads and writes 1/N of that and the rest comes over the network.
-    """
-    if plan.ranks is None or plan.ranks.shards_weights or plan.ranks.data_parallel == 1:
-        return
-    on_ssd = [unit for unit in plan.units if plan.placement.home(unit.index, WEIGHT) == SSD]
-    if on_ssd:
-        whole = plan.layout.total_pages(WEIGHT) * plan.page_bytes
-        raise BudgetError(
-            f"In ZeRO stage {plan.ranks.stage} every rank keeps all weights in RAM, {format_bytes(whole)} beside "
-            f"buffers: those of {len(on_ssd)} of {len(plan.units)} units do not fit memory.host. Raise it, or use "
-            "stage 3, in which each rank keeps a slice of them, on SSD if need be.",
-            tier=HOST,
-        )
 
 
 def in_common(plan: Plan) -> dict[str, object]:

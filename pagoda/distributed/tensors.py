@@ -16,7 +16,6 @@ from torch import nn
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
-from pagoda.optim.rule import ElementwiseRule, Rule, StateSpec
 from pagoda.plan.units import TensorShard
 
 if TYPE_CHECKING:
@@ -124,10 +123,8 @@ def shard_of(name: str, param: torch.Tensor) -> tuple[tuple[int, ...], TensorSha
     return shard.part_shape, shard
 
 
-def check_tensor_parallel(
-    model: nn.Module, mesh: Mesh, rule: Rule, states: tuple[StateSpec, ...], device: torch.device, tiled: bool
-) -> None:
-    """Raises ConfigError for a model that is not divided as the mesh says, or with which that cannot be trained."""
+def check_tensor_parallel(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Raises ConfigError for a model that is not divided as the mesh says."""
     wanted, found = mesh.ranks.tensor_parallel, dict(_dtensors(model))
     if wanted == 1 and not found:
         return
@@ -148,18 +145,6 @@ def check_tensor_parallel(
                 f"{name!r} is a DTensor on {param.device_mesh.device_type}, and compute runs on {device.type}: make "
                 f"its mesh for {device.type!r}."
             )
-    if not isinstance(rule, ElementwiseRule):
-        raise ConfigError(
-            "Tensor-parallel ranks have parts of parameters, and the optimizer takes them whole: use one that is "
-            "element-wise (adamw, adam, sgd, lion)."
-        )
-    if any(state.per > 1 for state in states):
-        raise ConfigError(
-            "Blocks of quantized moments would depend on how tensors are divided: use moments='fp32' or 'bf16' with "
-            "tensor parallelism."
-        )
-    if tiled:
-        raise ConfigError("tile_limit cuts layers that tensor parallelism has divided already: leave it out.")
     for name, buffer in model.named_buffers():
         if as_dtensor(buffer) is not None:
             raise ConfigError(f"Buffer {name!r} is a DTensor, which is not supported: keep it out of the plan.")

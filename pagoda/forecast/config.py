@@ -58,8 +58,7 @@ class PlanConfig(Run):
     def states(self) -> "tuple[StateSpec, ...]":
         """What the optimizer keeps, the weights first.
 
-        Raises ConfigError where there is no optimizer of that name, it has not one of the settings, or it takes
-        parameters whole and they are to be in tiles.
+        Raises ConfigError where there is no optimizer of that name, or it has not one of the settings.
         """
         return self.rule.states(self.precision)
 
@@ -73,7 +72,7 @@ class PlanConfig(Run):
         kept = self.optim.moments
         require(bool(moments) or kept == "fp32", "optim.moments", kept, "fp32 for optimizers other than adamw")
         rule = rule_named(self.optimizer, moments | parsed_options(self.optim.options))
-        check_rule(rule, tiled=self.tile_limit is not None)
+        check_rule(rule)
         return rule
 
     @property

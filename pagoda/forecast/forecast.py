@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from pagoda.errors import BudgetError, ConfigError
+from pagoda.errors import BudgetError
 from pagoda.forecast.activations import ActivationEstimate
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.config import PlanConfig
@@ -14,6 +14,8 @@ from pagoda.forecast.problem import Problem, activations_of
 from pagoda.forecast.resolve_auto import resolve_auto, resolved_problem, without_recomputing
 from pagoda.forecast.search import Choice, search
 from pagoda.plan.activations import recomputes
+from pagoda.plan.combinations import check_features, features
+from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan
 from pagoda.plan.traffic import bytes_written_to_ssd
 from pagoda.simulate.timeline import Timeline
@@ -100,8 +102,8 @@ def forecast(config: PlanConfig, machine: Machine, measure: bool = True) -> Fore
 
     Raises ConfigError: unknown model, or a setting that cannot be used.
     """
-    if config.update == "async" and machine.rank_count > 1:
-        raise ConfigError("--update async is not for several ranks yet: leave it out, or plan one (--gpus-per-node 1)")
+    options = Options.of(config, config.memory)
+    check_features(features(options, config.states, machine.ranks, config.tile_limit is not None))
     described = describe_configured(config)
     config, chosen = resolve_auto(config, machine, described)
     made = Forecast(config, machine, described, activations_of(config, described), (), chosen)

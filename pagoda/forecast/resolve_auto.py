@@ -26,6 +26,7 @@ from pagoda.plan.activations import (
     recomputes,
 )
 from pagoda.plan.batch_tiles import tile_count
+from pagoda.plan.combinations import Feature, why_not
 from pagoda.plan.ops import DEVICE, HOST
 from pagoda.plan.planner import Plan
 from pagoda.plan.units import ModuleSpec, is_within, layers_of
@@ -45,7 +46,7 @@ def resolve_auto(
     if len(closed) == 1:
         (only,) = closed.values()
         return only, _said_of_tiles(config, only)
-    if config.expert_parallel == 1:  # ranks that divide experts recompute alike, as `wrap` says
+    if why_not({Feature.AUTO, *([Feature.EXPERTS] if config.expert_parallel > 1 else [])}) is None:
         closed["auto"] = replace(closed["recompute"], activations="auto")
     seconds = {mode: _step_s(each, machine, described) for mode, each in closed.items()}
     best = min(closed, key=lambda mode: seconds[mode])

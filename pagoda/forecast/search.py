@@ -9,7 +9,8 @@ from pagoda.errors import BudgetError
 from pagoda.forecast.problem import Problem
 from pagoda.memory.page import PAGE_ALIGN, PAGE_BYTES
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.device_updates import state_bytes, why_no_device_updates
+from pagoda.plan.combinations import ON_DEVICE, Feature
+from pagoda.plan.device_updates import state_bytes, why_not_on_device
 from pagoda.plan.layout import GRAD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.planner import Plan
@@ -175,7 +176,8 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     """Shares of the updates that run on a device of its own: as many as it gets through while the CPU does the others,
     and fewer, since compute wants the link too."""
     plan, fixed = fastest.plan, problem.options
-    if fixed.split is not None or why_no_device_updates(plan.layout, fixed, plan.budgets.device) is not None:
+    able = [each for each in ON_DEVICE if why_not_on_device(each, plan.layout, fixed, plan.budgets.device) is None]
+    if fixed.split is not None or not able:
         return
     rates, states, n = Rates(problem.hardware), plan.layout.states, 1 << 20
     passing = state_bytes(states, n)
@@ -186,8 +188,9 @@ def _device_updates(problem: Problem, fastest: Candidate) -> Iterator[tuple[str,
     )
     on_cpu = rates.update_seconds(n)
     even = on_cpu / (on_cpu + on_device)
-    yield "what the device has left is home to units", _with_split(fastest, device_home_share=1.0)
-    for share in filter(None, (round(even, 2), round(even / 2, 2))):
+    if Feature.DEVICE_HOMES in able:
+        yield "what the device has left is home to units", _with_split(fastest, device_home_share=1.0)
+    for share in filter(None, (round(even, 2), round(even / 2, 2))) if Feature.DEVICE_UPDATES in able else ():
         yield f"{share:.0%} of the updates on the device", _with_split(fastest, device_update_share=share)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pagoda.memory.page import pages_for
 from pagoda.optim.rule import StateSpec
+from pagoda.plan.combinations import Feature, features, why_not
 from pagoda.plan.layout import Layout
 from pagoda.plan.options import Options
 from pagoda.plan.units import UnitSpec
@@ -20,19 +21,11 @@ _ALIGN = 256
 """Bytes: what every part of a slot starts on, as CUDA's own allocations do."""
 
 
-def why_no_device_updates(layout: Layout, options: Options, device: int | None) -> str | None:
-    """Why the device, whose budget is `device`, can neither update units nor be home to any; None where it can."""
+def why_not_on_device(feature: Feature, layout: Layout, options: Options, device: int | None) -> str | None:
+    """Why the device, whose budget is `device`, cannot update units, or be home to any; None where it can."""
     if device is None:
         return "compute has no memory of its own: give memory.device"
-    if layout.ranks is not None:
-        return "several ranks update their slices on their CPUs alone"
-    if options.max_staleness is not None:
-        return "asynchronous updates (update='async') run on the CPU alone"
-    if layout.weight.whole is not None:
-        return "a GPU has no kernels for an optimizer that takes parameters whole, such as Adafactor or Muon"
-    if not layout.has_device_kernels:
-        return "a GPU has no kernels for gradients in another dtype than weights (MixedPrecision.gradients)"
-    return None
+    return why_not(features(options, layout.states, layout.ranks) | {feature})
 
 
 def state_bytes(states: Sequence[StateSpec], elements: int) -> int:

@@ -196,6 +196,11 @@ class Layout:
         """Ranks that share the state of a unit."""
         return self.slices.group(unit)
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether ranks add up gradients of units that each of them uses in an order of its own, or not at all."""
+        return bool(self.expert_units) and self.ranks is not None and self.ranks.shares_experts
+
     def elements(self, unit: UnitSpec, state: str) -> int:
         """Elements of one extent on this rank: all, or a slice."""
         cut = self.is_cut(unit, state)

@@ -9,7 +9,7 @@ from pagoda.errors import BudgetError
 from pagoda.memory.page import pages_for
 from pagoda.memory.sizes import format_at_least, format_bytes
 from pagoda.plan.collective import reduce_pages, serving_pages
-from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages, why_no_device_updates
+from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, on_device, slot_pages
 from pagoda.plan.layout import GRAD, GRAD_QUEUE, WEIGHT, WEIGHT_BACK, Layout
 from pagoda.plan.ops import DEVICE, HOST, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -84,17 +84,16 @@ class _Placer:
         self.asynchronous = options.max_staleness is not None
         self.transient = options.update_during_backward
         self.speculates = options.may_speculate and layout.ranks is None
-        no_updates = why_no_device_updates(layout, options, budgets.device) is not None
         self.update_ring = 0
         """Pages of the device through which the states of units pass that are updated there."""
-        if self.split.device_update_share and not no_updates:
+        if self.split.device_update_share and self.device is not None:
             self.update_ring = DEVICE_SLOTS * slot_pages(layout.states, layout.block_elements, page)
-        self.resident = frozenset[int]() if no_updates else self._resident_units()
+        self.resident = self._resident_units()
         self.weight = self._by_unit(WEIGHT, *[WEIGHT_BACK] * self.asynchronous)
         self.grad = self._by_unit(*[GRAD] * (not self.asynchronous))
         self.moment = self._by_unit(*(state.name for state in layout.moments))
-        # Two wait for their turn to be added up; where ranks use experts in orders of their own, others' come before.
-        staging_buffers += bool(layout.expert_units) and any(layout.group(unit) > 1 for unit in layout.units)
+        if layout.shares_experts:  # two wait for their turn to be added up, and others' come before
+            staging_buffers = max(staging_buffers, 3)
         self.grads, widest_grad = sum(self.grad.values()), max(self.grad.values())
         self.least_staging, self.most_staging = min(self.grads, staging_buffers * widest_grad), _STAGED * widest_grad
         self.fixed = self._fixed_lines()
@@ -171,6 +170,10 @@ class _Placer:
             kept = first_that_fit(self.weight, min(most, self.host - taken))
             if kept == self.all:
                 return kept, 0, self.host - taken - weights + self.least_staging
+            if any(map(layout.gathers_after_update, layout.units)):
+                # Each rank would read all weights from its drive and write all of them, not 1/N as in stage 3.
+                stage3 = "memory.host, or use ZeRO stage 3: in stages 1 and 2 every rank keeps all weights in RAM"
+                self._refuse(HOST, min(taken + weights, everything), self.host, stage3)
         taken_if_streamed = self.least_staging + layout.least_ring_slots * self._slot(weights_on_ssd=True)
         left = self.host - taken_if_streamed
         leases = least = 0
@@ -327,7 +330,8 @@ class _Placer:
             return {}
         layout = self.layout
         resident = [unit for unit in layout.units if unit.index in self.resident]
-        total = sum(layout.lease_of(unit) for unit in layout.units if unit.index not in self.resident)
+        used_at_home = {unit.index for unit in resident if not layout.is_cut(unit, WEIGHT)}
+        total = sum(layout.lease_of(unit) for unit in layout.units if unit.index not in used_at_home)
         lines = {
             state: sum(layout.pages(unit, state) for unit in resident)
             for state in (*(s.name for s in layout.states), GRAD)
@@ -356,7 +360,7 @@ class _Placer:
         layout, share = self.layout, self.split.device_home_share
         if not share or self.device is None:
             return frozenset()
-        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring
+        needed = layout.lease_pages(self.split.leases_ahead) + self.update_ring + reduce_pages(layout)
         states = (*(state.name for state in layout.states), GRAD)
         pages = {unit.index: sum(layout.pages(unit, state) for state in states) for unit in layout.units[:-1]}
         return first_that_fit(pages, int(share * (self.device - needed)))

@@ -11,7 +11,8 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.optim.rule import StateSpec
 from pagoda.plan.activations import ActivationBytes, ActivationPlan, SavedBlocks, offload_room, plan_activations
 from pagoda.plan.collective import reduce_buffers
-from pagoda.plan.device_updates import why_no_device_updates
+from pagoda.plan.combinations import ON_DEVICE, Feature
+from pagoda.plan.device_updates import why_not_on_device
 from pagoda.plan.layout import BLOCK_ELEMENTS, GRAD, WEIGHT, Layout
 from pagoda.plan.ops import DEVICE, GRADIENTS_IN_FLIGHT_BYTES, HOST, LARGE_TRANSFER_BYTES, SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -129,7 +130,7 @@ class Plan:
             unit.index: self.layout.lease_of(unit)
             for unit in self.units
             if (everywhere or self.placement.home(unit.index, WEIGHT) == SSD)
-            and unit.index not in self.placement.resident
+            and (unit.index not in self.placement.resident or self.layout.is_cut(unit, WEIGHT))
         }
 
     def pages_in_memory(self, unit: UnitSpec) -> dict[str, int]:
@@ -172,6 +173,8 @@ def make_plan(
     Raises BudgetError, naming tier, shortfall and setting, when no choice fits; ConfigError for a split whose share of
     updates or homes on the device cannot be had.
     """
+    if ranks is not None and ranks.shares_experts and root.experts():
+        options = replace(options, accumulation_steps=None)  # a rank knows only at `step()` which experts others use
     limit, layout, placement = _units_that_fit(root, states, budgets, options, ranks)
     if rank is not None and layout.slices.differ:
         layout, placement = _fit(replace(layout, rank=rank), budgets, options)
@@ -212,16 +215,15 @@ def _fit(layout: Layout, budgets: Budgets, options: Options) -> tuple[Layout, Pl
     """A placement, with smaller streaming buffers where the budget is tight."""
     refusals: list[BudgetError] = []
     split = options.split or DEFAULT_SPLIT
-    refused = why_no_device_updates(layout, options, budgets.device)
-    for name in ("device_update_share", "device_home_share"):
-        if refused is not None and getattr(split, name):
-            raise ConfigError(
-                f"split.{name} is {getattr(split, name)}, but {refused}. Leave it at 0 (memory.split=None chooses)."
-            )
+    refused = {feature: why_not_on_device(feature, layout, options, budgets.device) for feature in ON_DEVICE}
+    for feature, share in zip(ON_DEVICE, (split.device_update_share, split.device_home_share), strict=True):
+        if refused[feature] is not None and share:
+            raise ConfigError(f"{feature} is {share}, but {refused[feature]}. memory.split=None chooses it.")
     if options.speculate:
         split = replace(split, undo_first=True, undo_in_ram=True)
     splits = [split]
-    if options.split is None and refused is None:  # where RAM and SSD do not hold all, the device may
+    # Where RAM and SSD do not hold all, the device may.
+    if options.split is None and refused[Feature.DEVICE_HOMES] is None:
         splits.append(replace(split, device_home_share=1.0))
     for split, (block_limit, staging_buffers) in product(splits, _BUFFERS):
         candidate = layout.with_block_limit(block_limit)

@@ -64,6 +64,11 @@ class Ranks:
         """Whether a rank keeps only its slice of a gradient."""
         return self.stage >= 2 and self.data_parallel > 1
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether several ranks have the same experts."""
+        return self.data_parallel > self.expert_parallel
+
     def sharers(self, expert: bool) -> int:
         """Ranks that share one copy of a unit's state; `expert` for a unit of experts."""
         return self.data_parallel // self.replicas // (self.expert_parallel if expert else 1)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from pagoda.memory.sizes import format_bytes
-from pagoda.plan.device_updates import why_no_device_updates
 from pagoda.plan.layout import GRAD, WEIGHT, Layout
 from pagoda.plan.ops import SSD
 from pagoda.plan.options import DEFAULT_SPLIT, Options
@@ -30,7 +29,7 @@ def reasons_for(
     ]
     if options.split is not None and len(placement.lines) > 1:
         reasons.append(str(options.split))
-    reasons.append(_when_updated(options))
+    reasons.append(_when_updated(options, layout))
     if layout.ranks is not None:
         reasons.append(_shared(layout.ranks))
     return tuple(reasons)
@@ -44,9 +43,7 @@ def reasons_for_homes(layout: Layout, budgets: Budgets, placement: Placement, op
             f"{len(placement.updated_on_device)} of {count} units are updated on the device: their states "
             "pass through it while the CPU updates the other units."
         )
-    elif (options.split or DEFAULT_SPLIT).device_update_share and not why_no_device_updates(
-        layout, options, budgets.device
-    ):
+    elif (options.split or DEFAULT_SPLIT).device_update_share:
         yield "No unit is updated on the device, because none has all of its states in RAM."
     if placement.resident:
         yield (
@@ -93,7 +90,7 @@ def _state_bytes(layout: Layout) -> str:
     return f"State takes {total:.2f} bytes a parameter: {states}."
 
 
-def _when_updated(options: Options) -> str:
+def _when_updated(options: Options, layout: Layout) -> str:
     if options.max_staleness is not None:
         return (
             "Units are updated while forward and backward run on (update='async'): weights lag at most "
@@ -103,7 +100,9 @@ def _when_updated(options: Options) -> str:
     if options.update_during_backward:
         return "Each unit is updated during backward, as soon as its last gradient has arrived."
     why = "the number of backward passes is not announced"
-    if options.clipping:
+    if layout.shares_experts:
+        why = "which experts other ranks use is known only then"
+    elif options.clipping:
         why = "the norm for clipping is known only then"
     elif options.may_skip and options.accumulation_steps is not None:
         why = "whether a scaled gradient is not finite is known only then"

@@ -7,7 +7,7 @@ from itertools import groupby
 from pagoda.plan.activations import OFFLOAD_LANES, recomputes
 from pagoda.plan.device_updates import state_bytes
 from pagoda.plan.layout import GRAD, WEIGHT
-from pagoda.plan.ops import DEVICE, SSD
+from pagoda.plan.ops import SSD
 from pagoda.plan.planner import Plan
 from pagoda.plan.ranks import ring_bytes
 from pagoda.plan.trace import Phase, gradients_of
@@ -50,7 +50,7 @@ def _of_unit(plan: Plan, unit: UnitSpec, lease: int) -> Traffic:
     fetched, gathered, reduced = lease * page, 0, 0
     if lease and ranks is not None and ranks.shards_weights:
         gathered = ring_bytes(fetched, group)
-        moves = plan.lease_tier == DEVICE or placement.home(index, WEIGHT) == SSD
+        moves = placement.home(index, WEIGHT) != plan.lease_tier
         fetched = layout.pages(unit, WEIGHT) * page if moves else 0
     if ranks is not None:
         passes = 1 if ranks.shards_gradients else 2

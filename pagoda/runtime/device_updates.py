@@ -9,6 +9,7 @@ from pagoda.optim.rule import StateSpec
 from pagoda.plan.device_updates import DEVICE_SLOTS, UPDATE_RING, slot_offsets, slot_pages, state_bytes
 from pagoda.plan.layout import GRAD
 from pagoda.plan.ops import DEVICE
+from pagoda.plan.units import UnitSpec
 from pagoda.runtime.device import Device, UpdateKernel
 from pagoda.runtime.lanes import Handle, Lane
 from pagoda.runtime.ring import Ring
@@ -58,7 +59,8 @@ class DevicePath(UpdatePath):
         ((record, _),) = block.update.parts
         buffer = record.buffer
         assert buffer is not None
-        home, gradient = [self._home(unit.index, state, start, count) for state in self._states], buffer[start:][:count]
+        home = [self._home(unit.spec, state, start, count) for state in self._states]
+        gradient = buffer[self._store.shards.origin(unit.spec, GRAD) + start :][:count]
         states = state_bytes(self._states, count)
 
         def update_at_home() -> None:
@@ -85,16 +87,17 @@ class DevicePath(UpdatePath):
 
     def _compute(self, block: Block, states: Sequence[torch.Tensor], gradient: torch.Tensor) -> None:
         """Update a block where its states and gradient lie now."""
+        begin = self._store.shards.updated(block.update.unit.spec).start + block.start
         for _, piece in block.pieces:
-            first, size = piece.start - block.start, piece.stop - piece.start
+            first, size = piece.start - begin, piece.stop - piece.start
             parts = [
                 tensor[state.elements(first) :][: state.elements(size)]
                 for state, tensor in zip(self._states, states, strict=True)
             ]
             self._kernel(parts, gradient[first : first + size], piece.arguments)
 
-    def _home(self, unit: int, state: StateSpec, start: int, count: int) -> torch.Tensor:
-        home = self._store.tensor(unit, state.name)
+    def _home(self, unit: UnitSpec, state: StateSpec, start: int, count: int) -> torch.Tensor:
+        home = self._store.tensor(unit.index, state.name)
         assert home is not None, "what is updated on the device is in memory"
-        first = state.elements(start)
+        first = state.elements(self._store.shards.origin(unit, state.name) + start)
         return home[first : first + state.elements(count)]

@@ -137,15 +137,15 @@ class Execution:
             return [[self._move("ssd_write", f"spill {unit.name}", traffic.buffer)]]
         if kind is Kind.RELOAD:
             return [[self._move("ssd_read", f"gradient {unit.name}", traffic.buffer)]]
-        if kind is not Kind.OFFLOAD or not traffic.offloaded:
+        if kind is not Kind.OFFLOAD:
             return []
         chain = []
         if sent := traffic.reduced:
             seconds = self._rates.ring_seconds(sent, self._plan.layout.group(unit))
             chain.append(Work(COLLECTIVE, f"reduce {unit.name}", sent, seconds))
-        # Handing gradients over is part of what a parameter costs.
-        chain.append(self._move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0))
-        return [chain]
+        if traffic.offloaded:  # handing gradients over is part of what a parameter costs
+            chain.append(self._move("d2h", f"offload {unit.name}", traffic.offloaded, pieces=0))
+        return [chain] if chain else []
 
     def _fetch(self, index: int) -> Sequence[Chain]:
         """From a unit's home to its lease, and then from all ranks."""

@@ -1,5 +1,6 @@
 """Models that torch's tensor parallelism divides, trained in Pagoda's pages and without them: scenarios of a rank."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +181,7 @@ def wrapped(
     precision: str = "bf16",
     kind: str = "ram",
     on_meta: bool = False,
+    rule: Any = None,
     **settings: Any,
 ) -> tuple[nn.Module, Any, pagoda.Mesh]:
     """A divided model in pages."""
@@ -200,25 +202,33 @@ def wrapped(
     else:
         model = divide(model, name, mesh)
     sizes: dict[str, Any] = {"page_size": PAGE, "unit_limit": "64KiB", "host": "64MiB"}
-    if kind == "ssd":
+    if "ssd" in kind:
         sizes |= {"host": PAGE, "ssd": f"{out}:64MiB"}
-    if kind == "arena":
+    elif settings.get("activations") == "offload":
+        sizes["ssd"] = f"{out}:64MiB"
+    if "arena" in kind:
         sizes["device"] = "cpu:1MiB"
+    if "on-device" in kind:
+        home = float(kind.startswith("home"))
+        split = pagoda.Split(device_home_share=home, device_update_share=1 - home)
+        sizes |= {"device": "cpu:4MiB", "split": split}
 
     def wrap(**sizes: Any) -> tuple[nn.Module, Any]:
         return pagoda.wrap(
             model,
-            pagoda.AdamW(lr=LR, weight_decay=DECAY),
+            rule or pagoda.AdamW(lr=LR, weight_decay=DECAY),
             memory=pagoda.Memory(**sizes),
             precision=precision,
             mesh=of_torch if by_torch else mesh,
             **settings,
         )
 
-    try:
-        wrapped_model, optimizer = wrap(**sizes)
-    except pagoda.BudgetError as refused:  # a page of RAM is not enough: what is says the refusal
-        wrapped_model, optimizer = wrap(**{**sizes, "host": refused.needed_bytes})
+    while True:
+        try:
+            wrapped_model, optimizer = wrap(**sizes)
+            break
+        except pagoda.BudgetError as refused:  # what is enough says the refusal
+            sizes[str(refused.tier)] = f"{'cpu:' * (refused.tier == 'device')}{refused.needed_bytes}"
     return wrapped_model, optimizer, mesh
 
 
@@ -244,7 +254,7 @@ def train_divided(
     tensor: int,
     parts: int,
     steps: int = 3,
-    precision: str = "bf16",
+    precision: Any = "bf16",
     larger: int = 1,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -259,6 +269,7 @@ def train_divided(
         "hidden": BATCH * LENGTH * 64 * larger * (2 if precision == "bf16" else 4),
         "peak": optimizer.stats.peak_bytes,
         "plan_peak": dict(plan.peak_bytes),
+        "on_device": sorted(plan.placement.on_device),
         "lines": {tier: dict(lines) for tier, lines in plan.bytes.items()},
         "moved": outcome.moved,
         "full": pagoda.full_state_dict(model, all_ranks=True),
@@ -266,6 +277,41 @@ def train_divided(
     }
     optimizer.close()
     return result
+
+
+CASE_RULES = {
+    "adamw": pagoda.AdamW(lr=LR, weight_decay=DECAY),
+    "adamw-8bit": pagoda.AdamW(lr=LR, weight_decay=DECAY, moments="8bit"),
+    "adafactor": pagoda.Adafactor(lr=LR, beta1=0.9),
+}
+
+
+def train_case(out: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Train with the settings of a row of the matrix."""
+    precision, _, gradients = case["numbers"].partition("+")
+    announced = case["update"] in ("announced", "speculate")
+    return train_divided(
+        out,
+        name,
+        case["tensor"],
+        parts=int(os.environ["WORLD_SIZE"]) // case["tensor"],
+        precision=pagoda.MixedPrecision(precision, gradients or None),  # type: ignore[arg-type]
+        rule=CASE_RULES[case["rule"]],
+        kind=case["place"],
+        stage=case["stage"],
+        replicas=case["replicas"],
+        expert_parallel=case["experts"],
+        activations=case["activations"],
+        partition=case["partition"],
+        clip_grad_norm=case["clip"],
+        accumulation_steps=1 if announced else None,
+        update=pagoda.Updates(
+            "async" if case["update"] == "async" else "sync",
+            max_staleness=0 if case["update"] == "async" else 1,
+            speculate=True if case["update"] == "speculate" else None,
+        ),
+        tiles={"batch": pagoda.Tiles(batch_tiles=2), "layers": pagoda.Tiles(tile_limit="16KiB")}.get(case["tiles"]),
+    )
 
 
 def train_plain(

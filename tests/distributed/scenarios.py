@@ -37,7 +37,7 @@ from pagoda.models import build_model
 from pagoda.optim import means
 from pagoda.optim.kernels import warm_up as warm_up_kernels
 from pagoda.plan.collective import reduce_pages
-from pagoda.plan.layout import GRAD, WEIGHT
+from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
@@ -96,7 +96,7 @@ def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> 
     except pagoda.BudgetError as refused:
         host = refused.needed_bytes or 0
     if kind == "moments-ssd":
-        host += (layout.total_pages(WEIGHT) + layout.total_pages(GRAD)) * PAGE
+        host += layout.total_pages(GRAD) * PAGE  # in stages 1 and 2, where it has room for all weights
     if recipe.rule is not None:
         host += 8 * PAGE  # ranks hold other numbers of pages, by some
     return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", **sizes)

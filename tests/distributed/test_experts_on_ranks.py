@@ -159,7 +159,7 @@ def test_checkpoint_of_one_rank_divided_over_two_has_the_same_bits(ranks: RankSe
     assert all(not torch.equal(one, other) for one, other in combinations(first, 2) if one.shape == other.shape)
 
 
-@pytest.mark.parametrize("model", ["mixtral-15m", "t5-moe-15m"])
+@pytest.mark.parametrize("model", ["mixtral-15m", pytest.param("t5-moe-15m", marks=pytest.mark.slow)])
 def test_full_states_of_divided_experts_hold_all_of_them(model: str, ranks: RankServer, tmp_path: Path) -> None:
     name = write_mixture(model, tmp_path / "model")
     first, second = ranks.run("pass_on_full_states", 2, tmp_path / "divided", name=name, expert_parallel=2)

@@ -87,10 +87,10 @@ def least_host(stage: Stage) -> int:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_that_all_ranks_have_are_in_ram_or_the_refusal_says_what_to_do(stage: Stage) -> None:
-    weights = 2 * 8 * 64 * 64
-    with pytest.raises(pagoda.BudgetError, match=r"every rank keeps all weights in RAM, 64.00 KiB .* use stage 3"):
-        agreed(stage, least_host(stage))
-    agreed(stage, least_host(stage) + weights)
+    with pytest.raises(pagoda.BudgetError, match=r"use ZeRO stage 3: .* every rank keeps all weights in RAM"):
+        agreed(stage, host=4096)
+    plan = agreed(stage, least_host(stage))
+    assert plan.bytes["host"]["weight"] == 2 * 8 * 64 * 64
     agreed(3, least_host(3))
 
 

@@ -138,7 +138,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c == "GRPO" else ()) for c in CASES])
 def test_losses_have_the_bits_of_trls_own_trainer(case: str, paging: Paging, tmp_path: Path) -> None:
     kind, given = CASES[case]
     where = tmp_path / "model"

@@ -19,7 +19,6 @@ from pagoda.plan.ops import DEVICE
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
-from pagoda.plan.ranks import Ranks
 from pagoda.plan.traffic import traffic_of
 from pagoda.schedule.from_plan import schedule_plan
 from pagoda.simulate.hardware import Link
@@ -66,7 +65,6 @@ def test_the_ring_is_in_the_ledger_where_something_passes_it() -> None:
         ({"options": {"max_staleness": 1}}, r"update='async'"),
         ({"options": {"gradients": torch.float32}}, r"MixedPrecision\.gradients"),
         ({"states": Adafactor().states("bf16")}, "Adafactor"),
-        ({"ranks": Ranks(2, 2)}, "several ranks"),
     ],
 )
 def test_a_share_that_cannot_be_had_is_refused_naming_the_setting(

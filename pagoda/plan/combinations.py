@@ -1,0 +1,92 @@
+"""Which features do not work together, and why: one table. All other pairs work."""
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
+
+from pagoda.errors import ConfigError
+from pagoda.optim.rule import StateSpec
+from pagoda.plan.options import DEFAULT_SPLIT, Options
+from pagoda.plan.ranks import Ranks
+
+
+class Feature(StrEnum):
+    """A setting that reaches into how state is stored or updated, as users write it."""
+
+    WHOLE = "an optimizer that takes whole parameters (Adafactor, Muon)"
+    EIGHT_BIT = "moments='8bit'"
+    GRADIENTS = "gradients in another dtype than weights (MixedPrecision.gradients)"
+    ASYNC = "update='async'"
+    SPECULATE = "speculate=True"
+    AUTO = "activations='auto'"
+    TILES = "tile_limit"
+    DEVICE_UPDATES = "split.device_update_share"
+    DEVICE_HOMES = "split.device_home_share"
+    RANKS = "several ranks"
+    TENSOR = "tensor_parallel"
+    EXPERTS = "expert_parallel"
+
+
+F = Feature
+ON_DEVICE = (F.DEVICE_UPDATES, F.DEVICE_HOMES)
+
+_NO_KERNEL = "a GPU has no kernel for that"
+_OWN_PACE = "each rank would lag by its own amount, so a step would use weights of different steps"
+_LATE = "another rank may still need a unit's old weights, or add to its gradient"
+_PARTS = "tensor-parallel ranks have parts of parameters"
+REFUSED: Mapping[frozenset[Feature], str] = {
+    frozenset(pair): why
+    for *pair, why in (
+        (F.WHOLE, F.TILES, "tiles cut parameters"),
+        (F.WHOLE, F.TENSOR, _PARTS),
+        (F.WHOLE, F.DEVICE_UPDATES, _NO_KERNEL),
+        (F.WHOLE, F.DEVICE_HOMES, _NO_KERNEL),
+        (F.GRADIENTS, F.DEVICE_UPDATES, _NO_KERNEL),
+        (F.GRADIENTS, F.DEVICE_HOMES, _NO_KERNEL),
+        (F.ASYNC, F.DEVICE_UPDATES, "asynchronous updates run on the CPU alone"),
+        (F.ASYNC, F.DEVICE_HOMES, "asynchronous updates run on the CPU alone"),
+        (F.ASYNC, F.SPECULATE, "asynchronous updates wait for nothing that could be guessed"),
+        (F.ASYNC, F.RANKS, _OWN_PACE),
+        (F.SPECULATE, F.RANKS, _LATE),
+        (F.EIGHT_BIT, F.TENSOR, "blocks of quantized moments would depend on how tensors are divided"),
+        (F.TILES, F.TENSOR, "tensor parallelism has divided the layers already"),
+        (F.AUTO, F.EXPERTS, "it chooses by the sizes that a rank sees, and ranks must recompute the same layers"),
+    )
+}
+"""Pairs that are refused, each with the reason."""
+
+
+def features(
+    options: Options, states: Sequence[StateSpec], ranks: Ranks | None, tiled: bool = False
+) -> frozenset[Feature]:
+    """The features that a run uses. `states` are its optimizer's; `tiled` says whether `tile_limit` is set."""
+    split = options.split or DEFAULT_SPLIT
+    used = {
+        F.WHOLE: states[0].whole is not None,
+        F.EIGHT_BIT: any(state.per > 1 for state in states),
+        F.GRADIENTS: options.gradients not in (None, states[0].dtype),
+        F.ASYNC: options.max_staleness is not None,
+        F.SPECULATE: options.speculate is True,
+        F.AUTO: options.activations == "auto",
+        F.TILES: tiled,
+        F.DEVICE_UPDATES: split.device_update_share > 0,
+        F.DEVICE_HOMES: split.device_home_share > 0,
+        F.RANKS: ranks is not None and ranks.count > 1,
+        F.TENSOR: ranks is not None and ranks.tensor_parallel > 1,
+        F.EXPERTS: ranks is not None and ranks.expert_parallel > 1,
+    }
+    return frozenset(feature for feature, is_used in used.items() if is_used)
+
+
+def why_not(used: Collection[Feature]) -> str | None:
+    """Why some of the features do not work together; None if all do."""
+    for pair, why in REFUSED.items():
+        if pair.issubset(used):
+            first, second = sorted(pair, key=[*Feature].index)
+            return f"{first} does not work with {second}: {why}"
+    return None
+
+
+def check_features(used: Collection[Feature]) -> None:
+    """Raises ConfigError where features do not work together."""
+    if (why := why_not(used)) is not None:
+        raise ConfigError(f"{why}. Leave one of them out.")

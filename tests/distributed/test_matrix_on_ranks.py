@@ -1,0 +1,107 @@
+"""On several ranks too, where state lives and how it moves never changes a bit: every two settings together.
+
+Each case trains a tiny mixture of experts with the settings of a row, and again, on the same ranks divided alike, with
+all state in RAM, every activation kept, and updates at the step.
+"""
+
+import json
+from functools import cache
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from pairwise import Case, covering
+
+from pagoda.plan.combinations import Feature, why_not
+from tests.tiny import write_mixture
+
+from .conftest import RankServer
+
+pytestmark = pytest.mark.slow
+AXES = {
+    "stage": (1, 2, 3),
+    "replicas": (1, 2),
+    "tensor": (1, 2),
+    "experts": (1, 2),
+    "rule": ("adamw", "adamw-8bit", "adafactor"),
+    "place": ("ram", "arena", "ssd", "arena-ssd", "updated-on-device", "home-on-device"),
+    "numbers": ("bf16", "fp32", "bf16+fp32"),
+    "update": ("at step", "announced", "speculate", "async"),
+    "activations": ("keep", "recompute", "offload", "auto"),
+    "partition": (False, True),
+    "tiles": (None, "batch", "layers"),
+    "clip": (None, 0.5),
+}
+DIVISION = ("stage", "replicas", "tensor", "experts")
+PLAIN = {"place": "ram", "update": "at step", "activations": "keep", "partition": False}
+"""What changes no bit."""
+MOST_RANKS = 4
+
+
+def features_of(case: Case) -> set[Feature]:
+    """The features in some settings; those left out do not matter."""
+    used = {
+        Feature.WHOLE: case.get("rule") == "adafactor",
+        Feature.EIGHT_BIT: case.get("rule") == "adamw-8bit",
+        Feature.GRADIENTS: "+" in case.get("numbers", ""),
+        Feature.ASYNC: case.get("update") == "async",
+        Feature.SPECULATE: case.get("update") == "speculate",
+        Feature.AUTO: case.get("activations") == "auto",
+        Feature.TILES: case.get("tiles") == "layers",
+        Feature.DEVICE_UPDATES: case.get("place") == "updated-on-device",
+        Feature.DEVICE_HOMES: case.get("place") == "home-on-device",
+        Feature.TENSOR: case.get("tensor") == 2 or case.get("partition", False),
+        Feature.EXPERTS: case.get("experts") == 2,
+        Feature.RANKS: True,
+    }
+    return {feature for feature, is_used in used.items() if is_used}
+
+
+def ranks_of(case: Case) -> int:
+    return max(2, prod(case.get(name, 1) for name in DIVISION[1:]))
+
+
+def possible(case: Case) -> bool:
+    """Whether `wrap` takes these settings together; those left out do not matter."""
+    place, activations, update = case.get("place"), case.get("activations"), case.get("update")
+    return why_not(features_of(case)) is None and not (
+        ranks_of(case) > MOST_RANKS
+        or (place == "ram" and activations == "offload")  # nowhere to go
+        or (case.get("rule") == "adafactor" and case.get("experts") == 2)  # a stack would be cut
+        or (case.get("partition") and (case.get("tensor") == 1 or activations in ("keep", "offload")))
+        or (update == "announced" and case.get("clip", None) is not None)
+        or (update == "speculate" and "clip" in case and case["clip"] is None)
+    )
+
+
+CASES = [*covering(AXES, possible)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_mixture("mixtral-15m", tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankServer, model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def train(said: str) -> list[dict[str, Any]]:
+        case = json.loads(said)
+        return ranks.run("train_case", ranks_of(case), tmp_path_factory.mktemp("case"), name=model, case=case)
+
+    return train
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(map(str, case.values())))
+def test_no_two_settings_change_a_bit_on_ranks(case: Case, trained: Any) -> None:
+    expected, found = (trained(json.dumps(each)) for each in (case | PLAIN, case))
+    for before, after in zip(expected, found, strict=True):
+        assert after["losses"] == before["losses"]
+        assert after["norms"] == before["norms"]
+        assert after["parts"].keys() == before["parts"].keys()
+        assert not [name for name, part in before["parts"].items() if not torch.equal(after["parts"][name], part)]
+        assert all(peak <= after["plan_peak"][tier] for tier, peak in after["peak"].items())
+        on_ssd = {*after["lines"].get("ssd", {})} - {"activations"}
+        assert bool(on_ssd) == ("ssd" in case["place"])
+        assert after["on_device"] or not case["place"].endswith("on-device")
