@@ -21,6 +21,7 @@ Two ranks are in benchmarks/ranks.py.
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -231,6 +232,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measures what is wanted, and writes it."""
     restart_spinning_briefly()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # processes end and files go
     arguments = parsed()
     result: Figures = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
 

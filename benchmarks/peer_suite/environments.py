@@ -34,7 +34,7 @@ class Environment:
 
     def folder(self, cache: Path) -> Path:
         """Its place in a cache: another one for other versions and for another interpreter."""
-        key = "\n".join((*self.pins, self.prepare, sys.version, _packages()))
+        key = "\n".join((*self.pins, sys.version, _packages()))
         return cache.resolve() / f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
     def process(self, cache: Path) -> tuple[str, dict[str, str]]:
@@ -48,17 +48,17 @@ class Environment:
         path = os.pathsep.join((str(folder / "bin"), os.environ.get("PATH", os.defpath)))
         variables = {**self.variables, "TORCH_EXTENSIONS_DIR": str(extensions), "PATH": path}
         done = folder / "installed"
-        if not done.exists():
+        for lock in extensions.glob("*/lock"):
+            lock.unlink()  # of a build that was stopped: torch would wait for it
+        if not done.exists() or done.read_text() != self.prepare:
             print(f"installing {', '.join(self.pins)} in {folder}", file=sys.stderr)
             _run([sys.executable, "-m", "venv", str(folder)])
             packages = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
             (Path(packages) / "shared.pth").write_text(_packages() + "\n")
             _run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", *self.pins])
-            for lock in extensions.glob("*/lock"):
-                lock.unlink()  # of a build that was stopped: torch would wait for it
             if self.prepare:
                 _run([str(python), "-c", self.prepare], variables)
-            done.touch()
+            done.write_text(self.prepare)
         return str(python), variables
 
 

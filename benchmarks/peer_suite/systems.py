@@ -44,6 +44,9 @@ class DeepSpeed(Trainer):
         torch.manual_seed(0)
         with deepspeed.zero.Init(config_dict_or_path=self.config):
             model = workload.build(workload.checkpointing)
+        for module in model.modules():  # built in parts, they are not what transformers initialises
+            with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+                model._init_weights(module)
         self.engine: Any = deepspeed.initialize(
             model=model.train(), model_parameters=model.parameters(), config=self.config
         )[0]
@@ -156,10 +159,15 @@ DEEPSPEED = Environment(
         "pydantic==2.14.3",
     ),
     variables={"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "WORLD_SIZE": "1"},
-    prepare=(
-        "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder;"
-        " CPUAdamBuilder().load(verbose=False); ShareMemCommBuilder().load(verbose=False)"
-    ),
+    prepare="""
+from deepspeed.ops.op_builder import cpu
+
+needed = [cpu.CPUAdamBuilder(), cpu.ShareMemCommBuilder(), cpu.PinMemoryBuilder()]
+if cpu.AsyncIOBuilder().is_compatible():  # it needs libaio; without it, NVMe's rows have the error
+    needed.append(cpu.AsyncIOBuilder())
+for builder in needed:
+    builder.load(verbose=False)
+""",
 )
 TORCHAO = Environment("torchao", ("torchao==0.18.0",))
 BITSANDBYTES = Environment("bitsandbytes", ("bitsandbytes==0.50.2",))
