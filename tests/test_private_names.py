@@ -50,7 +50,6 @@ OF_OBJECTS = {
     "transformers.Trainer._move_model_to_device": "a model that does not fit is moved to the GPU",
     "transformers.Trainer._clip_grad_norm": "gradients are clipped by torch besides",
     "transformers.Trainer._get_grad_norm": "norms are asked of torch, one by one",
-    "transformers.Trainer._save_checkpoint": "every saved model has all state beside it, or none has",
     "transformers.Trainer._save": "all weights are in RAM when a model is saved",
     "transformers.Trainer._save_optimizer_and_scheduler": "all state is in RAM when a checkpoint is saved",
     "transformers.Trainer._load_from_checkpoint": "a checkpoint without state of Pagoda is not refused",
