@@ -28,8 +28,7 @@ CLAIMS: Sequence[Claim] = (
         "18B",
         "PatrickStar, 8xV100, 240 GB",
         Setting("v100-32g-8", batch=4),
-        "A plan has no homes in GPU memory, where PatrickStar keeps a part of its state; with them it would be the "
-        "closed form's",
+        "GPU memory is home to the units that RAM has no room for",
     ),
     Claim("68B; DeepSpeed 30B", "PatrickStar, 8xA100-40G, 1 TB", Setting("a100-40g", batch=4), _DRAM),
     Claim("55B; DeepSpeed 28B", "Angel-PTM, 8xA100-40G, 1 TB, GPT", Setting("a100-40g", batch=8), _DRAM),

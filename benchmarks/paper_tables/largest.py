@@ -11,7 +11,8 @@ from pagoda.errors import BudgetError
 from pagoda.forecast.compute import Compute
 from pagoda.forecast.describe import exchanged_elements
 from pagoda.models.papers import PAPER_SHAPES, PaperShape
-from pagoda.plan.options import Options
+from pagoda.plan.collective import reduce_pages
+from pagoda.plan.options import DEFAULT_SPLIT, Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks
@@ -32,6 +33,7 @@ LOGIT_BYTES = 6
 """Of a logit: in 16 bits and in fp32."""
 MOST_UNITS = 200
 """Of a plan; models with more are planned with a part of their layers, and as much of host RAM and drives."""
+ROOMY = Budgets(1 << 60, 1 << 60)
 OPTIONS = Options(accumulation_steps=1, unit_limit=UNIT_BYTES, keep_checkpoints=0)  # as the papers count
 """Units are updated during backward: no clipping, one micro-batch."""
 
@@ -124,11 +126,17 @@ def plan_of(shape: PaperShape, setting: Setting) -> tuple[Plan, PaperShape, int,
     part = shape if shape.experts else part_of(shape, max(widest, TILE_BYTES))
     times = shape.layers / part.layers
     budgets = budgets_of(setting, shape)
-    ssd = None if budgets.ssd is None else int(budgets.ssd / times)
-    budgets = replace(budgets, host=int(budgets.host / times), ssd=ssd)
     elements = exchanged_elements(part, setting.batch * shape.seq_len, setting.experts)
     exchanges = {module: 2 * n for module, n in elements.items()}
     root = tree(part, tiles, setting.experts)
+    if times > 1:
+        # What passes the GPU is the same for a part of the layers; what lives there is a part, as in RAM and on SSD.
+        layout = make_plan(root, STATES, ROOMY, OPTIONS, setting.ranks, exchanges).layout
+        passing = (layout.lease_pages(DEFAULT_SPLIT.leases_ahead) + reduce_pages(layout)) * layout.page_bytes
+        assert budgets.device is not None
+        device = passing + int(max(0, budgets.device - passing) / times)
+        ssd = None if budgets.ssd is None else int(budgets.ssd / times)
+        budgets = Budgets(int(budgets.host / times), min(device, budgets.device), ssd)
     return make_plan(root, STATES, budgets, OPTIONS, setting.ranks, exchanges), part, tiles, times
 
 
