@@ -102,12 +102,12 @@ def _draw_time(part: Figures, path: Path) -> None:
             point = (at["peak_bytes"] / GIB, at["ratio"]["median"])
             paged = name.startswith("pagoda")
             axes.plot(
-                *point, "o" if paged else "s", color="C3" if paged else None, label=None if paged else one["label"]
+                *point, "o" if paged else "s", color="black" if paged else None, label=None if paged else one["label"]
             )
             if paged:
                 ours.append(point)
         if ours:
-            axes.plot(*zip(*sorted(ours), strict=True), color="C3", label="Pagoda, more or less on SSD")
+            axes.plot(*zip(*sorted(ours), strict=True), color="black", label="Pagoda, more or less on SSD")
         axes.set(title=f"{int(count):,} tokens", xlabel="RAM of the process, GiB")
         axes.set(xlim=(0, 1.05 * axes.get_xlim()[1]), ylim=(0, 1.05 * axes.get_ylim()[1]))
         if not index:
@@ -128,7 +128,7 @@ def _draw_largest(figures: Figures, path: Path) -> None:
                 lines.setdefault(one["label"], []).append((parse_bytes(limit) / GIB, one["parameters"] / 1e6))
     for label, points in lines.items():
         axes.plot(
-            *zip(*sorted(points), strict=True), "o-", label=label, color="C3" if label == "Pagoda, all on SSD" else None
+            *zip(*sorted(points), strict=True), "o-", label=label, color="black" if label == "Pagoda, all on SSD" else None
         )
     axes.set(xlabel="RAM of the process, GiB", ylabel="largest model, M parameters", yscale="log")
     axes.legend(fontsize="x-small")
