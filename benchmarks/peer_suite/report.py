@@ -128,7 +128,10 @@ def _draw_largest(figures: Figures, path: Path) -> None:
                 lines.setdefault(one["label"], []).append((parse_bytes(limit) / GIB, one["parameters"] / 1e6))
     for label, points in lines.items():
         axes.plot(
-            *zip(*sorted(points), strict=True), "o-", label=label, color="black" if label == "Pagoda, all on SSD" else None
+            *zip(*sorted(points), strict=True),
+            "o-",
+            label=label,
+            color="black" if label == "Pagoda, all on SSD" else None,
         )
     axes.set(xlabel="RAM of the process, GiB", ylabel="largest model, M parameters", yscale="log")
     axes.legend(fontsize="x-small")
