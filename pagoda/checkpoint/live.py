@@ -53,7 +53,7 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]
     Every rank reads the same pieces in the same order; the first one gets them, or all do. Of others what they read has
     no meaning. Every rank has come to the end of the block when one goes on.
 
-    Raises UsageError for a model that is not wrapped, and between backward and `step()` where updates run under
+    Raises UsageError for a model that is not wrapped, and between backward and `step()` where updates run during
     backward.
     """
     engine = next(iter(states_of(model).values())).engine
@@ -75,7 +75,7 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
         apart = group.collectives.mesh.ranks.tensor_parallel
         by_part = said_by_ranks(engine, "the places of all weights", mine)[::apart][: group.parts]
     found: dict[str, dict[str, LazyTensor]] = {}
-    for state in {WEIGHT, LOW} & {state.name for state in engine.plan.layout.states}:
+    for state in [state.name for state in engine.plan.layout.states if state.name in (WEIGHT, LOW)]:
         tiles: dict[str, list[tuple[_Place, LazyTensor]]] = {}
         for number, parameter in enumerate(parameters):
             if state not in parameter.spans():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pairwise import Case, covering
+from test_matrix import features_of as features_on_one_rank
 
 from pagoda.plan.combinations import Feature, why_not
 from tests.tiny import write_mixture
@@ -42,20 +43,11 @@ MOST_RANKS = 4
 def features_of(case: Case) -> set[Feature]:
     """The features in some settings; those left out do not matter."""
     used = {
-        Feature.WHOLE: case.get("rule") == "adafactor",
-        Feature.EIGHT_BIT: case.get("rule") == "adamw-8bit",
-        Feature.GRADIENTS: "+" in case.get("numbers", ""),
-        Feature.ASYNC: case.get("update") == "async",
-        Feature.SPECULATE: case.get("update") == "speculate",
-        Feature.AUTO: case.get("activations") == "auto",
-        Feature.TILES: case.get("tiles") == "layers",
-        Feature.DEVICE_UPDATES: case.get("place") == "updated-on-device",
-        Feature.DEVICE_HOMES: case.get("place") == "home-on-device",
         Feature.TENSOR: case.get("tensor") == 2 or case.get("partition", False),
         Feature.EXPERTS: case.get("experts") == 2,
         Feature.RANKS: True,
     }
-    return {feature for feature, is_used in used.items() if is_used}
+    return features_on_one_rank(case) | {feature for feature, is_used in used.items() if is_used}
 
 
 def ranks_of(case: Case) -> int:
