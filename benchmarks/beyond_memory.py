@@ -3,7 +3,9 @@
 The parent starts one process per model, which builds it under `pagoda.init()` and takes a few steps; the parent kills
 it as soon as its resident memory passes the limit. The process's own peak (VmHWM, kept by the kernel) is the result.
 
-    python benchmarks/beyond_memory.py --ssd DIR [--models llama-1b llama-5b] [--out FILE]
+    python benchmarks/beyond_memory.py --ssd DIR [--models llama-1b llama-5b llama-8b] [--out FILE]
+
+llama-8b has 8-bit moments, and its largest layers are cut into tiles; it takes 48 GB of the SSD.
 """
 
 import json
@@ -12,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -24,16 +27,22 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the resident memory its process may have, and what Pagoda may use of it."""
+    """The resident memory that the process of a model may have, what Pagoda may use of it, and how it trains."""
 
     limit: int
     host: str
+    moments: Literal["fp32", "8bit"] = "fp32"
+    tile_limit: str | None = None
 
 
-CASES = {"llama-1b": Case(3 * GIB, "700MiB"), "llama-5b": Case(6 * GIB, "2200MiB")}
+CASES = {
+    "llama-1b": Case(3 * GIB, "700MiB"),
+    "llama-5b": Case(6 * GIB, "2200MiB"),
+    "llama-8b": Case(4 * GIB, "1536MiB", "8bit", "64MiB"),
+}
 
 
-def train(model_name: str, host: str, ssd: str, steps: int, seq_len: int) -> None:
+def train(model_name: str, ssd: str, steps: int, seq_len: int) -> None:
     """The limited process: prints one JSON line per step, then its own peak."""
     import torch
 
@@ -42,12 +51,17 @@ def train(model_name: str, host: str, ssd: str, steps: int, seq_len: int) -> Non
     from pagoda.train.data import Batches, Rows
     from pagoda.train.tokens import open_tokens
 
+    case = CASES[model_name]
     torch.manual_seed(0)
     start = time.perf_counter()
     with pagoda.init():
         model = build_model(model_name, seq_len=seq_len, gradient_checkpointing=True)
     model, optimizer = pagoda.wrap(
-        model, pagoda.AdamW(lr=3e-4), memory=pagoda.Memory(host=host, ssd=ssd), clip_grad_norm=1.0
+        model,
+        pagoda.AdamW(lr=3e-4, moments=case.moments),
+        memory=pagoda.Memory(host=case.host, ssd=ssd),
+        clip_grad_norm=1.0,
+        tiles=pagoda.Tiles(tile_limit=case.tile_limit),
     )
     plan = pagoda.plan_of(model)
     line: dict[str, object] = {"built_s": time.perf_counter() - start, "parameters": plan.parameters}
@@ -75,7 +89,7 @@ def resident_bytes(process: str, field: str) -> int:
 
 def watch(model_name: str, case: Case, ssd: str, steps: int, seq_len: int, console: Console) -> dict[str, object]:
     """Run one case under its limit."""
-    command = [sys.executable, __file__, "--child", model_name, "--ssd", ssd, "--host", case.host]
+    command = [sys.executable, __file__, "--child", model_name, "--ssd", ssd]
     command += ["--steps", str(steps), "--seq-len", str(seq_len)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     peak = 0
@@ -117,15 +131,14 @@ def main(
     seq_len: int = 256,
     out: Path | None = None,
     child: str | None = None,
-    host: str = "",
 ) -> None:
     """Train each model in its limited process and print what it took."""
     if child is not None:
-        train(child, host, ssd, steps, seq_len)
+        train(child, ssd, steps, seq_len)
         return
     console = Console()
     results = [watch(name, CASES[name], ssd, steps, seq_len, console) for name in models]
-    table = Table("model", "parameters", "state", "limit", "peak RSS", "build s", "step s", "losses", "fits")
+    table = Table("model", "parameters", "on SSD", "limit", "peak RSS", "build s", "step s", "losses", "fits")
     for r in results:
         parameters = int(r.get("parameters", 0))  # type: ignore[call-overload]
         done = r["steps"]
@@ -133,7 +146,7 @@ def main(
         table.add_row(
             str(r["model"]),
             f"{parameters / 1e9:.2f} B",
-            format_bytes(14 * parameters),
+            format_bytes(sum(r["plan_bytes"]["ssd"].values())) if "plan_bytes" in r else "",  # type: ignore[index]
             format_bytes(int(r["limit"])),  # type: ignore[call-overload]
             format_bytes(int(r["peak_rss"])),  # type: ignore[call-overload]
             f"{r.get('built_s', float('nan')):.0f}",

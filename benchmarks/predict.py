@@ -4,6 +4,8 @@ Each configuration is trained on real text in turns: the machine is calibrated a
 a few seconds, then a few steps run, and so on, because a shared machine's disk and cores drift within seconds. Every
 turn's calibration predicts the steps of that turn, by simulating the plan that runs. Predicted and measured are the
 medians over turns; errors are (predicted - measured) / measured. Memory is predicted from the simulated ledger.
+Kendall's tau says whether the forecast puts the configurations of a model and a batch in the right order: 1 if it does
+for every two of them, -1 if for none.
 
     python benchmarks/predict.py --ssd DIR [--models llama-15m llama-110m llama-215m] [--case-s 45] [--out FILE]
 """
@@ -11,9 +13,10 @@ medians over turns; errors are (predicted - measured) / measured. Memory is pred
 import gc
 import itertools
 import json
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -259,8 +262,18 @@ def main(
     nbytes = max(abs(r.bytes_error) for r in results)
     console.print(
         f"step time: median error {statistics.median(errors):.1%} (target 5%), worst {errors[-1]:.1%} (target 15%); "
-        f"peak bytes: worst {nbytes:.1%} (target 2%)"
+        f"peak bytes: worst {nbytes:.1%} (target 2%); order: Kendall's tau {kendall_tau(results):.2f}"
     )
+
+
+def kendall_tau(results: Sequence[Result]) -> float:
+    """Kendall's tau of predicted and measured step times, over pairs of the same model and number of tokens."""
+    signs = [
+        math.copysign(1, (a.predicted_s - b.predicted_s) * (a.measured_s - b.measured_s))
+        for a, b in itertools.combinations(results, 2)
+        if (a.model, a.tokens) == (b.model, b.tokens)
+    ]
+    return statistics.fmean(signs) if signs else math.nan
 
 
 def _table(results: list[Result]) -> Table:
