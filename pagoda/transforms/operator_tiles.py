@@ -1,6 +1,7 @@
 """Operator tiling: what is too large to be fetched at once is replaced by tiles, and experts by modules of their own,
 before units are found."""
 
+import warnings
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -36,8 +37,10 @@ Place = tuple[nn.Module, str]
 class Tiling:
     """What was replaced in a model: every linear layer and embedding with more than some elements, and all experts.
 
-    Layers that share a weight share its tiles. A layer stays whole where something else uses its weight too, where it
-    is the model itself, has hooks, is compiled, or does more than its class: a norm of vectors, sparse gradients.
+    Layers that share a weight share its tiles. Their forward hooks move to what takes their place. A linear layer or
+    embedding stays whole, with a warning, where something else uses its weight too, where it is the model itself, or
+    where its class and weight do not say all that it does: hooks before forward, a forward of its own, a norm of
+    vectors, sparse gradients.
     """
 
     def __init__(
@@ -115,8 +118,14 @@ class Tiling:
             weight = module._parameters.get("weight")
             if weight is None or weight.numel() <= most_elements or module in replaced or module not in self._places:
                 continue
-            if all(_can_be_tiled(user) and user in self._places for user in self._users[id(weight)]):
-                self._replaced.append((self._places[module], module, self._tiles_of(module, weight, most_elements)))
+            users = self._users[id(weight)]
+            whole = next((user for user in users if not _can_be_tiled(user) or user not in self._places), None)
+            if whole is None:
+                tiled = self._tiles_of(module, weight, most_elements)
+                _share_forward_hooks(module, tiled)
+                self._replaced.append((self._places[module], module, tiled))
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
+                warnings.warn(_stays_whole(model, module, whole), stacklevel=2)
 
     def renamed(self, names: Iterable[str]) -> list[str]:
         """Parameters by their names now: of one that is in tiles, the names of its parts here."""
@@ -218,11 +227,37 @@ class Tiling:
 
 
 def _has_hooks(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks) or "forward" in vars(layer)
+    return bool(layer._forward_hooks) or _changes_forward(layer)
+
+
+def _changes_forward(layer: nn.Module) -> bool:
+    """Whether its class does not say what its forward computes: a hook before it may set its weight."""
+    return bool(layer._forward_pre_hooks) or "forward" in vars(layer)
+
+
+def _share_forward_hooks(layer: nn.Module, tiled: nn.Module) -> None:
+    """Hooks after a layer's forward, such as transformers' for checkpointed models, run after that of its tiles.
+
+    The layers share the dictionaries, so a hook's handle removes it from both.
+    """
+    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        setattr(tiled, name, getattr(layer, name))
+
+
+def _stays_whole(model: nn.Module, layer: nn.Module, reason: nn.Module) -> str:
+    """The warning for a layer that is larger than a tile; `reason` is a layer with its weight that forbids tiles."""
+    names = {module: name for name, module in model.named_modules()}
+    if reason is model:
+        why = "it is the model itself"
+    elif _changes_forward(reason):
+        why = f"{names[reason]!r} has hooks before its forward, or a forward of its own"
+    else:
+        why = f"{names[reason]!r}, a {type(reason).__name__}, may do more with it than multiply or look up"
+    return f"tile_limit leaves layer {names[layer]!r} whole: {why}."
 
 
 def _can_be_tiled(layer: nn.Module) -> bool:
-    if _has_hooks(layer):
+    if _changes_forward(layer):
         return False
     if type(layer) is nn.Embedding:
         return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse

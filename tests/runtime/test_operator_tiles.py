@@ -189,8 +189,36 @@ def test_what_shares_its_weight_with_something_else_stays_whole() -> None:
     model = wide()
     model.other = Own(1, 1)
     model.other.weight, model.other.bias = model.wide.weight, model.wide.bias
-    wrapped, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit="32KiB"))
-    assert not any(isinstance(module, Tiled) for module in wrapped.modules())
+    with pytest.warns(UserWarning, match=r"leaves layer 'wide' whole: 'other', a Own, may do more"):
+        model, optimizer = pagoda.wrap(
+            model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit="32KiB")
+        )
+    assert not any(isinstance(module, Tiled) for module in model.modules())
+    optimizer.close()
+
+
+def test_what_a_hook_may_change_before_forward_stays_whole() -> None:
+    model = wide()
+    model.wide.register_forward_pre_hook(lambda module, args: None)
+    with pytest.warns(UserWarning, match=r"leaves layer 'wide' whole: 'wide' has hooks before its forward"):
+        _, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit="32KiB"))
+    optimizer.close()
+
+
+def test_hooks_after_forward_run_after_that_of_the_tiles() -> None:
+    """transformers gives the embedding of a checkpointed model such a hook."""
+    torch.manual_seed(0)
+    model = zoo.MODELS["llama"]()
+    model.gradient_checkpointing_enable()
+    seen: list[torch.Size] = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    model, optimizer = pagoda.wrap(model, pagoda.AdamW(), memory=zoo.RESIDENT, tiles=pagoda.Tiles(tile_limit=TILE))
+    assert isinstance(model.get_input_embeddings(), Tiled)
+    step(model, optimizer, seed=0)
+    assert len(seen) == 1
+    handle.remove()
+    step(model, optimizer, seed=1)
+    assert len(seen) == 1
     optimizer.close()
 
 
