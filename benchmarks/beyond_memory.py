@@ -38,7 +38,7 @@ class Case:
 CASES = {
     "llama-1b": Case(3 * GIB, "700MiB"),
     "llama-5b": Case(6 * GIB, "2200MiB"),
-    "llama-8b": Case(4 * GIB, "1536MiB", "8bit", "64MiB"),
+    "llama-8b": Case(4 * GIB, "1GiB", "8bit", "64MiB"),
 }
 
 
