@@ -1,11 +1,11 @@
 """Whether io_uring moves pages faster than the threads that Pagoda reads and writes with, or with less processor time.
 
 Both move the same 4 MiB blocks of one file past the page cache, in turns: reads, writes, and both at once. The threads
-call preadv and pwritev, two in each direction, as the lanes do. io_uring has one thread and some blocks in flight; it
-is a C program here, which needs a C compiler, since no Python package for io_uring takes buffers that are aligned for
-direct I/O.
+call preadv and pwritev, two in each direction as the lanes have them, or more. io_uring has one thread, registered
+buffers and some blocks in flight. It is a C program here, which needs a C compiler: no Python package for io_uring
+takes buffers that are aligned for direct I/O.
 
-    python benchmarks/io_uring.py --ssd DIR [--gib 2] [--depths 4 16] [--rounds 5]
+    python benchmarks/io_uring.py --ssd DIR [--gib 2] [--threads 2 4 8] [--depths 4 16] [--rounds 5]
 """
 
 import argparse
@@ -25,8 +25,6 @@ from pagoda.memory.arena import Arena
 from pagoda.memory.ssd.file import PageFile
 
 BLOCK = 4 << 20
-THREADS = 2
-"""Of a direction."""
 KINDS = {"r": "read", "w": "write", "b": "read and write"}
 
 
@@ -34,26 +32,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ssd", type=Path, required=True)
     parser.add_argument("--gib", type=float, default=2.0, help="of the file")
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 4, 8], help="of a direction")
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 16], help="blocks in flight")
     parser.add_argument("--rounds", type=int, default=5)
     settings = parser.parse_args()
     blocks = int(settings.gib * (1 << 30)) // BLOCK // 2 * 2
-    table = Table("transfers", "method", "GB/s", "over threads", "processor seconds a GB")
+    table = Table("transfers", "method", "GB/s", "over the first", "processor seconds a GB")
     with TemporaryDirectory(dir=settings.ssd) as folder:
         program = Path(folder, "io_uring")
         subprocess.run(["cc", "-O2", "-o", program, Path(__file__).with_suffix(".c")], check=True)
-        threads = Threads(Path(folder), blocks)
-        threads.move("w")
+        threads = Threads(Path(folder), blocks, max(settings.threads))
+        threads.move("w", 2)
         for kind, name in KINDS.items():
             found: dict[str, list[tuple[float, float]]] = {}
             for _ in range(settings.rounds):
-                found.setdefault("threads", []).append(threads.move(kind))
+                for count in settings.threads:
+                    found.setdefault(f"{count} threads", []).append(threads.move(kind, count))
                 for depth in settings.depths:
                     measured = with_io_uring(program, threads.file, blocks, depth, kind)
                     found.setdefault(f"io_uring, {depth} in flight", []).append(measured)
             gigabytes = blocks * BLOCK / 1e9
             for method, rounds in found.items():
-                ratio = statistics.median(a[0] / b[0] for a, b in zip(found["threads"], rounds, strict=True))
+                ratio = statistics.median(a[0] / b[0] for a, b in zip(next(iter(found.values())), rounds, strict=True))
                 seconds, processor = (statistics.median(values) for values in zip(*rounds, strict=True))
                 rate = f"{gigabytes / seconds:.2f}"
                 table.add_row(name, method, rate, f"{ratio:.2f}", f"{processor / gigabytes:.3f}")
@@ -64,22 +64,23 @@ def main() -> None:
 class Threads:
     """A file of blocks, and threads that move them."""
 
-    def __init__(self, folder: Path, blocks: int) -> None:
+    def __init__(self, folder: Path, blocks: int, most: int) -> None:
         self.file = PageFile(folder, blocks, BLOCK)
         self._blocks = blocks
-        self._arena = Arena(2 * THREADS * BLOCK)
+        self._arena = Arena(2 * most * BLOCK)
         self._arena.view(0, self._arena.nbytes)[:] = os.urandom(self._arena.nbytes)  # a drive may compress zeros
 
-    def move(self, kind: str) -> tuple[float, float]:
-        """(seconds, processor seconds) of every block read ("r"), written ("w"), or half of them each ("b")."""
+    def move(self, kind: str, count: int) -> tuple[float, float]:
+        """(seconds, processor seconds) of every block read ("r"), written ("w"), or half of them each ("b"), with so
+        many threads of a direction."""
         half = self._blocks // 2
         shares = {"r": [(self.file.pread, 0, self._blocks)], "w": [(self.file.pwrite, 0, self._blocks)]}
         shares["b"] = [(self.file.pread, 0, half), (self.file.pwrite, half, self._blocks)]
         threads: list[threading.Thread] = []
         for call, first, stop in shares[kind]:
-            for number in range(THREADS):
+            for number in range(count):
                 view = self._arena.view(len(threads) * BLOCK, BLOCK)
-                places = range(first + number, stop, THREADS)
+                places = range(first + number, stop, count)
                 threads.append(threading.Thread(target=lambda c=call, v=view, p=places: [c(at, v) for at in p]))
         began, processor = time.perf_counter(), processor_seconds()
         for thread in threads:
