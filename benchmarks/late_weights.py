@@ -3,7 +3,7 @@
 Asynchronous updates of Pagoda change nothing else, so their loss is to be held against this one. Same model, batches,
 schedule and clipping as benchmarks/async_update.py, all in memory; every weight is exactly `--late` steps old.
 
-    python benchmarks/late_weights.py [--late 2] [--beta1 0.9] [--out FILE.json]
+    python benchmarks/late_weights.py [--late 2] [--beta1 0.9] [--warmup 20] [--batch-size 1] [--out FILE.json]
 """
 
 import json
@@ -36,7 +36,11 @@ class Settings:
     steps: int = 300
     seq_len: int = 512
     lr: float = 3e-4
-    """Peak learning rate, after 20 steps of warm-up and before a cosine."""
+    """Peak learning rate, after warm-up and before a cosine."""
+    warmup: int = 20
+    """Steps."""
+    batch_size: int = 1
+    """Sequences of a step."""
     beta1: float = 0.9
     out: Path | None = None
 
@@ -49,10 +53,10 @@ def train(settings: Settings) -> list[float]:
     masters = [param.detach().clone() for param in params]
     for param in params:
         param.data = param.data.to(torch.bfloat16)
-    config = OptimConfig(lr=settings.lr, warmup_steps=20)
+    config = OptimConfig(lr=settings.lr, warmup_steps=settings.warmup)
     optimizer = torch.optim.AdamW(masters, config.lr, (settings.beta1, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_factor(step, settings.steps))
-    batches = Batches(rows=Rows.of(open_tokens("stdlib"), settings.seq_len), batch_size=1)
+    batches = Batches(rows=Rows.of(open_tokens("stdlib"), settings.seq_len), batch_size=settings.batch_size)
     newer: deque[list[torch.Tensor]] = deque()
     losses = []
     for step in range(settings.steps):

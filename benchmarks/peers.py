@@ -11,7 +11,7 @@ speed    seconds of a step against plain PyTorch with checkpointing, for each nu
          (--together) are in memory at a time, plain PyTorch always. They take turns in blocks of steps, each drained
          before the next one begins
 largest  most parameters that train three steps in so much RAM (--limits), by bisection of the number of layers, with
-         a time limit for each turn (--turn-s)
+         a time limit for each turn (--turn-s); models of more than --most-parameters are not tried
 
 `--part speed`, `--part largest` or `--part docs` does one of them. Figures that --out has from the same settings are
 kept and not measured again, so a run that was stopped goes on; --again measures the systems that it is given again.
@@ -48,8 +48,6 @@ STEPS = {128: 4, 512: 3, 2048: 1}
 """Tokens of a step -> steps of a turn; other numbers of tokens get one."""
 CLOSE_ENOUGH = 1.15
 """Largest models: the least number of layers that was too much over the most that was not."""
-BYTES = 16
-"""A parameter's in plain PyTorch: where the search for the largest model begins."""
 PROCESS_BYTES = 600 << 20
 """What a process takes before it has a model."""
 
@@ -152,14 +150,24 @@ def speed(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Callabl
 def largest(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Callable[[], None]) -> None:
     """The largest model of each system that `kept` lacks, for each limit; kept when it has been found."""
     of_one, of_two = (parameters_of(arguments.model, layers) for layers in (1, 2))
-    for limit in arguments.limits:
+    of_layer = of_two - of_one
+    most = max(1, int(arguments.most_parameters - of_one) // of_layer + 1)
+    at_least = dict.fromkeys(arguments.systems, 0)
+    for limit in sorted(arguments.limits, key=parse_bytes):
         of_limit = kept.setdefault(limit, {})
         for name in arguments.systems:
             if name in of_limit and not arguments.again:
+                at_least[name] = of_limit[name]["layers"]
                 continue
-            layers, reason = most_layers(name, arguments, parse_bytes(limit), of_two - of_one)
+            first = int(parse_bytes(limit) - PROCESS_BYTES) // int(SYSTEMS[name].ram_bytes * of_layer)
+
+            def fails(layers: int, name: str = name, limit: str = limit) -> str | None:
+                return failure_of(name, arguments, parse_bytes(limit), layers)
+
+            layers, reason = most_layers(fails, first, at_least[name], most)
+            at_least[name] = layers
             figures: Figures = {"label": SYSTEMS[name].label, "stopped_by": reason, "layers": layers}
-            figures["parameters"] = of_one + (layers - 1) * (of_two - of_one) if layers else 0
+            figures["parameters"] = of_one + (layers - 1) * of_layer if layers else 0
             of_limit[name] = figures
             print(f"{limit}: {name}: {figures['parameters'] / 1e6:,.0f} M parameters; {reason}", file=sys.stderr)
             keep()
@@ -171,20 +179,24 @@ def parameters_of(model: str, layers: int) -> int:
         return sum(p.numel() for p in Workload(model, 1, 128, layers=layers).build().parameters())
 
 
-def most_layers(name: str, arguments: argparse.Namespace, limit: int, of_layer: int) -> tuple[int, str]:
-    """(most layers that trained, why not more): doubles or halves them until it knows both sides, then bisects."""
-    fits, too_many, reason = 0, 0, ""
-    layers = max(1, (limit - PROCESS_BYTES) // (BYTES * of_layer))
-    while True:
-        failed = failure_of(name, arguments, limit, layers)
-        if failed is None:
+def most_layers(failure: Callable[[int], str | None], first: int, fits: int, most: int) -> tuple[int, str]:
+    """(most layers that train, why not more). `failure` tries some, and says why they do not train.
+
+    So many as `fits` are known to; `first` are tried first. Doubles or halves them until it knows both sides, then
+    bisects.
+    """
+    too_many, reason = most + 1, "more were not tried"
+    layers = min(max(1, first, fits + 1), most)
+    while fits < most and too_many > max(fits + 1, fits * CLOSE_ENOUGH):
+        if (failed := failure(layers)) is None:
             fits = layers
         else:
             too_many, reason = layers, failed
-        if too_many == 1 or (fits and too_many and too_many <= max(fits + 1, fits * CLOSE_ENOUGH)):
-            return fits, reason
-        layers = 2 * fits if not too_many else max(1, too_many // 2) if not fits else round((fits * too_many) ** 0.5)
-        layers = min(max(layers, fits + 1), too_many - 1) if too_many else layers
+        doubled, halved = 2 * fits, layers // 2
+        between = round((fits * too_many) ** 0.5)
+        layers = doubled if too_many > most else between if fits else halved
+        layers = min(max(layers, fits + 1), too_many - 1)
+    return fits, reason
 
 
 def failure_of(name: str, arguments: argparse.Namespace, limit: int, layers: int) -> str | None:
@@ -220,6 +232,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=5, help="processes that are in memory at a time")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--limits", nargs="+", default=["3GiB", "6GiB", "12GiB"])
+    parser.add_argument("--most-parameters", type=float, default=5e9, help="of the largest models that are tried")
     parser.add_argument("--turn-s", type=float, default=300.0, help="most seconds of a turn")
     parser.add_argument("--part", choices=("all", "speed", "largest", "docs"), default="all")
     parser.add_argument("--again", action="store_true")
@@ -246,6 +259,7 @@ def main() -> None:
     if arguments.part in ("all", "largest"):
         by = "a cgroup" if cgroups_are_to_be_had() else "the parent, which ends a process whose resident memory is more"
         settings = shared | {"tokens": min(arguments.tokens), "turn_s": arguments.turn_s, "limited_by": by}
+        settings["most_parameters"] = arguments.most_parameters
         largest(arguments, figures_of(result, "largest", settings), keep)
     Console().print(tables(result), soft_wrap=True, highlight=False, markup=False)
     if arguments.docs is not None:

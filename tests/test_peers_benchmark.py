@@ -1,6 +1,5 @@
 """benchmarks/peers.py trains what it says: the systems that need no installation agree, and its machinery holds."""
 
-import argparse
 import itertools
 import json
 import sys
@@ -65,16 +64,21 @@ def test_a_turn_that_fails_is_an_error_with_its_reason() -> None:
     taker.close()
 
 
-@pytest.mark.parametrize(("most", "first"), [(1, 40), (7, 1), (100, 3)])
-def test_the_largest_model_is_found_from_either_side(most: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failure_of(name: str, arguments: argparse.Namespace, limit: int, layers: int) -> str | None:
+@pytest.mark.parametrize("known", [0, 5])
+@pytest.mark.parametrize("first", [0, 3, 40])
+@pytest.mark.parametrize("most", [0, 1, 7, 100, 300])
+def test_the_largest_model_is_found_from_either_side(most: int, first: int, known: int) -> None:
+    tried: list[int] = []
+
+    def failure(layers: int) -> str | None:
+        tried.append(layers)
         return None if layers <= most else "too large"
 
-    monkeypatch.setattr(peers, "failure_of", failure_of)
-    limit = peers.PROCESS_BYTES + first * peers.BYTES * 1000
-    found, reason = peers.most_layers(PLAIN, argparse.Namespace(), limit, 1000)
-    assert found <= most < max(found + 1, found * peers.CLOSE_ENOUGH)
-    assert reason == "too large"
+    found, reason = peers.most_layers(failure, first, min(known, most), 200)
+    assert found <= most
+    assert min(most, 200) < max(found + 1, found * peers.CLOSE_ENOUGH)
+    assert reason == ("more were not tried" if most > 200 else "too large")
+    assert len({*tried}) == len(tried) < 15
 
 
 def test_a_process_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ class System:
     """Makes it; the directory is on the SSD and its own."""
     environment: Environment | None = None
     """None: nothing has to be installed."""
+    ram_bytes: float = 16
+    """Of a parameter, roughly: where the search for the largest model begins."""
 
 
 class DeepSpeed(Trainer):
@@ -209,5 +211,5 @@ SYSTEMS: dict[str, System] = {
     "pagoda-ram": System("Pagoda, all in RAM", "Memory(host=...) above what the state takes", paged("ram")),
     "pagoda-half": System("Pagoda, part of the moments on SSD", "RAM for 9 bytes a parameter", paged("half")),
     "pagoda-moments": System("Pagoda, moments on SSD", "RAM for 4 bytes a parameter", paged("moments")),
-    "pagoda-ssd": System("Pagoda, all on SSD", "1.25 times the least RAM that it accepts", paged("all")),
+    "pagoda-ssd": System("Pagoda, all on SSD", "1.25 times the least RAM that it accepts", paged("all"), ram_bytes=2),
 }
