@@ -126,7 +126,8 @@ class Group:
 
 def speed(arguments: argparse.Namespace, kept: dict[str, Figures], keep: Callable[[], None]) -> None:
     """Measures the systems that `kept` lacks, group by group; each group's figures are kept when it has ended."""
-    task = Task(arguments.model, {tokens: STEPS.get(tokens, 1) for tokens in arguments.tokens}, clip=arguments.clip)
+    steps = {tokens: STEPS.get(tokens, 1) for tokens in arguments.tokens}
+    task = Task(arguments.model, steps, clip=arguments.clip, micro_batches=arguments.micro_batches)
     wanted = [name for name in arguments.systems if arguments.again or name not in kept]
     others = [name for name in wanted if name != PLAIN]
     size = max(1, arguments.together - 1)
@@ -228,6 +229,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", default="llama-110m")
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=[*SYSTEMS])
     parser.add_argument("--tokens", type=int, nargs="+", default=[*STEPS], help="of a step; largest takes the fewest")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step, each of --tokens; largest has one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--together", type=int, default=5, help="processes that are in memory at a time")
     parser.add_argument("--clip", type=float, default=1.0)
@@ -255,6 +257,7 @@ def main() -> None:
     shared = {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "model": arguments.model, "clip": arguments.clip}
     if arguments.part in ("all", "speed"):
         settings = shared | {"tokens": arguments.tokens, "rounds": arguments.rounds, "together": arguments.together}
+        settings["micro_batches"] = arguments.micro_batches
         speed(arguments, figures_of(result, "speed", settings), keep)
     if arguments.part in ("all", "largest"):
         by = "a cgroup" if cgroups_are_to_be_had() else "the parent, which ends a process whose resident memory is more"

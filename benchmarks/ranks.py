@@ -101,16 +101,15 @@ class Sharded(Trainer):
             fully_shard(block, **policy)
         fully_shard(self.model, **policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
-        self.clip = workload.clip
+        self.clip, self.micro_batches = workload.clip, workload.micro_batches
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        loss = self.backward(ids)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)

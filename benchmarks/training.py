@@ -35,6 +35,8 @@ class Workload:
     checkpointing: bool = True
     layers: int | None = None
     """Instead of the model's own."""
+    micro_batches: int = 1
+    """Of a step; each has its part of the sequences."""
 
     @property
     def tokens(self) -> int:
@@ -77,6 +79,18 @@ def smoothed(losses: list[float]) -> list[float]:
 class Trainer:
     """Something that trains a workload, one step at a time."""
 
+    model: nn.Module
+    micro_batches = 1
+
+    def backward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of each micro-batch; the mean of the losses."""
+        losses = []
+        for part in ids.chunk(self.micro_batches):
+            loss = self.model(input_ids=part, labels=part).loss / self.micro_batches
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """Forward, backward and update; the loss."""
         raise NotImplementedError
@@ -112,12 +126,11 @@ class Plain(Trainer):
         self.model = model.to(device, torch.bfloat16).train()
         self.params = list(self.model.parameters())
         self.optimizer = optimizer(self.master) if optimizer else torch.optim.AdamW(self.master, lr=LR, fused=True)
-        self.clip = workload.clip
+        self.clip, self.micro_batches = workload.clip, workload.micro_batches
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss, on the device."""
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        loss = self.backward(ids)
         for master, param in zip(self.master, self.params, strict=True):
             assert param.grad is not None
             master.grad, param.grad = param.grad.float(), None
@@ -128,7 +141,7 @@ class Plain(Trainer):
             for master, param in zip(self.master, self.params, strict=True):
                 param.copy_(master)
                 master.grad = None
-        return loss.detach()
+        return loss
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
@@ -156,6 +169,7 @@ class Paged(Trainer):
     ) -> None:
         """By default blocks are recomputed where the workload checkpoints."""
         torch.manual_seed(0)
+        self.micro_batches = workload.micro_batches
         with pagoda.init():
             model = workload.build()
         self.model, self.optimizer = pagoda.wrap(
@@ -163,7 +177,7 @@ class Paged(Trainer):
             rule or pagoda.AdamW(lr=LR),
             memory=memory,
             clip_grad_norm=workload.clip,
-            accumulation_steps=1,
+            accumulation_steps=workload.micro_batches,
             update=pagoda.Updates(speculate=speculate),
             activations=activations or ("recompute" if workload.checkpointing else "keep"),
             mesh=mesh,
@@ -171,11 +185,10 @@ class Paged(Trainer):
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss, on the device."""
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        loss = self.backward(ids)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     def drain(self) -> None:
         self.optimizer.drain()

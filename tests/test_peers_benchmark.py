@@ -16,7 +16,7 @@ from peer_suite.report import tables
 from peer_suite.systems import PLAIN, SYSTEMS
 from turns import HERE, TurnFailed, TurnTaker
 
-TASK = Task("llama-15m", {8: 2, 16: 1}, layers=1)
+TASK = Task("llama-15m", {8: 2, 16: 1}, layers=1, micro_batches=2)
 SOME = (PLAIN, "fsdp2-offload", "pagoda-ssd")
 
 

@@ -26,9 +26,11 @@ class Task:
 
     model: str
     tokens: dict[int, int]
-    """Tokens of a step -> steps of a turn."""
+    """Tokens of a micro-batch -> steps of a turn."""
     clip: float | None = 1.0
     layers: int | None = None
+    micro_batches: int = 1
+    """Of a step."""
 
 
 class Peer(TurnTaker):
@@ -141,12 +143,20 @@ class Turns:
 
     def start(self) -> None:
         """Makes the system and takes one step, of the fewest tokens."""
-        workload = Workload(self.task.model, 1, max(self.task.tokens), clip=self.task.clip, layers=self.task.layers)
+        task = self.task
+        workload = Workload(
+            task.model,
+            task.micro_batches,
+            max(task.tokens),
+            clip=task.clip,
+            layers=task.layers,
+            micro_batches=task.micro_batches,
+        )
         pages = self.folder / "pages"
         pages.mkdir()
         self.trainer = self.build(workload, pages)
-        self.batches = {tokens: Workload(self.task.model, 1, tokens).batches() for tokens in self.task.tokens}
-        self.train(min(self.task.tokens), 1)
+        self.batches = {n: Workload(task.model, task.micro_batches, n).batches() for n in task.tokens}
+        self.train(min(task.tokens), 1)
 
     def train(self, tokens: int, steps: int) -> None:
         """Some steps, and all that they have left to do."""

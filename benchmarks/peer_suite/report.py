@@ -39,8 +39,9 @@ def _machine(part: Figures) -> str:
 def _speed(part: Figures) -> list[str]:
     settings, figures = part["settings"], part["figures"]
     tokens = [str(count) for count in sorted(settings["tokens"])]
-    lines = [f"{_machine(part)}, {settings['rounds']} rounds. Seconds of a step over those of plain PyTorch with"]
-    lines += ["checkpointing in the same round: the median, and the quartiles in brackets."]
+    micro_batches = f"{count} micro-batches a step, " if (count := settings.get("micro_batches", 1)) > 1 else ""
+    lines = [f"{_machine(part)}, {micro_batches}{settings['rounds']} rounds. Seconds of a step over those of plain"]
+    lines += ["PyTorch with checkpointing in the same round: the median, and the quartiles in brackets."]
     lines += _head("system", *(f"{int(count):,} tokens" for count in tokens))
     ran = {name: one for name, one in figures.items() if "error" not in one}
     for one in ran.values():
@@ -72,6 +73,8 @@ def _largest(part: Figures) -> list[str]:
     settings, figures = part["settings"], part["figures"]
     lines = [f"{_machine(part)} with more or fewer layers, {settings['tokens']} tokens, three steps, no turn longer"]
     lines += [f"than {settings['turn_s']:.0f} s. Memory is limited by {settings['limited_by']}."]
+    if (most := settings.get("most_parameters")) is not None:
+        lines += [f"Models of more than {most / 1e6:,.0f} M parameters were not tried."]
     lines += _head("RAM of the process", "system", "largest model", "why not more")
     for limit, of in figures.items():
         for one in of.values():

@@ -41,6 +41,7 @@ class DeepSpeed(Trainer):
         import deepspeed
 
         one_rank()
+        self.micro_batches = workload.micro_batches
         self.config = self.settings(workload, folder, optimizer, weights)
         deepspeed.init_distributed("gloo")
         torch.manual_seed(0)
@@ -68,7 +69,8 @@ class DeepSpeed(Trainer):
             zero["offload_param"] = {"device": "nvme", **nvme, "buffer_size": LARGEST_PARAMETER}
         adamw = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
         return {
-            "train_micro_batch_size_per_gpu": workload.batch_size,
+            "train_micro_batch_size_per_gpu": workload.batch_size // workload.micro_batches,
+            "gradient_accumulation_steps": workload.micro_batches,
             "bf16": {"enabled": True},
             "gradient_clipping": workload.clip or 0.0,
             "optimizer": {"type": "AdamW", "params": adamw},
@@ -77,10 +79,13 @@ class DeepSpeed(Trainer):
         }
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        loss = self.engine(input_ids=ids, labels=ids).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.detach()
+        losses = []
+        for part in ids.chunk(self.micro_batches):
+            loss = self.engine(input_ids=part, labels=part).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def save(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder))
