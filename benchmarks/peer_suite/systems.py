@@ -216,5 +216,5 @@ SYSTEMS: dict[str, System] = {
     "pagoda-ram": System("Pagoda, all in RAM", "Memory(host=...) above what the state takes", paged("ram")),
     "pagoda-half": System("Pagoda, part of the moments on SSD", "RAM for 9 bytes a parameter", paged("half")),
     "pagoda-moments": System("Pagoda, moments on SSD", "RAM for 4 bytes a parameter", paged("moments")),
-    "pagoda-ssd": System("Pagoda, all on SSD", "1.25 times the least RAM that it accepts", paged("all"), ram_bytes=2),
+    "pagoda-ssd": System("Pagoda, all on SSD", "1.25 times the least RAM that it accepts", paged("all"), ram_bytes=0.5),
 }
