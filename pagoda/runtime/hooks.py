@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagoda.errors import UsageError
-from pagoda.runtime.activations.blocks import Block, find_blocks, refuse_compiling
+from pagoda.runtime.activations.blocks import Block, find_blocks, refusal
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.hidden import as_plain
 from pagoda.runtime.markers import GradientMarker
@@ -44,6 +44,7 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
+        self._refuse = refusal()
         self._accumulators: list[torch.autograd.graph.Node] = []
         self._catches: list[RemovableHandle] = []
         """Of the hooks that gradients reach."""
@@ -95,7 +96,7 @@ class ModelHooks:
 
     def _refuse_compiling(self, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
-            refuse_compiling()
+            self._refuse()
 
     def _bracket_methods(self, model: nn.Module) -> None:
         """Bracket the methods that read parameters: they may be called outside every forward, as `encode` often is."""

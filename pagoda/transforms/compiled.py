@@ -1,9 +1,9 @@
 """Models that `torch.compile` was called on, with the original modules in their places and the compiled code in use."""
 
+import sys
 from typing import Any
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
@@ -21,6 +21,10 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
 
 
 def _original(module: nn.Module) -> nn.Module:
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and its import takes seconds
+        return module
+    from torch._dynamo import OptimizedModule
+
     if not isinstance(module, OptimizedModule):
         return module
     original: Any = module._orig_mod

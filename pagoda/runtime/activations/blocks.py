@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -24,12 +24,12 @@ class Block:
 
     def wrap(self, run: Callable[["Block", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Let `run(block, forward, args, kwargs)` call the forward from now on."""
-        forward = getattr(self.module, self._name)
+        forward, refuse = getattr(self.module, self._name), refusal()
 
         @wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
-                refuse_compiling()
+                refuse()
             return run(self, forward, args, kwargs)
 
         self.module.__dict__[self._name] = wrapped
@@ -109,11 +109,19 @@ def _is_transformers_layer(module: nn.Module) -> bool:
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
-@torch.compiler.disable(  # type: ignore[no-untyped-call,untyped-decorator]
-    reason="torch.compile reached a model that pagoda.wrap() wrapped: compile before wrap()"
-)
-def refuse_compiling() -> NoReturn:
-    """Raises UsageError; for code that torch.compile traces, which cannot raise it itself."""
+@cache
+def refusal() -> Callable[[], NoReturn]:
+    """What raises UsageError for code that torch.compile traces, which cannot raise it itself.
+
+    It is made when a model is wrapped: to import torch's compiler takes longer than all of Pagoda.
+    """
+    marked: Callable[[], NoReturn] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        _refuse, reason="torch.compile reached a model that pagoda.wrap() wrapped: compile before wrap()"
+    )
+    return marked
+
+
+def _refuse() -> NoReturn:
     raise UsageError(
         "torch.compile was called on a wrapped model, a part of it, or a function that runs it. Weights come and go "
         "around each forward, which compiled code cannot follow: compile the model's blocks before wrap()."
