@@ -29,8 +29,7 @@ def calibrate(
         report: called with what is measured next.
         effort: how much is measured; by default what gives steady figures.
 
-    Raises:
-        StorageError: the directory is missing, has too little space, or its drive fails.
+    Raises StorageError: the directory is missing, has too little space, or its drive fails.
     """
     effort = effort or Effort()
     world = launched()

@@ -53,8 +53,7 @@ COMMANDS = (
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line `args` (by default the process's own) and returns its exit code.
 
-    Raises:
-        SystemExit: 0 after --help, 2 for flags that cannot be read.
+    Raises SystemExit: 0 after --help, 2 for flags that cannot be read.
     """
     args = sys.argv[1:] if args is None else list(args)
     interrupted = "interrupted"

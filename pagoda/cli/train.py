@@ -27,8 +27,7 @@ def defaults_of(args: Sequence[str]) -> TrainRequest | None:
     """What stands in for every flag not given: with --resume, the configuration of the run in --out; with --config,
     what that file says.
 
-    Raises:
-        ConfigError: there is no run in --out, or the file cannot be used.
+    Raises ConfigError: there is no run in --out, or the file cannot be used.
     """
     if not {"-h", "--help"}.isdisjoint(args):
         return None

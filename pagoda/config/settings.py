@@ -14,8 +14,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Checks the values. Each concern checks its own fields, then calls the next.
 
-        Raises:
-            ConfigError: a value is out of range, or two of them exclude each other.
+        Raises ConfigError: a value is out of range, or two of them exclude each other.
         """
 
     def part(self: Any, kind: type[T]) -> T:

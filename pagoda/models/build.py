@@ -40,9 +40,8 @@ def build_model(
         layers: layers of the decoder, instead of the model's own; the kinds of its first ones, over again if
             need be, where it mixes kinds.
 
-    Raises:
-        ConfigError: unknown name, unusable `config.json`, `seq_len` above the model's positions, a model
-            without gradient checkpointing, or transformers is not installed.
+    Raises ConfigError: unknown name, unusable `config.json`, `seq_len` above the model's positions, a model without
+    gradient checkpointing, or transformers is not installed.
     """
     config = _configuration(name_or_dir)
     text = config.get_text_config()
@@ -79,8 +78,7 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
         model_class: a class of transformers, an Auto class or a model's own; by default the first of the
             config.json's `architectures`, or else `AutoModelForCausalLM`.
 
-    Raises:
-        ConfigError: unusable `config.json`, or transformers is not installed.
+    Raises ConfigError: unusable `config.json`, or transformers is not installed.
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} is not a directory with a Hugging Face config.json")
@@ -90,8 +88,7 @@ def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module
 def build_from_settings(directory: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> "nn.Module":
     """As `build_from_directory`, from what config.json and generation_config.json would have; errors name `directory`.
 
-    Raises:
-        ConfigError: this transformers cannot build it, or is not installed.
+    Raises ConfigError: this transformers cannot build it, or is not installed.
     """
     transformers = import_transformers()
     try:
@@ -134,8 +131,7 @@ def positions_of(name_or_dir: str) -> int | None:
 def layer_count(name_or_dir: str) -> int:
     """Layers of the decoder of a transformers model.
 
-    Raises:
-        ConfigError: as `build_model`, or the configuration does not say.
+    Raises ConfigError: as `build_model`, or the configuration does not say.
     """
     return _layers(name_or_dir, _configuration(name_or_dir))
 
@@ -152,8 +148,7 @@ def _layers(name_or_dir: str, config: Any) -> int:
 def model_directory(name_or_dir: str) -> Path | None:
     """The Hugging Face directory that `name_or_dir` means, or None for a built-in name, which wins.
 
-    Raises:
-        ConfigError: neither a built-in name nor a directory with a config.json.
+    Raises ConfigError: neither a built-in name nor a directory with a config.json.
     """
     directory = Path(name_or_dir)
     if is_built_in(name_or_dir) or not directory.exists():

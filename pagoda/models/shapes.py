@@ -161,8 +161,7 @@ def find_shape(name: str) -> Shape:
     Such a GPT is a GPT-2 with heads of 64 and the vocabulary of `models.papers`, whose `gpt_shape` has the same
     parameters under the same name.
 
-    Raises:
-        ConfigError: no such shape; the message lists the names and the closest one.
+    Raises ConfigError: no such shape; the message lists the names and the closest one.
     """
     if name in SHAPES:
         return SHAPES[name]

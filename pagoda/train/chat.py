@@ -44,8 +44,7 @@ class ChatTemplate:
     def encode(self, document: Document) -> npt.NDArray[np.int32]:
         """A conversation's tokens, int32 [N]: ids, and ~ids for all that no assistant has written.
 
-        Raises:
-            ConfigError: there is no template, or it refuses the conversation, or does not say who wrote what.
+        Raises ConfigError: there is no template, or it refuses the conversation, or does not say who wrote what.
         """
         if self._marked is None:
             self._choose(document.where)

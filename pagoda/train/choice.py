@@ -56,9 +56,8 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[Trai
 
     Of several ranks the first one searches, if that was asked for, and all take what it finds.
 
-    Raises:
-        BudgetError: the search finds that nothing fits.
-        ConfigError: a setting that cannot be used; the search was asked for, and this machine has not been measured.
+    Raises BudgetError: the search finds that nothing fits; ConfigError: a setting that cannot be used; the search was
+    asked for, and this machine has not been measured.
     """
     searchable = mesh.size == 1 and config.lora.rank is None and hardware_file().exists()
     mode = config.plan or ("search" if searchable else "usual")

@@ -68,8 +68,7 @@ class OptimConfig(StatesConfig):
     def build(self, seed: int, optimizer: str = "adamw") -> "Rule":
         """The library's update rule; `seed` is that of its rounding, if any.
 
-        Raises:
-            ConfigError: there is no such optimizer, or it has not one of the settings.
+        Raises ConfigError: there is no such optimizer, or it has not one of the settings.
         """
         from pagoda.optim.named import parsed_options, rule_named
 
@@ -206,8 +205,7 @@ class TrainConfig(Run):
     def from_json(text: str) -> "TrainConfig":
         """Reads what `to_json` wrote.
 
-        Raises:
-            ConfigError: not JSON, or a setting is unknown, missing or out of range.
+        Raises ConfigError: not JSON, or a setting is unknown, missing or out of range.
         """
         try:
             settings = json.loads(text)
@@ -223,8 +221,7 @@ class TrainConfig(Run):
     def check_resumes(self, started: "TrainConfig") -> None:
         """Checks that this configuration continues the run that was started with `started`.
 
-        Raises:
-            ConfigError: a setting differs that decides the bits of the run; names each with both values.
+        Raises ConfigError: a setting differs that decides the bits of the run; names each with both values.
         """
         if differing := self.differing(started, "the run"):
             raise ConfigError(

@@ -49,8 +49,7 @@ class Rows:
     def of(tokens: Tokens, length: int) -> "Rows":
         """Every row of the tokens.
 
-        Raises:
-            ConfigError: there is none.
+        Raises ConfigError: there is none.
         """
         rows = _whole_documents(tokens, length) if tokens.about.chats else _windows(tokens, length)
         if not len(rows):

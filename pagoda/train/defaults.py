@@ -40,9 +40,7 @@ _LR_SHARES = {"adamw": 1.0, "adam": 1.0, "lion": 0.2}
 def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
     """The configuration with nothing left open; says every choice. All ranks take what the first one finds.
 
-    Raises:
-        ConfigError: data, a model or a setting that cannot be used.
-        StorageError: there is no room for tokens.
+    Raises ConfigError: data, a model or a setting that cannot be used; StorageError: there is no room for tokens.
     """
     if not isinstance(config, TrainRequest):
         lr, _ = _learning_rate(config)

@@ -24,8 +24,7 @@ def continued(
         tokens: most tokens to write.
         seed: of the draws, at temperature 0.8.
 
-    Raises:
-        ConfigError: a chat, and the tokenizer has no chat template.
+    Raises ConfigError: a chat, and the tokenizer has no chat template.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([tokenizer.prompt(prompt, chat)], device=device)

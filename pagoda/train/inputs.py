@@ -20,9 +20,7 @@ from pagoda.train.tokens import Tokens, open_tokens
 def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Mesh, console: Console) -> Tokens:
     """The tokens of --data or --eval-data. The first rank tokenises, if need be; the others find them in the cache.
 
-    Raises:
-        ConfigError: data or a tokenizer that cannot be used.
-        StorageError: there is no room for the tokens.
+    Raises ConfigError: data or a tokenizer that cannot be used; StorageError: there is no room for the tokens.
     """
 
     def found() -> Tokens:
@@ -45,8 +43,7 @@ def batches_of(
 ) -> tuple[Batches, Batches | None]:
     """The batches of a run, and those to evaluate on; says how the tokens are cut into sequences.
 
-    Raises:
-        ConfigError: there is not one sequence, or the model does not know all tokens.
+    Raises ConfigError: there is not one sequence, or the model does not know all tokens.
     """
     check_vocabulary(config, model, tokens)
     continued = is_encoder_decoder(config.model)

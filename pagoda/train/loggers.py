@@ -26,8 +26,7 @@ class Logger(Protocol):
 class Loggers:
     """All places of a run, with the same figures under the same names.
 
-    Raises:
-        ConfigError: a name is unknown, or its package is not installed.
+    Raises ConfigError: a name is unknown, or its package is not installed.
     """
 
     def __init__(self, names: str | None, config: TrainConfig) -> None:

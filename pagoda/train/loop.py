@@ -35,12 +35,10 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     end of the first step leaves `config.out` as it was. A run that is resumed goes on from its last checkpoint that is
     whole; later ones, which are damaged, are named on `console` and kept under other names.
 
-    Raises:
-        ConfigError: a setting, path, text or model that cannot be used; `out` is in use by another run, or holds one
-            already, or none to resume.
-        BudgetError, StorageError: the state does not fit, or a directory cannot be used.
-        CheckpointError: no checkpoint can be used, or the last one is of another model or text.
-        NonFiniteGradientError: a gradient is NaN or infinite.
+    Raises ConfigError: a setting, path, text or model that cannot be used; `out` is in use by another run, or holds one
+    already, or none to resume; BudgetError, StorageError: the state does not fit, or a directory cannot be used;
+    CheckpointError: no checkpoint can be used, or the last one is of another model or text; NonFiniteGradientError: a
+    gradient is NaN or infinite.
     """
     mesh = open_mesh(config.zero_stage, config.replicas, config.expert_parallel)
     console = Console(quiet=True) if mesh.rank else console or Console()

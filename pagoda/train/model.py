@@ -44,8 +44,7 @@ def give_weights(config: TrainConfig, model: nn.Module, console: Console) -> boo
 
     Returns whether there are any.
 
-    Raises:
-        ConfigError: the directory has not all of its files.
+    Raises ConfigError: the directory has not all of its files.
     """
     directory = model_directory(config.model)
     files = weight_files(directory) if directory is not None else []

@@ -56,8 +56,7 @@ def read_records(path: Path, column: str | None, read: Callable[[int], None]) ->
         column: the one that holds the text or the conversation; by default the first that is known.
         read: told how many bytes have been read since it was called last.
 
-    Raises:
-        ConfigError: a line or row that cannot be read, with the reason.
+    Raises ConfigError: a line or row that cannot be read, with the reason.
     """
     kind, size, done = (RECORDS | TABLES)[suffix(path)], path.stat().st_size, 0
     rows = _json_rows(path) if kind == "json" else _csv_rows(path) if kind == "csv" else _columnar_rows(path, kind)

@@ -35,8 +35,7 @@ _Record = Mapping[str, Any]
 def report(source: Path) -> str:
     """The page of a run's directory, or of a file that `pagoda plan --json` wrote, as HTML.
 
-    Raises:
-        ConfigError: there is no run or plan, or matplotlib is not installed.
+    Raises ConfigError: there is no run or plan, or matplotlib is not installed.
     """
     return _plan_page(source) if source.is_file() else _run_page(source)
 

@@ -14,8 +14,7 @@ _REFRESH_S = 10
 def server_of(directory: Path, port: int) -> ThreadingHTTPServer:
     """A server on localhost, whose every answer is the page as it is then. It reloads itself.
 
-    Raises:
-        ConfigError: the port is in use.
+    Raises ConfigError: the port is in use.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -42,8 +42,7 @@ class TrainRequest(TrainConfig):
     def __post_init__(self) -> None:
         """Checks what only a request has; a `TrainConfig` is made of the rest, which checks it.
 
-        Raises:
-            ConfigError: a value is out of range.
+        Raises ConfigError: a value is out of range.
         """
         for name, least in (("batch_size", 1), ("seq_len", 2), ("steps", 1)):
             if getattr(self, name) is not None:
@@ -56,8 +55,7 @@ class TrainRequest(TrainConfig):
     def with_choices(self, **choices: Any) -> TrainConfig:
         """The configuration with what was chosen.
 
-        Raises:
-            ConfigError: a value is out of range.
+        Raises ConfigError: a value is out of range.
         """
         return TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)} | choices)
 
@@ -70,8 +68,7 @@ class TrainRequest(TrainConfig):
     def read(path: Path) -> "TrainRequest":
         """Reads a file of settings.
 
-        Raises:
-            ConfigError: it cannot be read, or a setting in it is unknown or of the wrong type.
+        Raises ConfigError: it cannot be read, or a setting in it is unknown or of the wrong type.
         """
         try:
             settings = _yaml(path.read_text())

@@ -47,11 +47,9 @@ def begin(
     Args:
         again: whether torchrun has started this run anew, which then resumes if it had come to write anything.
 
-    Raises:
-        ConfigError: the directory is in use, or cannot be used, or holds a run although none is resumed, or none
-            although one is; or the settings are not those of the run.
-        CheckpointError: there are checkpoints, and none can be used; or the one that was named is not there, or cannot
-            be used.
+    Raises ConfigError: the directory is in use, or cannot be used, or holds a run although none is resumed, or none
+    although one is; or the settings are not those of the run; CheckpointError: there are checkpoints, and none can be
+    used; or the one that was named is not there, or cannot be used.
     """
     named = config.checkpoint != LAST
 

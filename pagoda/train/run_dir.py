@@ -88,8 +88,7 @@ class RunDir:
     def check_place(self) -> None:
         """Checks that there is a directory here that can be written, or that one can be made, writing nothing.
 
-        Raises:
-            ConfigError: the path is a file, or cannot be written.
+        Raises ConfigError: the path is a file, or cannot be written.
         """
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir():
@@ -100,8 +99,7 @@ class RunDir:
     def check_free(self) -> None:
         """Checks that a new run can start here, writing nothing.
 
-        Raises:
-            ConfigError: as `check_place`, or there is a run already.
+        Raises ConfigError: as `check_place`, or there is a run already.
         """
         self.check_place()
         taken = [p.name for p in (self.config, self.metrics, self.evals, self.checkpoints) if p.exists()]
@@ -114,8 +112,7 @@ class RunDir:
     def started_config(self) -> TrainConfig:
         """The configuration the run was started with.
 
-        Raises:
-            ConfigError: there is no run here, or its configuration cannot be read, or is not as it was written.
+        Raises ConfigError: there is no run here, or its configuration cannot be read, or is not as it was written.
         """
         try:
             content = read_regular(self.config, most_bytes=_MOST_CONFIG_BYTES)
@@ -152,8 +149,7 @@ class RunDir:
     def latest(self) -> RunCheckpoint:
         """The complete checkpoint with the most steps.
 
-        Raises:
-            CheckpointError: there is none.
+        Raises CheckpointError: there is none.
         """
         complete = self.all_checkpoints()
         if not complete:
@@ -163,8 +159,7 @@ class RunDir:
     def named(self, name: str) -> RunCheckpoint:
         """A checkpoint by its name, or the `last` one, or the one with the `best` evaluation.
 
-        Raises:
-            CheckpointError: there is no such checkpoint.
+        Raises CheckpointError: there is no such checkpoint.
         """
         if name == LAST:
             return self.latest()
@@ -188,8 +183,7 @@ class RunDir:
     def put_aside(self, checkpoint: RunCheckpoint, name: Path) -> None:
         """Renames a checkpoint, so that it is kept, and none of the run's.
 
-        Raises:
-            ConfigError: the directory cannot be written.
+        Raises ConfigError: the directory cannot be written.
         """
         try:
             checkpoint.path.rename(name)
@@ -204,8 +198,7 @@ class RunDir:
     def create(self, config: TrainConfig, tokenizer: Sequence[Path] = ()) -> None:
         """Makes the directory and writes the configuration, atomically and durably, beside files of the tokenizer.
 
-        Raises:
-            ConfigError: the directory cannot be written.
+        Raises ConfigError: the directory cannot be written.
         """
         settings = json.loads(config.to_json())
         try:

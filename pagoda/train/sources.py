@@ -49,8 +49,7 @@ def find(name: str, column: str | None = None) -> Source:
     Hidden entries of a folder are ignored. A folder with files of records is a data set: only those are read, without
     those that another split's name says (test, validation).
 
-    Raises:
-        ConfigError: there is nothing there, or no file that can be read.
+    Raises ConfigError: there is nothing there, or no file that can be read.
     """
     if name == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
@@ -105,8 +104,7 @@ def documents(source: Source, read: Callable[[int], None], skip: Callable[[Skipp
         read: told how many bytes of files have been read since it was called last.
         skip: told of a file of a folder that turns out not to be text.
 
-    Raises:
-        ConfigError: a file, line or row that cannot be read, with the reason.
+    Raises ConfigError: a file, line or row that cannot be read, with the reason.
     """
     for path in source.files:
         try:

@@ -188,8 +188,7 @@ class ModelTokenizer:
 def open_tokenizer(directory: Path | None, asked: str | None) -> Tokenizer:
     """The tokenizer that `--tokenizer` names, or that of the model's directory; bytes where there is none.
 
-    Raises:
-        ConfigError: the directory asked for has none, or it cannot be read.
+    Raises ConfigError: the directory asked for has none, or it cannot be read.
     """
     if asked == BYTES:
         return ByteTokenizer()

@@ -103,9 +103,7 @@ def open_tokens(
         column: of records, the one with the text or the conversation.
         console: where to show progress.
 
-    Raises:
-        ConfigError: data that cannot be read, or holds no text.
-        StorageError: the cache cannot be written.
+    Raises ConfigError: data that cannot be read, or holds no text; StorageError: the cache cannot be written.
     """
     tokenizer = tokenizer or ByteTokenizer()
     source = find(name, column)
