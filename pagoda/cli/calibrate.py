@@ -7,6 +7,7 @@ from rich.console import Console
 
 from pagoda.config.commands import CalibrateConfig
 from pagoda.errors import ConfigError
+from pagoda.train.progress import say
 
 
 def run(config: CalibrateConfig, console: Console) -> int:
@@ -28,7 +29,7 @@ def run(config: CalibrateConfig, console: Console) -> int:
     if writes:
         write_hardware(hardware, path)
         console.print(figure_table(hardware))
-        console.print(f"Written to {path}", soft_wrap=True, highlight=False)
+        say(console, f"Written to {path}")
     return 0
 
 

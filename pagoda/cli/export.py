@@ -4,6 +4,7 @@ from rich.console import Console
 
 from pagoda.config.commands import ExportConfig
 from pagoda.memory.sizes import format_bytes, parse_bytes
+from pagoda.train.progress import say
 
 
 def run(config: ExportConfig, console: Console) -> int:
@@ -30,5 +31,5 @@ def run(config: ExportConfig, console: Console) -> int:
     )
     if tokenizer.is_dir():
         line += ", with its tokenizer"
-    console.print(line, soft_wrap=True, highlight=False)
+    say(console, line)
     return 0

@@ -16,6 +16,7 @@ from pagoda.memory.sizes import format_bytes
 from pagoda.memory.ssd.lock import DirectoryLock
 from pagoda.memory.ssd.orphans import Orphan, drop, orphans_in, why_orphaned
 from pagoda.memory.ssd.record import unknown_in
+from pagoda.train.progress import say
 
 _DECLINED = 1
 
@@ -32,32 +33,30 @@ def run(config: GcConfig, console: Console) -> int:
     directories = list({os.path.realpath(path): path for path in with_ranks(config.directories)}.values())
     with closing(DirectoryLock(directories)):
         for directory in directories:
-            for reason in unknown_in(directory):
-                _say(console, f"{reason}; the folder is left alone")
+            say(console, *(f"{reason}; the folder is left alone" for reason in unknown_in(directory)))
         orphans = [orphan for directory in directories for orphan in orphans_in(directory, keep)]
         if not orphans:
-            _say(console, f"nothing looks orphaned in {_listed(directories)}")
+            say(console, f"nothing looks orphaned in {_listed(directories)}")
             return 0
         for orphan in orphans:
-            for line in _described(orphan):
-                _say(console, line)
+            say(console, *_described(orphan))
         total = format_bytes(sum(orphan.nbytes for orphan in orphans))
-        _say(console, f"Where a checkpoint was moved, keep its pages: pagoda gc {_listed(directories)} --keep PATH")
+        say(console, f"Where a checkpoint was moved, keep its pages: pagoda gc {_listed(directories)} --keep PATH")
         if not (config.yes or _agrees(f"Delete these {len(orphans)}, {total} in all, for good? [y/N] ")):
-            _say(console, "nothing was deleted")
+            say(console, "nothing was deleted")
             return _DECLINED
         # A checkpoint may have been moved back while the user was asked: its pages are kept.
         orphans = [o for o in orphans if o.commit is None or why_orphaned(o.commit, keep)]
         partly = list(drop(orphans, directories))
         for store in partly:
-            _say(
+            say(
                 console,
                 f"{store.name} keeps no checkpoint any more, but not all of it could be deleted: name all of its "
                 f"directories (it was last used in {_listed(store.directories)}), and look what else is in them",
             )
         kept = {store.id for store in partly}
         deleted = sum(o.nbytes for o in orphans if o.commit is not None or o.store.id not in kept)
-        _say(console, f"deleted: {format_bytes(deleted)}")
+        say(console, f"deleted: {format_bytes(deleted)}")
     return 0
 
 
@@ -87,7 +86,3 @@ def _agrees(question: str) -> bool:
 
 def _listed(directories: Sequence[Path]) -> str:
     return " ".join(map(str, directories))
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)

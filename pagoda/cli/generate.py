@@ -6,6 +6,7 @@ from rich.console import Console
 
 from pagoda.config.commands import GenerateConfig
 from pagoda.errors import ConfigError
+from pagoda.train.progress import say
 
 
 def run(config: GenerateConfig, console: Console) -> int:
@@ -25,7 +26,7 @@ def run(config: GenerateConfig, console: Console) -> int:
         text = continued(model, tokenizer, config.prompt, chat=chat, tokens=config.tokens, seed=seed)
     finally:
         optimizer.close()
-    console.print(text if chat else config.prompt + text, soft_wrap=True, highlight=False, markup=False)
+    say(console, text if chat else config.prompt + text)
     return 0
 
 

@@ -16,6 +16,7 @@ from pagoda.memory.ssd.committed import CommittedPages
 from pagoda.memory.ssd.orphans import why_orphaned
 from pagoda.memory.ssd.record import StoreRecord, stores_in, unknown_in
 from pagoda.train.config import TrainConfig
+from pagoda.train.progress import say
 from pagoda.train.resume import CONFIG
 from pagoda.train.run_dir import RunCheckpoint, RunDir
 
@@ -38,10 +39,9 @@ def run(config: InspectConfig, console: Console) -> int:
     stores = stores_in(config.directory)
     for record, stripe in stores:
         damaged += _show(record, stripe, config.verify, console)
-    for reason in unknown_in(config.directory):
-        _say(console, reason)
+    say(console, *unknown_in(config.directory))
     if not stores:
-        _say(console, f"no page store and no checkpoint in {config.directory}")
+        say(console, f"no page store and no checkpoint in {config.directory}")
     return _DAMAGED if damaged else 0
 
 
@@ -49,12 +49,12 @@ def _show_checkpoint(directory: Path, verify: bool, console: Console) -> int:
     """Prints one checkpoint; returns how many of its tensors are damaged, or 1 if it cannot be read at all."""
     try:
         with Checkpoint(directory) as checkpoint:
-            _say(console, f"checkpoint {directory}: {max(checkpoint.steps.values(), default=0)} updates")
+            say(console, f"checkpoint {directory}: {max(checkpoint.steps.values(), default=0)} updates")
             for state in (*checkpoint.states, BUFFERS):
                 specs = checkpoint.specs(state).values()
                 on_ssd = checkpoint.pages.tensors[state] if checkpoint.pages and state != BUFFERS else {}
                 size = format_bytes(sum(spec.nbytes for spec in specs))
-                _say(console, f"  {state}: {len(specs)} tensors, {size}; {len(on_ssd)} are pages on SSD")
+                say(console, f"  {state}: {len(specs)} tensors, {size}; {len(on_ssd)} are pages on SSD")
             found = list(checkpoint.damage()) if verify else []
     except CheckpointError as error:
         found = [str(error)]
@@ -71,9 +71,8 @@ def _show_config(run: RunDir, checkpoints: Sequence[RunCheckpoint], console: Con
         found = [f"{c.path}: {', '.join(differing)}" for c, s in started if (differing := s.differing(config, "it"))]
     except ConfigError as error:
         found = [str(error)]
-    for what in found:
-        _say(console, f"  {what}")
-    _say(console, f"{run.config} is not that of the run" if found else f"{run.config} is as it was written")
+    say(console, *(f"  {what}" for what in found))
+    say(console, f"{run.config} is not that of the run" if found else f"{run.config} is as it was written")
     return len(found)
 
 
@@ -90,30 +89,30 @@ def _show(record: StoreRecord, stripe: int, verify: bool, console: Console) -> i
     """Prints one store; returns how many of its pages and page tables are damaged."""
     slots, page = sum(map(sum, record.portions)), record.page_bytes
     where = f", stripe {stripe + 1} of {len(record.directories)}" if len(record.directories) > 1 else ""
-    _say(console, f"store {record.id}{where}: {slots} slots of {format_bytes(page)}")
+    say(console, f"store {record.id}{where}: {slots} slots of {format_bytes(page)}")
     if stripe:
-        _say(console, f"  its page tables are in {record.folders[0]}")
+        say(console, f"  its page tables are in {record.folders[0]}")
         return 0
     tables: dict[str, Commit] = {}
     damaged = 0
     try:
         names = record.commit_ids()
     except StorageError as error:
-        _say(console, f"  {error}")
+        say(console, f"  {error}")
         return 1
     for name in names:
         try:
             tables[name] = record.read_commit(name)
         except StorageError as error:
             damaged += 1
-            _say(console, f"  {error}")
+            say(console, f"  {error}")
     for name, commit in tables.items():
         gone = "" if why_orphaned(commit) is None else " (not there: see pagoda gc)"
         size = format_bytes(len(commit.table.written) * page)
-        _say(console, f"  commit {name}: {size} of {commit.checkpoint}{gone}")
+        say(console, f"  commit {name}: {size} of {commit.checkpoint}{gone}")
         if verify:
             damaged += _verify(record, commit, console)
-    _say(console, "  " + _space(tables, slots, page))
+    say(console, "  " + _space(tables, slots, page))
     return damaged
 
 
@@ -129,10 +128,9 @@ def _verify(record: StoreRecord, commit: Commit, console: Console) -> int:
 
 def _report(console: Console, indent: str, found: Sequence[str], fine: str | None) -> int:
     """Prints what is damaged and, unless `fine` is None, how many things are, or `fine`; returns how many."""
-    for what in found:
-        _say(console, indent + what)
+    say(console, *(indent + what for what in found))
     if fine is not None:
-        _say(console, indent + (f"{len(found)} damaged" if found else fine))
+        say(console, indent + (f"{len(found)} damaged" if found else fine))
     return len(found)
 
 
@@ -143,7 +141,3 @@ def _space(tables: Mapping[str, Commit], slots: int, page: int) -> str:
         f"{format_bytes(pinned * page)} kept by commits, {format_bytes((slots - pinned) * page)} free or in use by a "
         "running process"
     )
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)

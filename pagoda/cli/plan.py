@@ -9,6 +9,7 @@ from rich.console import Console
 from pagoda.config.run import Run
 from pagoda.config.settings import flag
 from pagoda.forecast.config import PlanConfig
+from pagoda.train.progress import say
 
 if TYPE_CHECKING:
     from pagoda.forecast.forecast import Forecast
@@ -45,7 +46,7 @@ def run(config: PlanConfig, console: Console) -> int:
     else:
         show(made, advice, console)
         if searched and made.fits and made.machine.ranks is None:
-            console.print(f"Train it: {_train_command(made, config)}", soft_wrap=True, highlight=False)
+            say(console, f"Train it: {_train_command(made, config)}")
     if not made.fits:
         return DOES_NOT_FIT
     title = f"{made.described.name} on {machine.hardware.name}, predicted"

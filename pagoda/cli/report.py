@@ -5,6 +5,7 @@ from rich.console import Console
 from pagoda.config.commands import ReportConfig
 from pagoda.errors import ConfigError, StorageError
 from pagoda.memory.files import write_durably
+from pagoda.train.progress import say
 
 
 def run(config: ReportConfig, console: Console) -> int:
@@ -26,5 +27,5 @@ def run(config: ReportConfig, console: Console) -> int:
         write_durably(out, page.encode())
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}. Name another file with --out") from error
-    console.print(f"Report: {out}", soft_wrap=True, highlight=False)
+    say(console, f"Report: {out}")
     return 0

@@ -109,7 +109,7 @@ def _parts(forecast: Forecast, advice: Sequence[str]) -> Iterator[RenderableType
 def _figures(forecast: Forecast) -> RenderableType:
     written = forecast.ssd_bytes_written_per_step
     table = Table.grid(padding=(0, 2))
-    table.add_row("step", _seconds(forecast.timeline.step_s))
+    table.add_row("step", format_seconds(forecast.timeline.step_s))
     table.add_row("tokens/s", f"{forecast.tokens_per_s:,.1f}")
     table.add_row(
         "TFLOP/s per " + ("GPU" if forecast.machine.hardware.device else "process"),
@@ -133,9 +133,9 @@ def _lane_table(forecast: Forecast) -> RenderableType:
     for lane, figures in _lanes(forecast).items():
         table.add_row(
             lane,
-            _seconds(figures["busy_s"]),
+            format_seconds(figures["busy_s"]),
             f"{figures['busy_s'] / timeline.step_s:.0%}",
-            "-" if lane == COMPUTE else _seconds(figures["stall_s"]),
+            "-" if lane == COMPUTE else format_seconds(figures["stall_s"]),
             format_bytes(timeline.bytes_moved.get(lane, 0)),
         )
     return table
@@ -150,5 +150,6 @@ def _lanes(forecast: Forecast) -> dict[str, dict[str, float]]:
     }
 
 
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Seconds, or milliseconds if they are few."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

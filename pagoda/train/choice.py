@@ -22,6 +22,7 @@ from pagoda.plan.batch_tiles import tile_tokens
 from pagoda.simulate.hardware import hardware_file, read_hardware
 from pagoda.tiers import compute_device
 from pagoda.train.config import TrainConfig
+from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 
 
@@ -69,11 +70,10 @@ def choose_plan(config: TrainConfig, console: Console, mesh: Mesh) -> tuple[Trai
     except ConfigError as error:
         if config.plan == "search":
             raise
-        console.print(f"Plan: the usual one; no search, as {error}", soft_wrap=True, highlight=False)
+        say(console, f"Plan: the usual one; no search, as {error}")
         return config, None
     took = time.perf_counter() - started
-    lines = (f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    say(console, f"Plan: chosen by a search, which took {took:.1f} s (--plan usual: none).", *reasons)
     memory = replace(config.memory, **changes.pop("memory"))
     return replace(config, memory=memory, **changes), predicted
 

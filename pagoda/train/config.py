@@ -231,7 +231,7 @@ class TrainConfig(Run):
 
     def differing(self, other: "TrainConfig", whose: str) -> list[str]:
         """The settings that decide the bits of a run and differ from those of `other`, each with both values."""
-        mine, theirs = dict(_flat(asdict(self))), dict(_flat(asdict(other)))
+        mine, theirs = dict(flat(asdict(self))), dict(flat(asdict(other)))
         return [
             f"{flag(name)} {value} ({whose} has {theirs[name]})"
             for name, value in mine.items()
@@ -239,10 +239,10 @@ class TrainConfig(Run):
         ]
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested settings as (dotted name, value)."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

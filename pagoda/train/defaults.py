@@ -20,6 +20,7 @@ from pagoda.models.build import is_encoder_decoder, model_directory, positions_o
 from pagoda.tiers import HOST_SHARE
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Rows
+from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.request import TrainRequest
 from pagoda.train.run_dir import RunDir
@@ -59,8 +60,7 @@ def completed(config: TrainConfig, mesh: Mesh, console: Console) -> TrainConfig:
         return _chosen(config, mesh.size, console)
 
     chosen, reasons = from_first(mesh, "the choice of settings", choices)
-    for reason in reasons:
-        console.print(f"Chosen: {reason}", soft_wrap=True, highlight=False, markup=False)
+    say(console, *(f"Chosen: {reason}" for reason in reasons))
     return chosen
 
 

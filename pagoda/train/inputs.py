@@ -12,6 +12,7 @@ from pagoda.models.build import is_encoder_decoder
 from pagoda.train.config import TrainConfig
 from pagoda.train.data import Batches, Rows
 from pagoda.train.model import check_vocabulary, takes_positions
+from pagoda.train.progress import say
 from pagoda.train.ranks import from_first
 from pagoda.train.tokenizer import Tokenizer
 from pagoda.train.tokens import Tokens, open_tokens
@@ -33,8 +34,7 @@ def opened_tokens(config: TrainConfig, name: str, tokenizer: Tokenizer, mesh: Me
             f"data {name!r} has conversations, and model {config.model!r} has an encoder and a decoder, which "
             "continue texts here: give plain text"
         )
-    for line in _described(tokens, tokenizer):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    say(console, *_described(tokens, tokenizer))
     return tokens
 
 
@@ -49,8 +49,7 @@ def batches_of(
     continued = is_encoder_decoder(config.model)
     rows = Rows.of(tokens, config.seq_len * (2 if continued else 1))
     apart = tokens.about.separates and takes_positions(model) and not continued
-    for line in _sequences(rows, apart):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    say(console, *_sequences(rows, apart))
     held_out = _held_out(config, rows, tokenizer, model, mesh, console)
     if config.eval_share:
         rows = rows.held_out(_count(config, rows), config.seed)[0]
@@ -80,11 +79,8 @@ def _held_out(
     else:
         return None
     kept = found.held_out(min(config.eval_rows, len(found)), config.seed)[1]
-    console.print(
-        f"Evaluation: {len(kept):,} of {len(found):,} sequences{' held out' if config.eval_share else ''}, every "
-        f"{config.evaluates_every:,} steps",
-        highlight=False,
-    )
+    held = " held out" if config.eval_share else ""
+    say(console, f"Evaluation: {len(kept):,} of {len(found):,} sequences{held}, every {config.evaluates_every:,} steps")
     return kept
 
 

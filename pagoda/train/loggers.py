@@ -1,6 +1,8 @@
 """Other places that figures go to: TensorBoard, Weights & Biases, Trackio. Each is imported only if it is asked for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,9 +56,8 @@ class Loggers:
 
     def evaluation(self, found: Evaluation) -> None:
         """Logs an evaluation."""
-        self._log(
-            {f"eval/{name}": getattr(found, name) for name in ("loss", "perplexity", "bits_per_byte")}, found.step
-        )
+        names = ("loss", "perplexity", "bits_per_byte")
+        self._log({f"eval/{name}": getattr(found, name) for name in names}, found.step)
 
     def close(self) -> None:
         """Returns once all are written."""
@@ -72,11 +73,7 @@ class _TensorBoard:
     """Event files in the run's directory, in `tensorboard/`."""
 
     def __init__(self, config: TrainConfig) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard") from error
-        self._make: Any = SummaryWriter
+        self._make = _imported("tensorboard", "torch.utils.tensorboard").SummaryWriter
         self._folder = config.out / "tensorboard"
         self._writer: Any = None
 
@@ -94,8 +91,8 @@ class _TensorBoard:
 class _Tracker:
     """A package with `init`, `log` and `finish`, as wandb has them, and trackio after it."""
 
-    def __init__(self, module: Any, config: TrainConfig) -> None:
-        self._module, self._config = module, config
+    def __init__(self, name: str, config: TrainConfig) -> None:
+        self._module, self._config = _imported(name, name), config
         self._started = False
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -109,24 +106,16 @@ class _Tracker:
             self._module.finish()
 
 
-def _wandb(config: TrainConfig) -> Logger:
+_MAKERS: Mapping[str, Callable[[TrainConfig], Logger]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": partial(_Tracker, "wandb"),
+    "trackio": partial(_Tracker, "trackio"),
+}
+
+
+def _imported(package: str, module: str) -> Any:
+    """A module of a package. Raises ConfigError where that is not installed."""
     try:
-        import wandb
+        return import_module(module)
     except ImportError as error:
-        raise _missing("wandb") from error
-    return _Tracker(wandb, config)
-
-
-def _trackio(config: TrainConfig) -> Logger:
-    try:
-        import trackio
-    except ImportError as error:
-        raise _missing("trackio") from error
-    return _Tracker(trackio, config)
-
-
-_MAKERS = {"tensorboard": _TensorBoard, "wandb": _wandb, "trackio": _trackio}
-
-
-def _missing(name: str) -> ConfigError:
-    return ConfigError(f"--log {name} needs the package {name}: pip install {name}")
+        raise ConfigError(f"--log {package} needs the package {package}: pip install {package}") from error

@@ -21,6 +21,7 @@ from pagoda.train.config import TrainConfig
 from pagoda.train.defaults import completed
 from pagoda.train.inputs import batches_of, opened_tokens
 from pagoda.train.model import built_model, give_weights, show_adapters
+from pagoda.train.progress import say
 from pagoda.train.resume import Beginning, begin
 from pagoda.train.run_dir import RunDir
 from pagoda.train.session import Session, seed_all
@@ -47,12 +48,8 @@ def run(config: TrainConfig, console: Console | None = None) -> TrainResult | No
     with ExitStack() as held:
         beginning = begin(config, run_dir, was_restarted(), mesh, console, held)
         if beginning.done >= config.steps:
-            console.print(
-                f"The run in {run_dir.path} has finished: {beginning.done} of {config.steps} steps are done. Give a "
-                "larger --steps to continue it.",
-                soft_wrap=True,
-                highlight=False,
-            )
+            finished = f"The run in {run_dir.path} has finished: {beginning.done} of {config.steps} steps are done."
+            say(console, f"{finished} Give a larger --steps to continue it.")
             return None
         return _run(config, run_dir, beginning, mesh, console)
 
@@ -65,7 +62,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
     tokenizer = open_tokenizer(model_directory(config.model), config.tokenizer)
     tokens = opened_tokens(config, config.data, tokenizer, mesh, console)
     if checkpoint is None and (hint := precision_hint(config)):  # a run that is resumed keeps its precision
-        console.print(hint, soft_wrap=True, highlight=False)
+        say(console, hint)
     chosen, predicted = choose_plan(config, console, mesh)
     seed_all(config.seed)
     built = built_model(config)
@@ -74,7 +71,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         give_weights(config, built, console)
     if chunks_loss(config, built):
         chunked_loss(built)
-        console.print("Loss: in chunks, so that logits are never whole", highlight=False)
+        say(console, "Loss: in chunks, so that logits are never whole")
     if config.lora.rank is not None:
         built = add_adapters(built, config.lora)
         show_adapters(console, built, config.lora)
@@ -98,7 +95,7 @@ def _run(config: TrainConfig, run_dir: RunDir, beginning: Beginning, mesh: Mesh,
         session = Session(config, batches, model, optimizer, mesh)
         if checkpoint is not None:
             session.restore(checkpoint)
-            console.print(f"Resuming {run_dir.path} after step {checkpoint.step}", highlight=False)
+            say(console, f"Resuming {run_dir.path} after step {checkpoint.step}")
         return Steps(session, evaluated, tokenizer, run_dir, predicted, mesh, console).run(beginning)
     finally:
         optimizer.close()

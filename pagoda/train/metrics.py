@@ -5,14 +5,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from pagoda.errors import StorageError
 from pagoda.memory.files import read_regular, sync_directory, write_durably
+from pagoda.runtime.stats import StepStats
 
 DATA = "data"
 """In `stall_s`, beside the lanes: while the next sequences were read."""
@@ -60,6 +60,12 @@ class StepMetrics:
     staleness: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """With asynchronous updates: unit -> steps that its weights lagged, in this step (last) and so far (max, mean)."""
 
+    @classmethod
+    def of(cls, stats: StepStats, **own: Any) -> "StepMetrics":
+        """What an optimizer says of its last step, where the names are the same, and figures of the loop's own."""
+        said = {**asdict(stats), "faults": stats.faults, "prefetch_hit_rate": stats.prefetch_hit_rate, **own}
+        return cls(**{field.name: said[field.name] for field in fields(cls)})
+
     def to_json(self) -> str:
         """One line of JSON, without the newline. A number that is not finite becomes null."""
         return json.dumps(finite(asdict(self)), allow_nan=False)
@@ -72,7 +78,7 @@ class Entry(Protocol):
         """One line, without the newline."""
 
 
-class MetricsFile:
+class MetricsFile(AbstractContextManager["MetricsFile"]):
     """Appends a line per step, or per evaluation. A line is in the file, for any reader, once `write` returns.
 
     Raises StorageError, here and later, where the disk is full or fails.
@@ -106,12 +112,7 @@ class MetricsFile:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> "MetricsFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -14,6 +14,7 @@ from pagoda.models import build_model
 from pagoda.models.build import model_directory
 from pagoda.models.lora import LoraConfig
 from pagoda.train.config import TrainConfig
+from pagoda.train.progress import say
 from pagoda.train.tokens import Tokens
 
 
@@ -51,12 +52,11 @@ def give_weights(config: TrainConfig, model: nn.Module, console: Console) -> boo
     if directory is not None:
         _check_download(directory, files)
     if directory is None or not files:
-        console.print(f"Weights: random, seed {config.seed}", highlight=False)
+        say(console, f"Weights: random, seed {config.seed}")
         return False
     found = attach_weights(model, directory)
     line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
-    for text in (line, *found.warnings()):
-        console.print(text, soft_wrap=True, highlight=False)
+    say(console, line, *found.warnings())
     return True
 
 
@@ -78,5 +78,4 @@ def _check_download(directory: Path, files: list[Path]) -> None:
 def show_adapters(console: Console, model: nn.Module, lora: LoraConfig) -> None:
     """Says how much of a model with adapters is trained."""
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    line = f"Adapters: rank {lora.rank}, {trained:,} parameters train, and the model's own are frozen"
-    console.print(line, soft_wrap=True, highlight=False)
+    say(console, f"Adapters: rank {lora.rank}, {trained:,} parameters train, and the model's own are frozen")

@@ -1,6 +1,4 @@
-"""Progress of a run: a live bar on a terminal, a plain line every few steps elsewhere."""
-
-from types import TracebackType
+"""What a run says: lines, and its progress, a live bar on a terminal and a plain line every few steps elsewhere."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
@@ -11,7 +9,13 @@ _PLAIN_LINES = 10
 _PLAIN_EVERY = 10
 
 
-class Progress:
+def say(console: Console, *lines: str) -> None:
+    """Prints lines as they are, however long."""
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+class Progress(Bar):
     """Shows loss, tokens per second, stalls and time left of each step.
 
     Args:
@@ -21,13 +25,7 @@ class Progress:
     """
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._left = steps - done
-        self._every = max(1, min(self._left // _PLAIN_LINES, _PLAIN_EVERY))
-        self._elapsed_s = 0.0
-        self._seen = 0
-        self._bar = Bar(
+        super().__init__(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
@@ -38,16 +36,12 @@ class Progress:
             disable=not console.is_terminal,
             expand=True,
         )
-        self._task = self._bar.add_task("train", total=steps, completed=done, figures="")
-
-    def __enter__(self) -> "Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        self._steps = steps
+        self._left = steps - done
+        self._every = max(1, min(self._left // _PLAIN_LINES, _PLAIN_EVERY))
+        self._elapsed_s = 0.0
+        self._seen = 0
+        self._task = self.add_task("train", total=steps, completed=done, figures="")
 
     def show(self, metrics: StepMetrics) -> None:
         """Shows one finished step."""
@@ -55,15 +49,11 @@ class Progress:
         self._elapsed_s += metrics.step_s
         balance = "" if metrics.aux_loss is None else f"balance {metrics.aux_loss:.3f}  "
         figures = f"loss {metrics.loss:.4f}  {balance}{metrics.tokens_per_s:,.0f} tokens/s  {_stalls(metrics)}"
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=metrics.step, figures=figures)
+        if self.console.is_terminal:
+            self.update(self._task, completed=metrics.step, figures=figures)
         elif self._seen == 1 or metrics.step % self._every == 0 or metrics.step == self._steps:
             left_s = (self._left - self._seen) * self._elapsed_s / self._seen
-            self._console.print(
-                f"step {metrics.step}/{self._steps}  {figures}  {_duration(left_s)} left",
-                soft_wrap=True,
-                highlight=False,
-            )
+            say(self.console, f"step {metrics.step}/{self._steps}  {figures}  {_duration(left_s)} left")
 
 
 def _stalls(metrics: StepMetrics) -> str:

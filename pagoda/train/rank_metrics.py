@@ -1,26 +1,21 @@
 """Every rank's figures of a step, and what they are together."""
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-
-import torch.distributed as dist
+from dataclasses import replace
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.train.metrics import Entry, MetricsFile, StepMetrics
+from pagoda.train.ranks import from_all
 from pagoda.train.run_dir import RunDir
 
 
 def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tuple[StepMetrics, int | None]:
     """The step's figures of all ranks together, and the signal that has reached any of them, which stops all."""
+    said = from_all(mesh, "the metrics of a step", (mine, stopped_by))
     if mesh.size == 1:
         return mine, stopped_by
-    everyone: list[str] = [""] * mesh.size
-    said = json.dumps([asdict(mine), stopped_by])
-    mesh.on_all_ranks("the metrics of a step", lambda: dist.all_gather_object(everyone, said))
-    metrics, signals = zip(*map(json.loads, everyone), strict=True)
-    return merged([StepMetrics(**fields) for fields in metrics]), next((s for s in signals if s is not None), None)
+    return merged([metrics for metrics, _ in said]), next((s for _, s in said if s is not None), None)
 
 
 def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:

@@ -3,15 +3,17 @@
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pagoda.errors import ConfigError
+from pagoda.forecast.report import format_seconds
 from pagoda.memory.files import read_regular
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.simulate.timeline import COMPUTE
+from pagoda.train.config import flat
 from pagoda.train.metrics import read_metrics
 from pagoda.train.page import COLOURS, INK, drawing, figure_of, folded, legend, listed, page, pairs, table
 from pagoda.train.run_dir import RunDir
@@ -58,7 +60,7 @@ def _run_page(directory: Path) -> str:
         **({"Memory": _memory(plan, steps), "Units": _units(plan)} if plan else {}),
         "Checkpoints": _checkpoints(run, evals),
         **({"Why this plan": listed(plan["reasons"]), "Machine": pairs(plan["machine"].items())} if plan else {}),
-        "Settings": pairs(_flat(config)),
+        "Settings": pairs(flat(config)),
     }
     return page(f"Run {directory.resolve().name}", sections)
 
@@ -77,7 +79,7 @@ def _plan_page(file: Path) -> str:
     sections = {}
     if plan["fits"]:
         found += [
-            ("Step", f"{_seconds(plan['step_s'])}, {plan['tokens_per_step']:,} tokens"),
+            ("Step", f"{format_seconds(plan['step_s'])}, {plan['tokens_per_step']:,} tokens"),
             ("Tokens per second", f"{plan['tokens_per_s']:,.1f}"),
             ("Binding lane", plan["binding_lane"]),
         ]
@@ -113,7 +115,7 @@ def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
     kinds: set[str] = set()
     for axis, (title, timeline) in zip(axes, drawn, strict=True):
         kinds |= _draw_lanes(axis, timeline, lanes)
-        axis.set_title(f"{title}: {_seconds(timeline['step_s'])}", loc="left")
+        axis.set_title(f"{title}: {format_seconds(timeline['step_s'])}", loc="left")
     axes[-1].set_xlabel("seconds from the start of the step")
     axes[-1].set_xlim(0, max(timeline["step_s"] for _, timeline in drawn))
     legend(figure, {kind: colour for kind, colour in zip(_WORK, COLOURS, strict=True) if kind in kinds})
@@ -121,8 +123,8 @@ def _lanes(predicted: _Record | None, measured: _Record | None) -> str:
     for name, _, timeline in known:
         head += [f"{name}: works", f"{name}: compute waits"]
         for row, lane in zip(rows, lanes, strict=True):
-            waits = "" if lane == COMPUTE else _seconds(timeline["stall_s"].get(lane, 0.0))
-            row += [_seconds(timeline["busy_s"].get(lane, 0.0)), waits]
+            waits = "" if lane == COMPUTE else format_seconds(timeline["stall_s"].get(lane, 0.0))
+            row += [format_seconds(timeline["busy_s"].get(lane, 0.0)), waits]
     said = "What compute and every lane do in a step; the table below has the seconds"
     missing = (
         ""
@@ -285,17 +287,5 @@ def _bars(plan: _Record) -> str:
     return drawing(figure, "Memory by tier and state", "What the table below says, as bars")
 
 
-def _flat(settings: _Record, prefix: str = "") -> Iterable[tuple[str, object]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4f}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

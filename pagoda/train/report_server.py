@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pagoda.errors import ConfigError, PagodaError
+from pagoda.train.progress import say
 from pagoda.train.report import report
 
 _REFRESH_S = 10
@@ -46,7 +47,7 @@ def serve(directory: Path, port: int, console: Console) -> None:
     """Serves until Ctrl-C. Raises ConfigError as `report` and `server_of`."""
     report(directory)
     with server_of(directory, port) as server:
-        console.print(f"http://127.0.0.1:{server.server_port} (Ctrl-C ends it)", highlight=False)
+        say(console, f"http://127.0.0.1:{server.server_port} (Ctrl-C ends it)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from pagoda.distributed.mesh import Mesh
 from pagoda.errors import CheckpointError, ConfigError, StorageError
 from pagoda.train.config import TrainConfig
 from pagoda.train.lock import locked
+from pagoda.train.progress import say
 from pagoda.train.ranks import from_all, from_first
 from pagoda.train.run_dir import DAMAGED, GONE_BACK, LAST, RunCheckpoint, RunDir, names_of
 
@@ -74,7 +75,7 @@ def begin(
         return Beginning()
     every, candidates = claimed
     if not candidates:
-        _say(console, f"{run_dir.path} has no checkpoint yet: the run starts from its first step")
+        say(console, f"{run_dir.path} has no checkpoint yet: the run starts from its first step")
         return Beginning()
     places = list(config.memory.ssd_directories)
     problems: list[str] = []
@@ -89,7 +90,7 @@ def begin(
                 if one.step > checkpoint.step
             ]
             if later:
-                _say(console, _fallback(checkpoint, later, problems))
+                say(console, _fallback(checkpoint, later, problems))
             return Beginning(checkpoint, tuple(later))
         problems.append(problem)
     lines = _numbered(candidates, problems)
@@ -151,7 +152,3 @@ def _numbered(checkpoints: Iterable[RunCheckpoint], problems: Sequence[str]) -> 
         f"The checkpoint after step {checkpoint.step} ({checkpoint.path}) cannot be used: {problem}"
         for checkpoint, problem in zip(checkpoints, problems, strict=True)
     ]
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -35,51 +35,27 @@ class RunCheckpoint:
     path: Path
 
 
-@dataclass(frozen=True)
 class RunDir:
     """Paths of a run, and what they hold."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def settings(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.settings = path / "run.yaml"
         """Settings for another run like this one, to be edited and given to --config."""
-        return self.path / "run.yaml"
-
-    @property
-    def plan(self) -> Path:
+        self.plan = path / "plan.json"
         """The plan and the machine, for a report."""
-        return self.path / "plan.json"
-
-    @property
-    def timeline(self) -> Path:
+        self.timeline = path / "timeline.json"
         """What compute and every lane did in one step, for a report."""
-        return self.path / "timeline.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evals(self) -> Path:
-        return self.path / "evals.jsonl"
-
-    @property
-    def tokenizer(self) -> Path:
+        self.metrics = path / "metrics.jsonl"
+        self.evals = path / "evals.jsonl"
+        self.tokenizer = path / "tokenizer"
         """Copies of the tokenizer's files, for what is exported. Not there where text is read as bytes."""
-        return self.path / "tokenizer"
+        self.checkpoints = path / "checkpoints"
 
     def metrics_of(self, rank: int) -> Path:
         """Figures of one of several ranks."""
         return self.path / f"metrics-rank-{rank}.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
         """Directory of the checkpoint after `step` steps."""

@@ -2,7 +2,7 @@
 
 import random
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,26 +109,15 @@ class Session:
         loss_mean = loss_sum.item()
         step_s = time.perf_counter() - started
         stats = self.optimizer.stats
-        return StepMetrics(
+        return StepMetrics.of(
+            stats,
             step=step + 1,
             loss=loss_mean,
-            grad_norm=stats.grad_norm,
-            loss_scale=stats.loss_scale,
-            skipped=stats.skipped,
             aux_loss=None if balance is None else balance.item(),
             lr=lr,
             step_s=step_s,
             tokens_per_s=self.batches.tokens_per_step / step_s,
             stall_s={**stats.stall_s, DATA: data_s},
-            bytes_moved=dict(stats.bytes_moved),
-            peak_bytes=dict(stats.peak_bytes),
-            accesses=dict(stats.accesses),
-            prefetch_hit_rate=stats.prefetch_hit_rate,
-            faults=stats.faults,
-            activation_bytes=asdict(stats.activation_bytes),
-            updates_kept=stats.updates_kept,
-            updates_undone=stats.updates_undone,
-            staleness={unit: asdict(seen) for unit, seen in stats.staleness.items()},
         )
 
     def _forward(self, batch: dict[str, torch.Tensor], **asked: bool) -> Any:

@@ -19,7 +19,7 @@ from pagoda.train.evaluate import Evaluation, Evaluator, History
 from pagoda.train.generate import continued
 from pagoda.train.loggers import Loggers
 from pagoda.train.machine import machine
-from pagoda.train.progress import Progress
+from pagoda.train.progress import Progress, say
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
 from pagoda.train.run_dir import RunCheckpoint, RunDir
@@ -202,7 +202,7 @@ class Steps:
         try:
             write_trace(timeline, f"{self._config.model}, step {step}, measured", self._config.trace)
         except ConfigError as error:
-            self._console.print(f"{error}; the run goes on", soft_wrap=True, highlight=False)
+            self._say(f"{error}; the run goes on")
 
     def _save(self, step: int, files: MetricsFiles) -> None:
         """Saves the state after `step` steps; the metrics up to it are on disk before it is.
@@ -244,8 +244,7 @@ class Steps:
             lines.append("No checkpoint was saved (--no-save-at-end): the trained weights are not kept.")
         if result.stopped_by is not None:
             lines.append(f"Interrupted. Continue with: pagoda train --resume --out {self._run_dir.path}")
-        for line in lines:
-            self._say(line)
+        self._say(*lines)
 
-    def _say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+    def _say(self, *lines: str) -> None:
+        say(self._console, *lines)
