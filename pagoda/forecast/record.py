@@ -1,10 +1,15 @@
-"""A plan and a step as JSON, for `pagoda report`: what `pagoda plan --json` prints, and what a run keeps."""
+"""A plan, a step and this machine as JSON, for `pagoda report`; `pagoda plan --json` prints it, and a run keeps it."""
 
 import json
+import os
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from pagoda.memory.ram import ram_bytes
 from pagoda.plan.planner import Plan
 from pagoda.simulate.timeline import Span, Timeline
 
@@ -49,6 +54,19 @@ def timeline_record(timeline: Timeline) -> dict[str, Any]:
             for start, end in _joined(spans, timeline.step_s / _PARTS)
         ],
     }
+
+
+def machine_record() -> dict[str, str]:
+    """The machine that a run is on: system, cores, RAM, torch, and the GPU if there is one."""
+    found = {
+        "system": platform.platform(),
+        "CPU": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads",
+        "RAM": f"{ram_bytes() / 2**30:.1f} GiB",
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        found["GPU"] = torch.cuda.get_device_name()
+    return found
 
 
 def as_lines(record: Mapping[str, Any]) -> str:

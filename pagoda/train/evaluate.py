@@ -1,27 +1,24 @@
 """The loss on data that is not trained on: measured every so often, and what follows from it."""
 
-import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from pagoda.distributed.mesh import Mesh
 from pagoda.train.data import IGNORED, Batches
-from pagoda.train.metrics import finite, read_metrics
+from pagoda.train.metrics import Entry, read_metrics
 from pagoda.train.ranks import from_all
 from pagoda.train.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Entry):
     """What one evaluation found; its fields are the keys of a line of `evals.jsonl`."""
 
-    step: int
-    """Steps done before; 0: before the first."""
     loss: float
     """Mean over the tokens that the loss counts, in nats."""
     perplexity: float
@@ -31,10 +28,6 @@ class Evaluation:
     tokens: int
     """Tokens that the loss counts."""
     seconds: float
-
-    def to_json(self) -> str:
-        """One line of JSON, without the newline."""
-        return json.dumps(finite(asdict(self)), allow_nan=False)
 
     def __str__(self) -> str:
         when = f"after step {self.step}" if self.step else "before the first step"

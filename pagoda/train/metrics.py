@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pagoda.errors import StorageError
 from pagoda.memory.files import read_regular, sync_directory, write_durably
@@ -19,11 +19,21 @@ DATA = "data"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """The figures of one optimizer step; its fields are the keys of a line."""
+class Entry:
+    """What a line says; its fields are the keys."""
 
     step: int
-    """Counted from 1."""
+    """Steps done."""
+
+    def to_json(self) -> str:
+        """One line of JSON, without the newline. A number that is not finite becomes null."""
+        return json.dumps(finite(asdict(self)), allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics(Entry):
+    """The figures of one optimizer step, the last of those done."""
+
     loss: float
     """Mean over the tokens of the step, before its update."""
     grad_norm: float | None
@@ -65,17 +75,6 @@ class StepMetrics:
         """What an optimizer says of its last step, where the names are the same, and figures of the loop's own."""
         said = {**asdict(stats), "faults": stats.faults, "prefetch_hit_rate": stats.prefetch_hit_rate, **own}
         return cls(**{field.name: said[field.name] for field in fields(cls)})
-
-    def to_json(self) -> str:
-        """One line of JSON, without the newline. A number that is not finite becomes null."""
-        return json.dumps(finite(asdict(self)), allow_nan=False)
-
-
-class Entry(Protocol):
-    """What a line says: JSON with the key `step`."""
-
-    def to_json(self) -> str:
-        """One line, without the newline."""
 
 
 class MetricsFile(AbstractContextManager["MetricsFile"]):

@@ -11,14 +11,13 @@ from pagoda.api import plan_of
 from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
-from pagoda.forecast.record import as_lines, plan_record, timeline_record
+from pagoda.forecast.record import as_lines, machine_record, plan_record, timeline_record
 from pagoda.memory.files import storage_errors, write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, History
 from pagoda.train.generate import continued
 from pagoda.train.loggers import Loggers
-from pagoda.train.machine import machine
 from pagoda.train.progress import Progress, say
 from pagoda.train.rank_metrics import MetricsFiles, share_metrics
 from pagoda.train.resume import CONFIG, Beginning
@@ -140,7 +139,7 @@ class Steps:
                 with storage_errors(f"{self._run_dir.plan} cannot be written"):
                     plan = plan_of(self._session.model)
                     record = {**plan_record(plan), "reasons": plan.reasons, "timeline": self._predicted}
-                    write_durably(self._run_dir.plan, as_lines({**record, "machine": machine()}).encode())
+                    write_durably(self._run_dir.plan, as_lines({**record, "machine": machine_record()}).encode())
             self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
             if self._first is not None:
                 self._files.write_evaluation(self._first)

@@ -2,11 +2,12 @@
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 
-class StopSignal:
+class StopSignal(AbstractContextManager["StopSignal"]):
     """While entered, the first signal sets `received`, which ends the loop; the next acts as usual.
 
     In a thread that is not the main one, where Python delivers no signals, it never receives any.
@@ -23,9 +24,7 @@ class StopSignal:
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:

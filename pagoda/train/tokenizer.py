@@ -1,10 +1,11 @@
 """From documents to tokens: with the tokenizer of the model's directory, or as bytes."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,60 +42,46 @@ def tokenizer_files(directory: Path) -> list[Path]:
     return [path for path in paths if any(fnmatch(path.name, pattern) for pattern in _FILES)]
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What makes tokens of documents."""
 
-    @property
-    def name(self) -> str:
-        """What it is, for people."""
+    name: str
+    """What it is, for people."""
+    vocabulary: int
+    """Ids are below."""
+    key: str
+    """Differs between tokenizers that may give other tokens."""
+    files: Sequence[Path] = ()
+    """What it was read from."""
+    chats: bool = False
+    """Whether it has a chat template."""
+    separates: bool = False
+    """Whether attention and loss end where a document does. Bytes run on."""
+    end: list[int] | None = None
+    """Ids that end a text or a turn; None where there are none."""
 
-    @property
-    def vocabulary(self) -> int:
-        """Ids are below."""
-
-    @property
-    def key(self) -> str:
-        """Differs between tokenizers that may give other tokens."""
-
-    @property
-    def files(self) -> Sequence[Path]:
-        """What it was read from."""
-
-    @property
-    def chats(self) -> bool:
-        """Whether it has a chat template."""
-
-    @property
-    def separates(self) -> bool:
-        """Whether attention and loss end where a document does. Bytes run on."""
-
+    @abstractmethod
     def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
         """The tokens of each document. `first`: nothing comes before them.
 
         Raises ConfigError for a conversation that cannot be written.
         """
 
-    @property
-    def end(self) -> list[int] | None:
-        """Ids that end a text or a turn; None where there are none."""
-
+    @abstractmethod
     def prompt(self, text: str, chat: bool) -> list[int]:
         """The ids of a text to go on with, or of what a user says. Raises ConfigError without a chat template."""
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Each byte of UTF-8 is a token, and a line feed comes between texts."""
 
     name = "bytes of UTF-8 (ids 0 to 255)"
     vocabulary = VOCABULARY
     key = BYTES
-    separates = False
-    chats = False
-    files: Sequence[Path] = ()
-    end = None
 
     def encode(self, documents: Sequence[Document], *, first: bool) -> list[Encoded]:
         encoded = []
@@ -116,7 +103,7 @@ class ByteTokenizer:
         return bytes(id_ for id_ in ids if id_ < VOCABULARY).decode(errors="replace")
 
 
-class ModelTokenizer:
+class ModelTokenizer(Tokenizer):
     """A tokenizer of transformers: texts get its own special tokens and end with its end-of-sequence token.
 
     Raises ConfigError where it cannot be read.
@@ -143,12 +130,13 @@ class ModelTokenizer:
         self._before, self._after = _specials(tokenizer)
         # Chats end turns with a token of their own, whatever is said to end a text.
         turns = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"])
-        self._ends = [id_ for id_ in (*self._after[-1:], *turns) if id_ not in (None, tokenizer.unk_token_id)]
+        ends = {id_ for id_ in (*self._after[-1:], *turns) if id_ not in (None, tokenizer.unk_token_id)}
+        self.end = sorted(ends) or None
         self._chat = ChatTemplate(tokenizer)
         self.name = f"{type(tokenizer).__name__} of {directory}, {len(tokenizer):,} tokens"
         self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
         digest = hashlib.blake2b(str(trl_version()).encode(), digest_size=16)
-        self.files: Sequence[Path] = tokenizer_files(directory)
+        self.files = tokenizer_files(directory)
         self.chats = bool(tokenizer.chat_template)
         for path in self.files:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -158,10 +146,6 @@ class ModelTokenizer:
         if any(document.messages for document in documents):
             return [self._chat.encode(d) if d.messages else self._texts([d])[0] for d in documents]
         return self._texts(documents)
-
-    @property
-    def end(self) -> list[int] | None:
-        return sorted({*self._ends}) or None
 
     def prompt(self, text: str, chat: bool) -> list[int]:
         if chat:

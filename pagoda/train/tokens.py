@@ -7,7 +7,7 @@ tokens follow from: the files by path, size and time, the tokenizer, the column.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,32 +34,32 @@ _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1024
 """Documents are tokenised together, up to so much of them: more takes RAM, less leaves cores idle."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class About:
-    """What is known of a data set's tokens."""
+    """What is known of a data set's tokens: all of it once they are written."""
 
     source: str
     tokenizer: str
     itemsize: int
     """Bytes of a token in the file."""
-    tokens: int
-    targets: int
+    tokens: int = 0
+    targets: int = 0
     """Tokens that the loss counts."""
-    target_bytes: int
+    target_bytes: int = 0
     """Bytes of UTF-8 of the text that these are of."""
-    documents: int
+    documents: int = 0
     files: int
-    chats: bool
+    chats: bool = False
     """Whether documents are conversations, which are not cut."""
     separates: bool
     """Whether attention and loss end where a document does."""
-    most: int
+    most: int = 0
     """One more than the largest id."""
-    untrained: int
+    untrained: int = 0
     """Conversations that were left out, as no assistant says anything in them."""
-    fingerprint: str
+    fingerprint: str = ""
     """Of tokens and ends: a resumed run checks that it reads the data it started with."""
-    skipped: tuple[tuple[str, str], ...]
+    skipped: Sequence[Sequence[str]]
     """Files that were left out, and why."""
 
 
@@ -127,9 +127,7 @@ def open_tokens(
 def _opened(place: Path) -> Tokens:
     """Maps the files of a cache entry. Raises ConfigError where they are damaged."""
     try:
-        about = json.loads((place / _ABOUT).read_text())
-        about["skipped"] = tuple(map(tuple, about["skipped"]))
-        known = About(**about)
+        known = About(**json.loads((place / _ABOUT).read_text()))
         ids = np.memmap(place / _TOKENS, dtype=f"int{8 * known.itemsize}", mode="r", shape=(known.tokens,))
         ends = np.memmap(place / _ENDS, dtype=np.int64, mode="r", shape=(known.documents,))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -149,11 +147,16 @@ class _Writer:
 
     def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
         self._folder, self._source, self._tokenizer = folder, source, tokenizer
-        self._itemsize = 2 if tokenizer.vocabulary <= 1 << 15 else 4
-        self._tokens = self._targets = self._bytes = self._documents = self._most = self._untrained = 0
-        self._chats = False
         self._skipped = [*source.skipped]
         self._hashes = xxhash.xxh3_64(), xxhash.xxh3_64()
+        self._about = About(
+            source=source.name,
+            tokenizer=tokenizer.name,
+            itemsize=2 if tokenizer.vocabulary <= 1 << 15 else 4,
+            files=len(source.files),
+            separates=tokenizer.separates,
+            skipped=(),
+        )
 
     def write(self, console: Console) -> None:
         """Tokenises all, and shows how far it is. Raises ConfigError where there is no text."""
@@ -174,57 +177,44 @@ class _Writer:
             for file in (tokens, ends):
                 file.flush()
                 sync_descriptor(file.fileno(), self._folder)
-        if not self._documents:
+        about = self._about
+        if not about.documents:
             why = "; ".join(f"{entry.path.name}: {entry.reason}" for entry in self._skipped[:3])
-            untrained = f" ({self._untrained:,} conversations without a turn of an assistant)" * bool(self._untrained)
+            untrained = f" ({about.untrained:,} conversations without a turn of an assistant)" * bool(about.untrained)
             raise ConfigError(
                 f"data {self._source.name!r} holds no text{f' ({why})' if why else untrained}: give a file or folder "
                 "with UTF-8 text or records, or 'stdlib'"
             )
-        write_durably(self._folder / _ABOUT, json.dumps(asdict(self._about()), indent=1).encode())
+        about.files -= len(self._skipped) - len(self._source.skipped)
+        about.skipped = [(str(entry.path), entry.reason) for entry in self._skipped]
+        about.fingerprint = "".join(digest.hexdigest() for digest in self._hashes)
+        write_durably(self._folder / _ABOUT, json.dumps(asdict(about), indent=1).encode())
 
     def _write_batch(self, batch: list[Document], tokens: BinaryIO, ends: BinaryIO) -> None:
+        about = self._about
         kept: list[Encoded] = []
         stops: list[int] = []
-        for document, ids in zip(batch, self._tokenizer.encode(batch, first=not self._tokens), strict=True):
+        for document, ids in zip(batch, self._tokenizer.encode(batch, first=not about.tokens), strict=True):
             counted = int(np.count_nonzero(ids >= 0))
             if document.messages and not counted:
-                self._untrained += 1
+                about.untrained += 1
                 continue
-            self._chats |= bool(document.messages)
+            about.chats |= bool(document.messages)
             kept.append(ids)
-            self._tokens += len(ids)
-            self._targets += counted
-            self._bytes += _text_bytes(document) if self._tokenizer.separates else len(ids)
+            about.tokens += len(ids)
+            about.targets += counted
+            about.target_bytes += _text_bytes(document) if about.separates else len(ids)
             if document.ends:
-                stops.append(self._tokens)
+                stops.append(about.tokens)
         if not kept:
             return
         joined = np.concatenate(kept)
-        self._most = max(self._most, int(np.maximum(joined, ~joined).max()) + 1) if len(joined) else self._most
-        self._documents += len(stops)
-        written = joined.astype(f"int{8 * self._itemsize}"), np.array(stops, np.int64)
+        about.most = max(about.most, int(np.maximum(joined, ~joined).max()) + 1) if len(joined) else about.most
+        about.documents += len(stops)
+        written = joined.astype(f"int{8 * about.itemsize}"), np.array(stops, np.int64)
         for file, content, digest in zip((tokens, ends), written, self._hashes, strict=True):
             digest.update(content.data)
             file.write(content.data)
-
-    def _about(self) -> About:
-        return About(
-            source=self._source.name,
-            tokenizer=self._tokenizer.name,
-            itemsize=self._itemsize,
-            tokens=self._tokens,
-            targets=self._targets,
-            target_bytes=self._bytes,
-            documents=self._documents,
-            files=len(self._source.files) - (len(self._skipped) - len(self._source.skipped)),
-            chats=self._chats,
-            separates=self._tokenizer.separates,
-            most=self._most,
-            untrained=self._untrained,
-            fingerprint="".join(digest.hexdigest() for digest in self._hashes),
-            skipped=tuple((str(entry.path), entry.reason) for entry in self._skipped),
-        )
 
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
