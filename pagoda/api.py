@@ -32,7 +32,6 @@ from pagoda.config.training import (
 )
 from pagoda.construction.construct import Builder, describe, init, live_units, move_buffers
 from pagoda.construction.model_checks import check_batch_norms, check_model, check_one_dtype, check_quantized
-from pagoda.construction.rule_checks import check_extents, check_rule
 from pagoda.distributed.mesh import Mesh, as_mesh, open_mesh
 from pagoda.distributed.start import (
     FromFirst,
@@ -55,10 +54,12 @@ from pagoda.optim.param_groups import (
     named_groups,
     reserved_names,
 )
-from pagoda.optim.rule import Rule, TensorRule
+from pagoda.optim.rule import Rule, TensorRule, check_rule
 from pagoda.optimizer import PagedOptimizer
 from pagoda.plan.activations import SHARE_OF_MEMORY
 from pagoda.plan.combinations import check_features, features
+from pagoda.plan.layout import WEIGHT
+from pagoda.plan.ops import SSD
 from pagoda.plan.options import Options
 from pagoda.plan.planner import Plan, make_plan
 from pagoda.runtime.activations.blocks import refuse_own_checkpointing
@@ -243,7 +244,7 @@ class _Wrapping:
             )
             make = partial(make_plan, root, states, budgets, options, mesh.ranks, rank=mesh.rank)
             plan = agreed_plan(transport, make, root)
-        check_extents(self._rule, plan)
+        _check_extents(self._rule, plan)
         if options.activations != "auto":
             return plan
         budget = self._memory.activation_bytes
@@ -336,6 +337,17 @@ def _check_activations(training: Training, memory: Memory, model: nn.Module, mes
         raise ConfigError(
             f"activations is {training.activations!r}, but there is nowhere to offload to: compute is the CPU, and "
             "activations are in its RAM. Give memory.ssd, or use 'recompute'."
+        )
+
+
+def _check_extents(rule: Rule, plan: Plan) -> None:
+    """Raises ConfigError where parameters that are taken whole would share pages of the weights' two extents on SSD.
+
+    One would take the other's new values back.
+    """
+    if plan.options.max_staleness is not None and isinstance(rule, TensorRule) and plan.placement.pages(SSD, WEIGHT):
+        raise ConfigError(
+            f"update='async' with {rule.name} needs every weight in RAM: raise memory.host, or use update='sync'."
         )
 
 

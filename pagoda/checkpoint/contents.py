@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from pagoda.checkpoint.state import ParameterState, all_states, said_by_ranks
+from pagoda.checkpoint.state import ParameterState, Place, all_states, said_by_ranks
 from pagoda.checkpoint.tensors import TensorSpec
 from pagoda.optim.param_groups import NamedGroup
 from pagoda.optim.rule import Shape, StateSpec
@@ -18,13 +18,7 @@ class Stored:
 
     states: dict[str, Shape]
     """State that it has -> the shape of that."""
-    whole: str
-    """Name of the parameter that it was cut from, or its own."""
-    start: int
-    """Its first element there; or which of the equal parts it is, where tensor-parallel ranks have one each."""
-    dim: int | None
-    """The dimension along which those have divided it."""
-    whole_shape: Shape
+    place: Place
     whole_states: dict[str, Shape]
     """`states` of the parameter that it was cut from."""
     steps: int | None
@@ -34,25 +28,13 @@ class Stored:
     def of(cls, parameter: ParameterState) -> "Stored":
         """What this rank has of a parameter."""
         engine, unit, slot = parameter
-        part, shard, spans = parameter.spec.part, parameter.spec.shard, parameter.spans()
-        start, dim, shape = 0, None, parameter.spec.shape
-        if shard is not None:
-            start, dim, shape = unit.part_index(slot), shard.dim, shard.shape
-        elif part is not None:
-            start, shape = part.start, part.shape
-        return cls(
-            states={name: span.shape for name, span in spans.items()},
-            whole=parameter.whole,
-            start=start,
-            dim=dim,
-            whole_shape=shape,
-            whole_states={
-                state.name: found
-                for state in engine.plan.layout.states
-                if state.name in spans and (found := state.shape(parameter.whole, shape)) is not None
-            },
-            steps=unit.steps[slot] if slot < unit.trainable else None,
-        )
+        place, states = parameter.place, {name: span.shape for name, span in parameter.spans().items()}
+        wholes = {
+            state.name: shape
+            for state in engine.plan.layout.states
+            if state.name in states and (shape := state.shape(place.whole, place.shape)) is not None
+        }
+        return cls(states, place, wholes, unit.steps[slot] if slot < unit.trainable else None)
 
 
 @dataclass(frozen=True)
@@ -84,7 +66,7 @@ class Contents:
     @property
     def steps(self) -> dict[str, int]:
         """Whole trainable parameter -> updates that it has had."""
-        return {one.whole: one.steps for one in self.stored.values() if one.steps is not None}
+        return {one.place.whole: one.steps for one in self.stored.values() if one.steps is not None}
 
     def specs(self, state: StateSpec, but: Collection[str] = ()) -> list[TensorSpec]:
         """The tensors of one state, without those of `but`."""
@@ -97,7 +79,7 @@ class Contents:
     def whole_specs(self, state: StateSpec) -> list[TensorSpec]:
         """The tensors of one state, of parameters as they were before they were cut into tiles."""
         having = [one for one in self.stored.values() if state.name in one.states]
-        shapes = {one.whole: one.whole_states[state.name] for one in having}
+        shapes = {one.place.whole: one.whole_states[state.name] for one in having}
         return [TensorSpec(name, state.dtype, shape) for name, shape in shapes.items()]
 
     def cuts(self, shards: bool) -> dict[str, Any]:
@@ -105,13 +87,14 @@ class Contents:
         and the names of its parts in order."""
         found: dict[str, list[str]] = {}
         for name, one in self.stored.items():
-            if one.whole != name and (one.dim is not None) == shards:
-                found.setdefault(one.whole, []).append(name)
+            if one.place.whole != name and (one.place.dim is not None) == shards:
+                found.setdefault(one.place.whole, []).append(name)
+        places = {name: one.place for name, one in self.stored.items()}
         return {
             whole: {
-                "shape": list(self.stored[names[0]].whole_shape),
-                **({"dim": self.stored[names[0]].dim} if shards else {}),
-                "parts": sorted(names, key=lambda name: self.stored[name].start),
+                "shape": list(places[names[0]].shape),
+                **({"dim": places[names[0]].dim} if shards else {}),
+                "parts": sorted(names, key=lambda name: places[name].start),
             }
             for whole, names in found.items()
         }
@@ -119,6 +102,6 @@ class Contents:
     def groups(self, mine: list[NamedGroup]) -> list[NamedGroup]:
         """Param groups with the whole parameters that any rank has in them."""
         return [
-            {**group, "params": list(dict.fromkeys(self.stored[name].whole for name in names))}
+            {**group, "params": list(dict.fromkeys(self.stored[name].place.whole for name in names))}
             for group, names in zip(mine, self.members, strict=True)
         ]

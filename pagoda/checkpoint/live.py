@@ -11,9 +11,8 @@ from torch import nn
 from pagoda.checkpoint.lazy import LazyTensor, cat
 from pagoda.checkpoint.model_config import model_record
 from pagoda.checkpoint.reader import BUFFERS
-from pagoda.checkpoint.state import ParameterState, all_states, said_by_ranks, states_of, unpaged
+from pagoda.checkpoint.state import ParameterState, Place, all_states, said_by_ranks, states_of, unpaged
 from pagoda.distributed.tensors import Form
-from pagoda.optim.rule import Shape
 from pagoda.plan.layout import WEIGHT
 from pagoda.runtime.engine import Engine
 from pagoda.runtime.store import LOW
@@ -35,15 +34,6 @@ class Weights(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Of the weights that the model computes with."""
         return next(iter(self.tensors[WEIGHT].values())).dtype
-
-
-class _Place(NamedTuple):
-    """Where a parameter of a rank lies in the user's model."""
-
-    whole: str
-    start: int
-    """Its first element in the whole."""
-    whole_shape: Shape
 
 
 @contextmanager
@@ -69,14 +59,14 @@ def live_weights(model: nn.Module, all_ranks: bool = False) -> Iterator[Weights]
 def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict[str, LazyTensor]]:
     """Weights and low halves of masters, by state and by the names of the user's model."""
     parameters = all_states(engine)
-    mine = [_place(parameter) for parameter in parameters]
+    mine = [parameter.place for parameter in parameters]
     by_part, group = [mine], engine.rank_group
     if group is not None and group.parts > 1:
         apart = group.collectives.mesh.ranks.tensor_parallel
         by_part = said_by_ranks(engine, "the places of all weights", mine)[::apart][: group.parts]
     found: dict[str, dict[str, LazyTensor]] = {}
     for state in [state.name for state in engine.plan.layout.states if state.name in (WEIGHT, LOW)]:
-        tiles: dict[str, list[tuple[_Place, LazyTensor]]] = {}
+        tiles: dict[str, list[tuple[Place, LazyTensor]]] = {}
         for number, parameter in enumerate(parameters):
             if state not in parameter.spans():
                 continue
@@ -86,16 +76,9 @@ def _whole_tensors(engine: Engine, receivers: Collection[int]) -> dict[str, dict
                 tiles.setdefault(places[number].whole, []).append((places[number], its))
         for name, of_name in tiles.items():
             joined = cat([tensor for _, tensor in sorted(of_name, key=lambda tile: tile[0].start)])
-            shape = of_name[0][0].whole_shape
+            shape = of_name[0][0].shape
             found.setdefault(state, {})[name] = joined if joined.shape == shape else joined.with_shape(shape)
     return found
-
-
-def _place(parameter: ParameterState) -> _Place:
-    part, shard = parameter.spec.part, parameter.spec.shard
-    if part is not None:
-        return _Place(part.whole, part.start, part.shape)
-    return _Place(parameter.name, 0, parameter.spec.shape if shard is None else shard.shape)
 
 
 def _whole(parameter: ParameterState, state: str) -> LazyTensor:

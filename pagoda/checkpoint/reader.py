@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ _OPTIONAL_FORM = {
 }
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A checkpoint directory, open for reading; a context manager.
 
     A state is one flat tensor a parameter, in the parameter's shape, under the parameter's name; `BUFFERS` can be
@@ -85,10 +84,7 @@ class Checkpoint:
             """Dtype of each state that a parameter has."""
             self._opened = opened.pop_all()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -26,6 +26,19 @@ from pagoda.runtime.store import LOW
 from pagoda.runtime.unit import LiveUnit
 
 
+class Place(NamedTuple):
+    """Where what a rank has of a parameter lies in the user's model."""
+
+    whole: str
+    """Name of the parameter that it was cut from, or its own."""
+    start: int
+    """Its first element there; or which of the equal parts it is, where tensor-parallel ranks have one each."""
+    dim: int | None
+    """The dimension along which those have divided it."""
+    shape: Shape
+    """Of the whole."""
+
+
 class ParameterState(NamedTuple):
     """What is kept of one parameter on this rank: of all of it, of a tile, or of this rank's part of a DTensor.
 
@@ -57,6 +70,17 @@ class ParameterState(NamedTuple):
     def whole(self) -> str:
         """Name of the parameter of which this is a tile; its own where it is none."""
         return self.spec.name if self.spec.part is None else self.spec.part.whole
+
+    @property
+    def place(self) -> Place:
+        part, shard = self.spec.part, self.spec.shard
+        if shard is not None:
+            return Place(self.whole, self.unit.part_index(self.slot), shard.dim, shard.shape)
+        return (
+            Place(self.whole, 0, None, self.spec.shape)
+            if part is None
+            else Place(self.whole, part.start, None, part.shape)
+        )
 
     @property
     def is_quantized(self) -> bool:

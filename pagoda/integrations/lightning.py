@@ -1,7 +1,8 @@
 """Lightning's Trainer and Fabric with training state in pages: `strategy="pagoda"`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,38 @@ class _FabricPages(_Pages, FabricPrecision):  # type: ignore[misc]
         return data if self.said is None else tree_map(lambda each: _cast(each, torch.get_default_dtype()), data)
 
 
-class PagodaStrategy(TrainerDDP):  # type: ignore[misc]
+class _Strategy:
+    """What both strategies share: their settings, the optimizer, and how both are saved."""
+
+    def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
+        self.paging = Paging() if paging is None else paging
+        self._paged: PagedOptimizer | None = None
+        super().__init__(**kwargs)
+
+    @property
+    def optimizer_in_pages(self) -> PagedOptimizer:
+        """The optimizer that `pagoda.wrap` returned. Raises UsageError before the model is wrapped."""
+        if self._paged is None:
+            raise UsageError("The model is not wrapped yet. It is wrapped when training or evaluation begins.")
+        return self._paged
+
+    @contextmanager
+    def _saved(self, directory: Path) -> Iterator[str]:
+        """Save all state in a directory; its name there. Once the block has written the rest, older state is
+        deleted."""
+        mine: Any = self
+        if directory.is_file():
+            raise CheckpointError(
+                f"{directory} is a file, and a checkpoint in pages is a directory: save to another path."
+            )
+        states = States(directory, _STATE)
+        yield states.save(self.optimizer_in_pages, mine.broadcast)
+        mine.barrier()
+        if mine.is_global_zero:
+            states.keep_newest()
+
+
+class PagodaStrategy(_Strategy, TrainerDDP):  # type: ignore[misc]
     """Keeps the training state of a LightningModule in pages::
 
         Trainer(strategy=PagodaStrategy(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme"))), ...)
@@ -82,16 +114,7 @@ class PagodaStrategy(TrainerDDP):  # type: ignore[misc]
 
     optimizers: Any
 
-    def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
-        self.paging = Paging() if paging is None else paging
-        self._paged: PagedOptimizer | None = None
-        self._restored: Path | None = None
-        super().__init__(**kwargs)
-
-    @property
-    def optimizer_in_pages(self) -> PagedOptimizer:
-        """The optimizer that `pagoda.wrap` returned. Raises UsageError before the model is wrapped."""
-        return _there(self._paged)
+    _restored: Path | None = None
 
     @property
     def precision_plugin(self) -> Any:
@@ -124,37 +147,21 @@ class PagodaStrategy(TrainerDDP):  # type: ignore[misc]
     def model_to_device(self) -> None:
         """Nothing: `wrap` has placed the model."""
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, as a forward of the module, within which all of its parameters can be used."""
-        return self._forward_of("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
-        return self._forward_of("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
-        return self._forward_of("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
-        return self._forward_of("predict_step", *args, **kwargs)
-
     def _forward_of(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The module's own method, as a forward of the module, within which all of its parameters can be used."""
         module = self.lightning_module
         return self._forward_redirection(module, module, method, *args, **kwargs)
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Parameters are made by `wrap`, where they will live."""
-        with init():
-            yield
+    training_step = partialmethod(_forward_of, "training_step")
+    validation_step = partialmethod(_forward_of, "validation_step")
+    test_step = partialmethod(_forward_of, "test_step")
+    predict_step = partialmethod(_forward_of, "predict_step")
 
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Parameters are made by `wrap`, where they will live."""
-        with init():
-            yield
+        return init()
+
+    model_sharded_context = tensor_init_context
 
     def teardown(self) -> None:
         """Leave the state where it is."""
@@ -187,7 +194,7 @@ class PagodaStrategy(TrainerDDP):  # type: ignore[misc]
             checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        with _saved(self, self.optimizer_in_pages, Path(filepath)) as name:
+        with self._saved(Path(filepath)) as name:
             super().save_checkpoint({**checkpoint, _STATE: name}, Path(filepath, _REST), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -209,7 +216,7 @@ class PagodaStrategy(TrainerDDP):  # type: ignore[misc]
         """Nothing: `load_model_state_dict` has loaded it."""
 
 
-class PagodaFabricStrategy(FabricDDP):  # type: ignore[misc]
+class PagodaFabricStrategy(_Strategy, FabricDDP):  # type: ignore[misc]
     """Keeps the training state of what `fabric.setup(model, optimizer)` is given in pages::
 
         fabric = Fabric(strategy=PagodaFabricStrategy(paging=Paging(memory=pagoda.Memory(host="8GiB", ssd="/nvme"))))
@@ -218,17 +225,11 @@ class PagodaFabricStrategy(FabricDDP):  # type: ignore[misc]
     written in pieces. `fabric.init_module()` makes parameters that take no memory.
     """
 
-    def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
-        self.paging = Paging() if paging is None else paging
-        self._paged: PagedOptimizer | None = None
-        self._model: nn.Module | None = None
-        super().__init__(**kwargs)
-        self._backward_sync_control = None
+    _model: nn.Module | None = None
 
-    @property
-    def optimizer_in_pages(self) -> PagedOptimizer:
-        """The optimizer that `pagoda.wrap` returned. Raises UsageError before the model is wrapped."""
-        return _there(self._paged)
+    def __init__(self, paging: Paging | None = None, **kwargs: Any) -> None:
+        super().__init__(paging, **kwargs)
+        self._backward_sync_control = None
 
     @property
     def precision(self) -> Any:
@@ -286,7 +287,7 @@ class PagodaFabricStrategy(FabricDDP):  # type: ignore[misc]
             return
         if filter:
             raise ConfigError("A filter cannot leave out parts of a checkpoint in pages: save it without one.")
-        with _saved(self, self.optimizer_in_pages, Path(path)) as name:
+        with self._saved(Path(path)) as name:
             super().save_checkpoint(Path(path, _REST), {**rest, _STATE: name}, storage_options)
 
     def load_checkpoint(
@@ -307,26 +308,6 @@ class PagodaFabricStrategy(FabricDDP):  # type: ignore[misc]
         if not any(each is self._paged for each in state.values()):
             return state
         return {name: each for name, each in state.items() if not any(each is one for one in paged)}
-
-
-@contextmanager
-def _saved(strategy: Any, optimizer: PagedOptimizer, directory: Path) -> Iterator[str]:
-    """Save all state in a directory; its name there. Once the block has written the rest, older state is deleted."""
-    states = States(directory, _STATE)
-    agree: Callable[[str], str] = strategy.broadcast
-    if directory.is_file():
-        raise CheckpointError(f"{directory} is a file, and a checkpoint in pages is a directory: save to another path.")
-    name = states.save(optimizer, agree)
-    yield name
-    strategy.barrier()
-    if strategy.is_global_zero:
-        states.keep_newest()
-
-
-def _there(optimizer: PagedOptimizer | None) -> PagedOptimizer:
-    if optimizer is None:
-        raise UsageError("The model is not wrapped yet. It is wrapped when training or evaluation begins.")
-    return optimizer
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

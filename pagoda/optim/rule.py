@@ -181,6 +181,15 @@ class Rule(ABC):
         return kept
 
 
+def check_rule(optimizer: object) -> None:
+    """Raises ConfigError for what is no rule."""
+    if not isinstance(optimizer, Rule):
+        raise ConfigError(
+            f"wrap() takes an optimizer such as pagoda.AdamW(lr=3e-4), not {optimizer!r}. Give a class of torch or of "
+            "another package as pagoda.Optim(torch.optim.Adagrad, lr=1e-2)."
+        )
+
+
 @dataclass(frozen=True)
 class ElementwiseRule(Rule):
     """A rule whose new states are a function, element by element, of the old ones, the gradient and a few scalars.
