@@ -54,10 +54,6 @@ class PagedUnit:
             return list(self.layout["packed"][state])
         return [(*where,) for *where, trains in self.layout["parameters"] if state == WEIGHT or trains]
 
-    def is_like(self, other: "PagedUnit", state: str) -> bool:
-        """Whether the extents of a state have the same elements of the same parameters in the same places."""
-        return self.layout == other.layout and self.spans.get(state) == other.spans.get(state)
-
 
 def joined_pages(
     dtypes: Mapping[str, torch.dtype], by_rank: Sequence[tuple[Mapping[str, Any], Sequence[PagedUnit]]]
@@ -91,9 +87,10 @@ class PagesOfRank:
     def extent(self, like: PagedUnit, state: str) -> Run | None:
         """The pages with a state of a unit that has exactly the layout of `like`, and the same of its elements."""
         unit = self._by_first.get(like.layout["parameters"][0][0])
-        if unit is None or state not in unit.extents or not unit.is_like(like, state):
+        if unit is None or state not in unit.extents:
             return None
-        return Run(*unit.extents[state])
+        alike = unit.layout == like.layout and unit.spans.get(state) == like.spans.get(state)
+        return Run(*unit.extents[state]) if alike else None
 
     def read(self, run: Run, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements [first, first + count) of an extent, shape [count]. Raises StorageError where they are damaged."""

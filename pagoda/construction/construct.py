@@ -324,15 +324,9 @@ def _own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
         initialiser = getattr(module, name, None)
         if callable(initialiser):
             return initialiser  # type: ignore[no-any-return]
-    if _is_conv1d(module):
-        return partial(_reset_conv1d, module)
-    return None
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """True for GPT's linear layer in transformers: torch's are not without `reset_parameters`, this one is."""
+    # GPT's linear layer in transformers: torch's are not without `reset_parameters`, this one is.
     known = sys.modules.get("transformers.pytorch_utils")
-    return known is not None and isinstance(module, known.Conv1D)
+    return partial(_reset_conv1d, module) if known is not None and isinstance(module, known.Conv1D) else None
 
 
 def _reset_conv1d(module: nn.Module) -> None:

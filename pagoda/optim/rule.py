@@ -97,12 +97,7 @@ _WEIGHTS: Mapping[Precision, tuple[StateSpec, ...]] = {
     "fp16": (StateSpec("weight", torch.float16), StateSpec("weight_low", torch.int16)),
     "fp32": (StateSpec("weight", torch.float32),),
 }
-
-
-def weight_states(precision: Precision) -> tuple[StateSpec, ...]:
-    """The states that hold a parameter's fp32 master: what every rule's states begin with."""
-    require_choice("precision", precision, Precision)
-    return _WEIGHTS[precision]
+"""The states that hold a parameter's fp32 master."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,8 @@ class Rule(ABC):
 
     def states(self, precision: Precision) -> tuple[StateSpec, ...]:
         """States of a parameter: the weights', then the rule's own. The gradient is not one."""
-        return weight_states(precision) + self.own_states()
+        require_choice("precision", precision, Precision)
+        return _WEIGHTS[precision] + self.own_states()
 
     @abstractmethod
     def own_states(self) -> tuple[StateSpec, ...]:

@@ -61,9 +61,8 @@ class ChatTemplate:
         """The ids of a conversation that an assistant goes on with. Raises ConfigError where there is no template."""
         if self._marked is None:
             self._choose("the prompt")
-        ids: list[int] = self._tokenizer(self._written(messages, None, prompt=True), add_special_tokens=False)[
-            "input_ids"
-        ]
+        text = self._written(messages, None, prompt=True)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def _choose(self, where: str) -> None:

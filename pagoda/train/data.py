@@ -13,7 +13,6 @@ never depends on a library's random generator, the batch that came before, or wh
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +50,8 @@ class Rows:
 
         Raises ConfigError: there is none.
         """
-        rows = _whole_documents(tokens, length) if tokens.about.chats else _windows(tokens, length)
+        starts = np.arange(len(tokens) // length, dtype=np.int64) * length
+        rows = _whole_documents(tokens, length) if tokens.about.chats else Rows(tokens, length, starts, starts + length)
         if not len(rows):
             about, unit = tokens.about, "tokens" if tokens.about.separates else "bytes"
             if about.chats:
@@ -109,11 +109,6 @@ class Rows:
         inside = ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop, "left")]
         padding = [stop - start] if stop - start < self.length else []
         return np.array([0, *(inside - start), *padding], dtype=np.int64)
-
-
-def _windows(tokens: Tokens, length: int) -> Rows:
-    starts = np.arange(len(tokens) // length, dtype=np.int64) * length
-    return Rows(tokens, length, starts, starts + length)
 
 
 def _whole_documents(tokens: Tokens, length: int) -> Rows:
@@ -189,16 +184,15 @@ class Batches:
         return result
 
     def batch(self, step: int, index: int = 0) -> dict[str, torch.Tensor]:
-        """What the model is called with in forward pass `index` of step `step` (from 0): `input_ids` and `labels`, and
-        `position_ids` if documents are kept apart; all int64 [B, T].
+        """What the model is called with in forward pass `index` of step `step` (from 0)."""
+        return self.of_rows(self.row_indices(step, index))
+
+    def of_rows(self, chosen: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """`input_ids` and `labels` of rows, and `position_ids` if documents are kept apart; all int64 [B, T].
 
         Labels equal the inputs where the loss counts them, as causal models shift them inside the loss, unless they
         continue the inputs.
         """
-        return self.of_rows(self.row_indices(step, index))
-
-    def of_rows(self, chosen: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """As `batch`, of these rows."""
         ids, labels = map(torch.from_numpy, self.rows.ids_and_labels(chosen))
         if self.continued:
             half = self.rows.length // 2
@@ -214,17 +208,12 @@ class Batches:
 
     def targets_of_step(self, step: int) -> int:
         """Tokens of all forward passes of a step that the loss counts, on all ranks."""
-        if not self._uneven:
+        if not self.rows.tokens.about.separates:  # then the loss counts as many tokens of every row
             labels = self.rows.length // 2 if self.continued else self.rows.length - 1
             return self.samples_per_step * labels
         passes = [(index, rank) for index in range(self.accumulation_steps) for rank in range(self.ranks)]
         found = (self.rows.ids_and_labels(self.row_indices(step, index, rank))[1] for index, rank in passes)
         return sum(self.targets(torch.from_numpy(labels)) for labels in found)
-
-    @cached_property
-    def _uneven(self) -> bool:
-        """Whether rows may differ in how many of their tokens the loss counts."""
-        return self.rows.tokens.about.separates
 
 
 def _permuted(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:

@@ -171,20 +171,15 @@ def _batch(asked: TrainRequest, seq_len: int, ranks: int) -> tuple[int, int, lis
     batch = 1
     while batch * 2 <= target and takes(batch * 2) <= room:
         batch *= 2
-    if asked.accumulation_steps != 1:
-        passes = asked.accumulation_steps
-        why = "as asked for"
-    else:
+    passes, why = asked.accumulation_steps, "as asked for"
+    if passes == 1:
         passes = max(1, round(target / batch))
         why = f"about {asked.tokens_per_step:,} tokens a step (--tokens-per-step)"
-    return (
-        batch,
-        passes,
-        [
-            f"--batch-size {batch}: activations take about {format_bytes(takes(batch))} of {format_bytes(room)} ({of})",
-            f"--accumulation-steps {passes}: {why}",
-        ],
-    )
+    reasons = [
+        f"--batch-size {batch}: activations take about {format_bytes(takes(batch))} of {format_bytes(room)} ({of})",
+        f"--accumulation-steps {passes}: {why}",
+    ]
+    return batch, passes, reasons
 
 
 def _room(asked: TrainRequest) -> tuple[int, str]:

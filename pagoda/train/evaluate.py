@@ -65,11 +65,12 @@ class Evaluator:
         found = from_all(self._mesh, "an evaluation", (total, counted))
         tokens = sum(count for _, count in found)
         loss = math.fsum(part for part, _ in found) / tokens
+        about = self._batches.rows.tokens.about
         return Evaluation(
             step=step,
             loss=loss,
             perplexity=math.exp(loss) if loss < 700 else math.inf,
-            bits_per_byte=loss / math.log(2) / self._batches.rows.tokens.bytes_per_target,
+            bits_per_byte=loss / math.log(2) / (about.target_bytes / max(1, about.targets)),
             sequences=len(self._batches.rows),
             tokens=tokens,
             seconds=time.perf_counter() - started,
@@ -88,10 +89,6 @@ class History:
         lines = read_metrics(path) if path.exists() else []
         known = [(line["step"], line["loss"]) for line in lines if line["step"] <= until]
         return History(tuple((step, math.inf if loss is None else loss) for step, loss in known))
-
-    def with_(self, found: Evaluation) -> "History":
-        """These and one more."""
-        return History((*self.losses, (found.step, found.loss)))
 
     @property
     def best(self) -> int | None:

@@ -91,8 +91,9 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self._path = path
         with _errors_named(path):
-            if path.exists():
-                _truncate(path, after_step)
+            if path.exists():  # replaced, atomically, by what is kept
+                kept = (line + b"\n" for line, metrics in _lines(path) if metrics["step"] <= after_step)
+                write_durably(path, b"".join(kept))
             self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
             sync_directory(path.parent)
 
@@ -140,11 +141,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             continue
         if isinstance(metrics, dict) and type(metrics.get("step")) is int:
             yield line, metrics
-
-
-def _truncate(path: Path, step: int) -> None:
-    """Replaces the file, atomically, by its lines up to `step`."""
-    write_durably(path, b"".join(line + b"\n" for line, metrics in _lines(path) if metrics["step"] <= step))
 
 
 def finite(value: Any) -> Any:

@@ -21,11 +21,12 @@ def share_metrics(mesh: Mesh, mine: StepMetrics, stopped_by: int | None) -> tupl
 def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
     """Of losses the mean; of seconds, stalls and peaks the most; of bytes and counts the sum; of rates the least."""
     first = by_rank[0]
+    aux_losses = [metrics.aux_loss for metrics in by_rank if metrics.aux_loss is not None]
     slowest = max(metrics.step_s for metrics in by_rank)
     return replace(
         first,
         loss=math.fsum(metrics.loss for metrics in by_rank) / len(by_rank),
-        aux_loss=_mean([metrics.aux_loss for metrics in by_rank]),
+        aux_loss=math.fsum(aux_losses) / len(aux_losses) if aux_losses else None,
         step_s=slowest,
         tokens_per_s=first.tokens_per_s * first.step_s / slowest,
         stall_s={lane: max(metrics.stall_s[lane] for metrics in by_rank) for lane in first.stall_s},
@@ -35,12 +36,6 @@ def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
         prefetch_hit_rate=min(metrics.prefetch_hit_rate for metrics in by_rank),
         faults=sum(metrics.faults for metrics in by_rank),
     )
-
-
-def _mean(figures: Sequence[float | None]) -> float | None:
-    """The mean of figures that all ranks have, or none of them."""
-    known = [figure for figure in figures if figure is not None]
-    return math.fsum(known) / len(known) if known else None
 
 
 class MetricsFiles:

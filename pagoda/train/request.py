@@ -1,5 +1,7 @@
 """The flags of `pagoda train`: a configuration in which settings may be left out, to be chosen before the run."""
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -86,8 +88,6 @@ class TrainRequest(TrainConfig):
 
 def settings_as_yaml(config: TrainConfig) -> str:
     """What `TrainRequest.read` reads: all settings of a run but where it is."""
-    import json
-
     import yaml
 
     settings = {k: v for k, v in json.loads(config.to_json()).items() if k not in _NOT_SETTINGS}
@@ -97,8 +97,6 @@ def settings_as_yaml(config: TrainConfig) -> str:
 
 def _yaml(text: str) -> Any:
     """YAML in which 2e-5 is a number, as people write it. Raises ValueError."""
-    import re
-
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -167,10 +167,6 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
 
-    def make_checkpoints(self) -> None:
-        """Makes the directory of the checkpoints, durably."""
-        make_directories(self.checkpoints)
-
     def create(self, config: TrainConfig, tokenizer: Sequence[Path] = ()) -> None:
         """Makes the directory and writes the configuration, atomically and durably, beside files of the tokenizer.
 

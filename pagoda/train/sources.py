@@ -53,7 +53,8 @@ def find(name: str, column: str | None = None) -> Source:
     """
     if name == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        return Source(name, _sorted(root, (p for p in root.rglob("*.py") if _is_library(p, root))), records=False)
+        library = (p for p in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(p.relative_to(root).parts))
+        return Source(name, _sorted(root, library), records=False)
     path = Path(name)
     found: Iterable[Path]
     if path.is_file():
@@ -66,7 +67,7 @@ def find(name: str, column: str | None = None) -> Source:
         raise ConfigError(
             f"data {name!r} does not exist: give a file, a folder, a glob in quotes, or 'stdlib'{_nearby(path)}"
         )
-    files = _sorted(root, (p for p in found if not _is_hidden(p.relative_to(root))))
+    files = _sorted(root, (p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)))
     if not files:
         raise ConfigError(f"data {name!r} holds no text: there is no file in it")
     return _of_many(name, root, files, column)
@@ -85,7 +86,7 @@ def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None)
     for path in files:
         if suffix(path) not in kinds:
             skipped.append(Skipped(path, "not a file of records"))
-        elif Path(name) == root and _of_other_split(path.relative_to(root)):
+        elif Path(name) == root and any(p.lower().startswith(_OTHER_SPLITS) for p in path.relative_to(root).parts):
             skipped.append(Skipped(path, "another split, by its name"))
     left_out = {entry.path for entry in skipped}
     kept = tuple(path for path in files if path not in left_out)
@@ -175,18 +176,6 @@ def _line_not_utf8(path: Path) -> int:
 
 def _sorted(root: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix()))
-
-
-def _is_library(path: Path, root: Path) -> bool:
-    return not _STDLIB_SKIPPED & set(path.relative_to(root).parts)
-
-
-def _of_other_split(path: Path) -> bool:
-    return any(part.lower().startswith(_OTHER_SPLITS) for part in path.parts)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _size(files: Collection[Path]) -> int:

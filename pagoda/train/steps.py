@@ -12,7 +12,7 @@ from pagoda.distributed.mesh import Mesh
 from pagoda.errors import ConfigError
 from pagoda.forecast.chrome_trace import write_trace
 from pagoda.forecast.record import as_lines, machine_record, plan_record, timeline_record
-from pagoda.memory.files import storage_errors, write_durably
+from pagoda.memory.files import make_directories, storage_errors, write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
 from pagoda.train.evaluate import Evaluation, Evaluator, History
@@ -171,7 +171,7 @@ class Steps:
     def _evaluate(self, step: int) -> Evaluation:
         assert self._evaluator is not None
         found = self._evaluator.measure(self._session, step)
-        self._history = self._history.with_(found)
+        self._history = History((*self._history.losses, (step, found.loss)))
         self._say(str(found))
         return found
 
@@ -210,7 +210,7 @@ class Steps:
         """
         files.sync()
         path = self._run_dir.checkpoint(step)
-        self._run_dir.make_checkpoints()
+        make_directories(self._run_dir.checkpoints)
         extra = {
             "step": step,
             CONFIG: json.loads(self._config.to_json()),

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,16 +75,6 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @cached_property
-    def bytes_per_target(self) -> float:
-        """Bytes of text that a token stands for which the loss counts."""
-        return self.about.target_bytes / max(1, self.about.targets)
-
-
-def cache_directory() -> Path:
-    """Where tokens are kept if nothing else is asked for: in the user's cache directory."""
-    return hardware_file().parent / "tokens"
-
 
 def open_tokens(
     name: str,
@@ -107,7 +96,7 @@ def open_tokens(
     """
     tokenizer = tokenizer or ByteTokenizer()
     source = find(name, column)
-    root = cache or cache_directory()
+    root = cache or hardware_file().parent / "tokens"
     place = root / _key(source, tokenizer)
     if not place.exists():
         try:
