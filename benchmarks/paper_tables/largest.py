@@ -126,9 +126,9 @@ def plan_of(shape: PaperShape, setting: Setting) -> tuple[Plan, PaperShape, int,
     part = shape if shape.experts else part_of(shape, max(widest, TILE_BYTES))
     times = shape.layers / part.layers
     budgets = budgets_of(setting, shape)
-    elements = exchanged_elements(part, setting.batch * shape.seq_len, setting.experts)
-    exchanges = {module: 2 * n for module, n in elements.items()}
     root = tree(part, tiles, setting.experts)
+    chosen = setting.batch * shape.seq_len * part.top_k * part.hidden
+    exchanges = {module: 2 * n for module, n in exchanged_elements(root, chosen, setting.experts).items()}
     if times > 1:
         # What passes the GPU is the same for a part of the layers; what lives there is a part, as in RAM and on SSD.
         layout = make_plan(root, STATES, ROOMY, OPTIONS, setting.ranks, exchanges).layout

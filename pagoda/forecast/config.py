@@ -56,21 +56,15 @@ class PlanConfig(Run):
 
     @cached_property
     def states(self) -> "tuple[StateSpec, ...]":
-        """What the optimizer keeps, the weights first.
-
-        Raises ConfigError where there is no optimizer of that name, or it has not one of the settings.
-        """
+        """What the optimizer keeps, the weights first. Raises as `rule`."""
         return self.rule.states(self.precision)
 
     @property
     def rule(self) -> "Rule":
-        """The update rule. Raises ConfigError for settings that it does not have."""
-        from pagoda.optim.named import parsed_options, rule_named
+        """The update rule. Raises ConfigError: there is none of that name, or it has not one of the settings."""
+        from pagoda.optim.named import rule_from
 
-        moments = {"moments": self.optim.moments} if self.optimizer == "adamw" else {}
-        kept = self.optim.moments
-        require(bool(moments) or kept == "fp32", "optim.moments", kept, "fp32 for optimizers other than adamw")
-        return rule_named(self.optimizer, moments | parsed_options(self.optim.options))
+        return rule_from(self.optimizer, self.optim, {})
 
     @property
     def itemsize(self) -> int:

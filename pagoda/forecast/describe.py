@@ -1,12 +1,11 @@
 """A paper's shape as the planner's input: its tree of modules, and the arithmetic of each.
 
-Both come from one list of layers in the order of the forward pass. The tree ends in modules that hold parameters and
-have no children (a norm, a matrix, one expert's matrix), so that units may be cut anywhere; FLOPs are counted per such
-module, and a unit's are the sum over the modules it holds.
+The tree is in the order of the forward pass, and ends in modules that hold parameters and have no children (a norm, a
+matrix, one expert's matrix), so that units may be cut anywhere. FLOPs are counted per such module.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from pagoda.models.papers import RELATIVE_BUCKETS, PaperShape
 from pagoda.models.tiles import row_blocks
@@ -18,18 +17,8 @@ HEAD = "head"
 """The output projection: multiplies by the embedding's weight and holds no parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A module without children."""
-
-    name: str
-    params: tuple[ParamSpec, ...] = ()
-    multiplied: float = 0.0
-    """Matrix elements that a token is multiplied by, on average."""
-    tied: tuple[str, ...] = ()
-    """Parameters of another layer that it uses."""
-    attended: int = 0
-    """Width of queries whose attention runs right before this layer, which takes its result."""
+_MATRICES = ("qkv", "out", "up", "down", "router")
+"""Last words of the modules that tokens are multiplied by; other tables are looked up."""
 
 
 def module_spec(shape: PaperShape, expert_parallel: int = 1) -> ModuleSpec:
@@ -40,7 +29,23 @@ def module_spec(shape: PaperShape, expert_parallel: int = 1) -> ModuleSpec:
     head; a block has `attention`, in a decoder `cross`, and `mlp`; with experts, `mlp` has `router` and
     `experts.N`.
     """
-    return _tree("", list(_layers(shape, expert_parallel)))
+    experts = _experts_here(shape, expert_parallel)
+    token = _table(f"{EMBEDDING}.token", shape.vocab, shape.hidden)
+    head = ModuleSpec(HEAD, (), tied=(token.params[0].name,))
+    if shape.family == "gpt":
+        position = _table(f"{EMBEDDING}.position", shape.seq_len, shape.hidden)
+        blocks = _of_parts("blocks", *(_block(shape, f"blocks.{index}", experts) for index in range(shape.layers)))
+        return _of_parts("", _of_parts(EMBEDDING, token, position), blocks, _held(shape, "norm", shape.hidden), head)
+    stacks = [
+        _of_parts(
+            stack,
+            _table(f"{stack}.relative", RELATIVE_BUCKETS, shape.heads),
+            *(_block(shape, f"{stack}.{index}", experts, cross=stack == "decoder") for index in range(blocks)),
+            _held(shape, f"{stack}.norm", shape.hidden),
+        )
+        for stack, blocks in (("encoder", shape.layers), ("decoder", shape.decoder_layers))
+    ]
+    return _of_parts("", _of_parts(EMBEDDING, token), *stacks, head)
 
 
 def forward_flops(shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int = 1) -> dict[str, float]:
@@ -53,20 +58,28 @@ def forward_flops(shape: PaperShape, tokens: int, seq_len: int, expert_parallel:
     is spread evenly over all; a rank that has a part of them computes for the tokens of other ranks as much as others
     do for its own. In an encoder-decoder, `tokens` pass the encoder and as many the decoder.
     """
-    return {
-        layer.name: tokens * (2.0 * layer.multiplied + 4.0 * seq_len * layer.attended)
-        for layer in _layers(shape, expert_parallel)
-    }
+    share = shape.top_k / max(1, _experts_here(shape, expert_parallel))
+    flops = {}
+    for module in module_spec(shape, expert_parallel).modules():
+        if module.children:
+            continue
+        multiplied, kind = 0.0, module.name.rpartition(".")[2]
+        if kind in _MATRICES:
+            multiplied = (share if ".experts." in module.name else 1.0) * module.params[0].numel
+        elif kind == HEAD:
+            multiplied = float(shape.vocab * shape.hidden)
+        flops[module.name] = tokens * (2.0 * multiplied + 4.0 * seq_len * (shape.hidden if kind == "out" else 0))
+    return flops
 
 
-def exchanged_elements(shape: PaperShape, tokens: int, expert_parallel: int) -> dict[str, int]:
+def exchanged_elements(root: ModuleSpec, chosen: int, ranks: int) -> dict[str, int]:
     """Elements of tokens that a rank sends in one forward pass to the experts that the other ranks have, by the module
-    that holds a block's experts; empty where no expert is elsewhere. They come back, and go both ways in backward."""
-    if expert_parallel == 1:
-        return {}
-    elsewhere = tokens * shape.top_k * shape.hidden * (expert_parallel - 1) // expert_parallel
-    routers = (layer.name for layer in _layers(shape, expert_parallel) if layer.name.endswith(".router"))
-    return {router.removesuffix("router") + "experts": elsewhere for router in routers}
+    that holds a block's experts; empty where no expert is elsewhere. They come back, and go both ways in backward.
+
+    `chosen`: the elements of a rank's tokens, once for each expert that a token meets.
+    """
+    elsewhere = chosen * (ranks - 1) // ranks
+    return {module.name: elsewhere for module in root.modules() if module.routed} if elsewhere else {}
 
 
 def tiled(root: ModuleSpec, flops: Mapping[str, float], most_elements: int) -> tuple[ModuleSpec, dict[str, float]]:
@@ -112,72 +125,47 @@ def _tile(module: ModuleSpec, index: int, start: int, stop: int) -> ModuleSpec:
     return ModuleSpec(name, tuple(map(cut, module.params)), apart=True)
 
 
-def _layers(shape: PaperShape, expert_parallel: int) -> Iterator[_Layer]:
-    """Every layer in the order of the forward pass."""
+def _experts_here(shape: PaperShape, expert_parallel: int) -> int:
+    """Experts of a block that one rank has."""
     if expert_parallel > 1 and (not shape.experts or shape.experts % expert_parallel):
         raise ValueError(f"{expert_parallel} ranks do not divide the {shape.experts} experts of {shape.name}")
-    experts = shape.experts // expert_parallel
-    embedding = ParamSpec(f"{EMBEDDING}.token.weight", (shape.vocab, shape.hidden))
-    yield _Layer(f"{EMBEDDING}.token", (embedding,))
-    if shape.family == "gpt":
-        yield _table(f"{EMBEDDING}.position", shape.seq_len, shape.hidden)
-        for index in range(shape.layers):
-            yield from _block(shape, f"blocks.{index}", experts)
-        yield _norm(shape, "norm")
-    else:
-        for stack, blocks in (("encoder", shape.layers), ("decoder", shape.decoder_layers)):
-            yield _table(f"{stack}.relative", RELATIVE_BUCKETS, shape.heads)
-            for index in range(blocks):
-                yield from _block(shape, f"{stack}.{index}", experts, cross=stack == "decoder")
-            yield _norm(shape, f"{stack}.norm")
-    yield _Layer(HEAD, multiplied=float(embedding.numel), tied=(embedding.name,))
+    return shape.experts // expert_parallel
 
 
-def _block(shape: PaperShape, name: str, experts: int, cross: bool = False) -> Iterator[_Layer]:
+def _block(shape: PaperShape, name: str, experts: int, cross: bool = False) -> ModuleSpec:
     """`experts`: those that are here, of all that the router chooses from."""
-    for attention in ("attention", "cross") if cross else ("attention",):
-        yield _norm(shape, f"{name}.{attention}.norm")
-        yield _matrix(shape, f"{name}.{attention}.qkv", 3 * shape.hidden, shape.hidden)
-        yield _matrix(shape, f"{name}.{attention}.out", shape.hidden, shape.hidden, attended=shape.hidden)
-    yield _norm(shape, f"{name}.mlp.norm")
-    if not shape.experts:
-        yield from _mlp(shape, f"{name}.mlp", 1.0)
-        return
-    router = _table(f"{name}.mlp.router", shape.experts, shape.hidden)
-    yield replace(router, multiplied=float(router.params[0].numel))
-    for expert in range(experts):
-        yield from _mlp(shape, f"{name}.mlp.experts.{expert}", shape.top_k / experts)
+    parts = [
+        _of_parts(
+            attention,
+            _held(shape, f"{attention}.norm", shape.hidden),
+            _held(shape, f"{attention}.qkv", 3 * shape.hidden, shape.hidden),
+            _held(shape, f"{attention}.out", shape.hidden, shape.hidden),
+        )
+        for attention in (f"{name}.attention", *([f"{name}.cross"] if cross else []))
+    ]
+    mlp = f"{name}.mlp"
+    inside = _mlp(shape, mlp)
+    if shape.experts:
+        rows = (_of_parts(row, *_mlp(shape, row)) for row in (f"{mlp}.experts.{index}" for index in range(experts)))
+        every = ModuleSpec(f"{mlp}.experts", (), tuple(rows), routed=True)
+        inside = (_table(f"{mlp}.router", shape.experts, shape.hidden), every)
+    return _of_parts(name, *parts, _of_parts(mlp, _held(shape, f"{mlp}.norm", shape.hidden), *inside))
 
 
-def _mlp(shape: PaperShape, name: str, share: float) -> Iterator[_Layer]:
-    yield _matrix(shape, f"{name}.up", shape.ffn, shape.hidden, share)
-    yield _matrix(shape, f"{name}.down", shape.hidden, shape.ffn, share)
+def _of_parts(name: str, *children: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(name, (), children)
 
 
-def _norm(shape: PaperShape, name: str) -> _Layer:
-    scale = ParamSpec(f"{name}.weight", (shape.hidden,))
-    return _Layer(name, (scale, ParamSpec(f"{name}.bias", scale.shape)) if shape.family == "gpt" else (scale,))
+def _mlp(shape: PaperShape, name: str) -> tuple[ModuleSpec, ...]:
+    hidden, ffn = shape.hidden, shape.ffn
+    return _held(shape, f"{name}.up", ffn, hidden), _held(shape, f"{name}.down", hidden, ffn)
 
 
-def _table(name: str, rows: int, columns: int) -> _Layer:
-    return _Layer(name, (ParamSpec(f"{name}.weight", (rows, columns)),))
+def _held(shape: PaperShape, name: str, *weight: int) -> ModuleSpec:
+    """A matrix or a norm, in a GPT with a bias."""
+    bias = (ParamSpec(f"{name}.bias", weight[:1]),) if shape.family == "gpt" else ()
+    return ModuleSpec(name, (ParamSpec(f"{name}.weight", weight), *bias))
 
 
-def _matrix(shape: PaperShape, name: str, rows: int, columns: int, share: float = 1.0, attended: int = 0) -> _Layer:
-    """A matrix, met by `share` of the tokens."""
-    weight = ParamSpec(f"{name}.weight", (rows, columns))
-    params = (weight, ParamSpec(f"{name}.bias", (rows,))) if shape.family == "gpt" else (weight,)
-    return _Layer(name, params, share * weight.numel, attended=attended)
-
-
-def _tree(name: str, layers: list[_Layer]) -> ModuleSpec:
-    """The module `name`, of which `layers` are all layers in it; each child's are consecutive."""
-    if len(layers) == 1 and layers[0].name == name:
-        return ModuleSpec(name, layers[0].params, tied=layers[0].tied)
-    prefix = f"{name}." if name else ""
-    groups: dict[str, list[_Layer]] = {}
-    for layer in layers:
-        child = prefix + layer.name[len(prefix) :].partition(".")[0]
-        groups.setdefault(child, []).append(layer)
-    children = tuple(_tree(child, inside) for child, inside in groups.items())
-    return ModuleSpec(name, (), children, routed=name.endswith(".experts"))
+def _table(name: str, rows: int, columns: int) -> ModuleSpec:
+    return ModuleSpec(name, (ParamSpec(f"{name}.weight", (rows, columns)),))

@@ -74,43 +74,48 @@ def describe_model(
 
     Raises ConfigError: as `build_model`; experts that `expert_parallel` ranks cannot divide.
     """
-    tokens = batch_size * seq_len
-    if name in PAPER_SHAPES:
-        return _of_paper(PAPER_SHAPES[name], tokens, seq_len, expert_parallel, tile_elements)
-    return _of_transformers(name, batch_size, seq_len, count_flops, expert_parallel, tile_elements, cuts_stacks)
-
-
-def _of_paper(
-    shape: PaperShape, tokens: int, seq_len: int, expert_parallel: int, tile_elements: int | None
-) -> ModelDescription:
-    if expert_parallel > 1:
-        if not shape.experts:
-            raise ConfigError(
-                f"--expert-parallel is {expert_parallel}, but model {shape.name!r} has no experts to divide"
-            )
-        if shape.experts % expert_parallel:
-            raise ConfigError(
-                f"--expert-parallel is {expert_parallel}, which does not divide {shape.experts:,} experts"
-            )
-    root, flops = module_spec(shape, expert_parallel), forward_flops(shape, tokens, seq_len, expert_parallel)
-    if tile_elements is not None:
-        root, flops = tiled(root, flops, tile_elements)
+    shape = PAPER_SHAPES.get(name)
+    if shape is not None:
+        root, flops = _tree_of_paper(shape, batch_size, seq_len, expert_parallel, tile_elements)
+        layers, top_k = shape.layers + shape.decoder_layers, shape.top_k
+        hidden, ffn, vocab = shape.hidden, shape.ffn * max(1, top_k), shape.vocab
+    else:
+        root, flops, config, layers = _tree_of_transformers(
+            name, batch_size, seq_len, count_flops, expert_parallel, tile_elements, cuts_stacks
+        )
+        top_k = experts_per_token(config)
+        hidden, ffn, vocab = widths(config)
+    elsewhere = (expert_parallel - 1) * sum(module.numel for module in root.modules() if module.routed)
     return ModelDescription(
-        name=shape.name,
-        params=shape.params,
+        name=name,
+        params=root.numel + elsewhere,
         root=root,
         forward_flops=flops,
-        layers=shape.layers + shape.decoder_layers,
-        hidden=shape.hidden,
-        ffn=shape.ffn * max(1, shape.top_k),
-        vocab=shape.vocab,
-        measurable=False,
-        top_k=shape.top_k,
-        exchanged=exchanged_elements(shape, tokens, expert_parallel),
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        vocab=vocab,
+        measurable=shape is None and not top_k,
+        top_k=top_k,
+        exchanged=exchanged_elements(root, batch_size * seq_len * top_k * hidden, expert_parallel),
     )
 
 
-def _of_transformers(
+def _tree_of_paper(
+    shape: PaperShape, batch_size: int, seq_len: int, expert_parallel: int, tile_elements: int | None
+) -> tuple[ModuleSpec, dict[str, float]]:
+    if expert_parallel > 1:
+        asked = f"--expert-parallel is {expert_parallel}"
+        if not shape.experts:
+            raise ConfigError(f"{asked}, but model {shape.name!r} has no experts to divide")
+        if shape.experts % expert_parallel:
+            raise ConfigError(f"{asked}, which does not divide {shape.experts:,} experts")
+    root = module_spec(shape, expert_parallel)
+    flops = forward_flops(shape, batch_size * seq_len, seq_len, expert_parallel)
+    return (root, flops) if tile_elements is None else tiled(root, flops, tile_elements)
+
+
+def _tree_of_transformers(
     name: str,
     batch_size: int,
     seq_len: int,
@@ -118,8 +123,9 @@ def _of_transformers(
     ranks: int,
     tile_elements: int | None,
     cuts_stacks: bool,
-) -> ModelDescription:
-    """Layers of a built-in decoder are alike, so two of them are built, without values, and described as all."""
+) -> tuple[ModuleSpec, dict[str, float], Any, int]:
+    """The tree, FLOPs by module, text configuration and layers. Layers of a built-in decoder are alike, so two of them
+    are built, without values, and described as all."""
     from pagoda.construction.construct import describe
     from pagoda.forecast import flops as counting
     from pagoda.models import build_model
@@ -130,7 +136,7 @@ def _of_transformers(
         layers = layer_count(name)
         alike = model_directory(name) is None and layers > _DESCRIBED and not is_encoder_decoder(name)
         with counting.weightless():
-            model = build_model(name, seq_len=seq_len, layers=_DESCRIBED if alike else None)
+            model: Any = build_model(name, seq_len=seq_len, layers=_DESCRIBED if alike else None)
             first: Any = SimpleNamespace(ranks=ranks, rank=0) if ranks > 1 else None
             Tiling(model, tile_elements, cuts_stacks=cuts_stacks, exchange=first)
             counted = counting.forward_flops(model, batch_size, seq_len) if count_flops else {}
@@ -141,24 +147,7 @@ def _of_transformers(
         raise ConfigError(f"{error} The papers' shapes: {', '.join(PAPER_SHAPES)}.") from error
     if alike:
         root, counted = _repeated(root, counted, layers)
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    hidden, ffn, vocab = widths(config)
-    top_k = experts_per_token(config)
-    elsewhere = batch_size * seq_len * top_k * hidden * (ranks - 1) // ranks
-    rows = [module for module in root.modules() if module.routed] if elsewhere else []
-    return ModelDescription(
-        name=name,
-        params=root.numel + (ranks - 1) * sum(row.numel for row in rows),
-        root=root,
-        forward_flops=counted,
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        vocab=vocab,
-        measurable=not top_k,
-        top_k=top_k,
-        exchanged={row.name: elsewhere for row in rows},
-    )
+    return root, counted, model.config.get_text_config(), layers
 
 
 def _repeated(root: ModuleSpec, flops: Mapping[str, float], count: int) -> tuple[ModuleSpec, dict[str, float]]:

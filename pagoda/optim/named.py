@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pagoda.config.run import StatesConfig
+from pagoda.config.settings import require
 from pagoda.errors import ConfigError
 from pagoda.optim.adafactor import Adafactor
 from pagoda.optim.adam import Adam
@@ -27,6 +29,15 @@ RULES: Mapping[str, Callable[..., Rule]] = {
     "muon": Muon,
 }
 _WORDS = {"true": True, "false": False, "none": None}
+
+
+def rule_from(name: str, asked: StatesConfig, settings: Mapping[str, Any]) -> Rule:
+    """The rule of that name with these settings, and those on which its states depend. Raises as `rule_named`."""
+    if name == "adamw":
+        settings = {**settings, "moments": asked.moments}
+    else:
+        require(asked.moments == "fp32", "optim.moments", asked.moments, "fp32 for optimizers other than adamw")
+    return rule_named(name, {**settings, **parsed_options(asked.options)})
 
 
 def rule_named(name: str, settings: Mapping[str, Any]) -> Rule:

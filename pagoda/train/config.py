@@ -70,15 +70,13 @@ class OptimConfig(StatesConfig):
 
         Raises ConfigError: there is no such optimizer, or it has not one of the settings.
         """
-        from pagoda.optim.named import parsed_options, rule_named
+        from pagoda.optim.named import rule_from
 
         given = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
         settings: dict[str, Any] = {"lr": self.lr or _LR, **{name: v for name, v in given.items() if v is not None}}
         if optimizer == "adamw":
-            settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "moments": self.moments, "seed": seed}
-        else:
-            require(self.moments == "fp32", "optim.moments", self.moments, "fp32 for optimizers other than adamw")
-        return rule_named(optimizer, settings | parsed_options(self.options))
+            settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, **settings, "seed": seed}
+        return rule_from(optimizer, self, settings)
 
     def lr_factor(self, step: int, steps: int) -> float:
         """Share of the peak learning rate at `step` (from 0) of `steps`: a pure function, with no state."""

@@ -88,7 +88,7 @@ def executed(config: TrainConfig) -> set[str]:
 def planned(shape: PaperShape, ranks: Ranks) -> set[str]:
     """What lanes do in a rank's step of a paper's shape, with all state in RAM, updates apart."""
     root = module_spec(shape, expert_parallel=ranks.expert_parallel)
-    exchanges = exchanged_elements(shape, 512, ranks.expert_parallel)
+    exchanges = exchanged_elements(root, 512 * shape.top_k * shape.hidden, ranks.expert_parallel)
     plan = make_plan(root, AdamW().states("bf16"), Budgets(1 << 50, 1 << 36), Options(), ranks, exchanges)
     traffic = traffic_of(plan)
     moved = {

@@ -70,10 +70,11 @@ def test_a_rank_has_its_part_of_the_experts_all_else_and_as_much_to_compute(shap
 
 
 def test_tokens_leave_for_the_experts_of_other_ranks_from_every_block() -> None:
-    sent = exchanged_elements(EXPERTS, tokens=100, expert_parallel=4)
+    chosen = 100 * EXPERTS.top_k * EXPERTS.hidden
+    sent = exchanged_elements(module_spec(EXPERTS, 4), chosen, ranks=4)
     assert list(sent) == [f"{block}.mlp.experts" for block in ("encoder.0", "encoder.1", "decoder.0")]
     assert set(sent.values()) == {100 * EXPERTS.top_k * EXPERTS.hidden * 3 // 4}
-    assert exchanged_elements(EXPERTS, tokens=100, expert_parallel=1) == {}
+    assert exchanged_elements(module_spec(EXPERTS), chosen, ranks=1) == {}
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20, 1 << 30])
