@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Collection
+from importlib import import_module
+from typing import Any
 
 
 class PagodaError(Exception):
@@ -46,6 +48,14 @@ class RankError(PagodaError, RuntimeError):
 
 class CheckpointError(PagodaError):
     """A checkpoint is missing, incomplete, or does not belong to this model."""
+
+
+def needed(module: str, refusal: str) -> Any:
+    """A module of another package. Raises ConfigError, with these words, where it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(refusal) from error
 
 
 def unknown_name(name: str, known: Collection[str], refusal: str, offer: str) -> ConfigError:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, needed
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.ops import COLLECTIVE, LANES
 from pagoda.simulate.timeline import COMPUTE, Timeline
@@ -19,10 +19,7 @@ _GIB = 1 << 30
 
 def check_plotting() -> None:
     """Raises ConfigError if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'pagoda-train[plot]'") from error
+    needed("matplotlib", "--plot needs matplotlib: pip install 'pagoda-train[plot]'")
 
 
 def draw(timeline: Timeline, budgets: Mapping[str, int], title: str, path: Path) -> None:

@@ -5,7 +5,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, needed
 from pagoda.models.shapes import SHAPES, find_shape, is_built_in, is_sized_gpt
 
 if TYPE_CHECKING:
@@ -213,8 +213,5 @@ def _enable_checkpointing(name_or_dir: str, model: Any) -> None:
 
 
 def import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError("the built-in models need transformers: pip install 'pagoda-train[transformers]'") from error
-    return transformers
+    """The package. Raises ConfigError where it is not installed."""
+    return needed("transformers", "the built-in models need transformers: pip install 'pagoda-train[transformers]'")

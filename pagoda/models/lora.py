@@ -6,7 +6,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 20
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, needed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,6 +15,7 @@ ALL_LINEAR = "all-linear"
 """As a target: every linear layer but the output's."""
 ADAPTER = "default"
 """What peft calls the adapter of a model that has one."""
+_NO_PEFT = "adapters need peft: pip install 'pagoda-train[peft]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def add_adapters(model: "nn.Module", lora: LoraConfig) -> "nn.Module":
     whole.
     """
     assert lora.rank is not None
-    peft = import_peft()
+    peft = needed("peft", _NO_PEFT)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
@@ -97,17 +98,8 @@ def adapter_settings(model: "nn.Module") -> dict[str, Any] | None:
 
 def adapted_as(model: Any, settings: dict[str, Any]) -> Any:
     """`model` with an adapter of these settings, as `adapter_settings` gave them."""
-    peft = import_peft()
+    peft = needed("peft", _NO_PEFT)
     config = peft.PeftConfig.from_peft_type(**{**settings, "base_model_name_or_path": None})
     adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = settings.get("base_model_name_or_path")  # peft takes that of `model`
     return adapted
-
-
-def import_peft() -> Any:
-    """The package; raises ConfigError where it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("adapters need peft: pip install 'pagoda-train[peft]'") from error
-    return peft

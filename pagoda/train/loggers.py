@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, needed
 from pagoda.train.config import TrainConfig
 from pagoda.train.evaluate import Evaluation
 from pagoda.train.metrics import StepMetrics
@@ -115,7 +114,4 @@ _MAKERS: Mapping[str, Callable[[TrainConfig], Logger]] = {
 
 def _imported(package: str, module: str) -> Any:
     """A module of a package. Raises ConfigError where that is not installed."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"--log {package} needs the package {package}: pip install {package}") from error
+    return needed(module, f"--log {package} needs the package {package}: pip install {package}")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pagoda.errors import ConfigError
+from pagoda.errors import needed
 
 INK = "#123456"
 """Text and axes of a drawing."""
@@ -53,11 +53,8 @@ def page(title: str, sections: Mapping[str, str]) -> str:
 
 def figure_of(height: float) -> Any:
     """An empty figure of matplotlib, as wide as the page. Raises ConfigError where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pagoda report needs matplotlib: pip install 'pagoda-train[plot]'") from error
-    return Figure(figsize=(9, height), layout="constrained")
+    matplotlib = needed("matplotlib.figure", "pagoda report needs matplotlib: pip install 'pagoda-train[plot]'")
+    return matplotlib.Figure(figsize=(9, height), layout="constrained")
 
 
 def legend(figure: Any, colours: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, needed
 
 RECORDS = {".arrow": "arrow", ".feather": "arrow", ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json"}
 """Files that hold records wherever they are: a folder that has any of them is a data set."""
@@ -120,12 +120,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
 
 
 def _columnar_rows(path: Path, kind: str) -> Iterator[tuple[str, Any, int]]:
+    datasets = needed("datasets", f"{path} is {kind}, which needs datasets: pip install 'pagoda-train[train]'")
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ConfigError(f"{path} is {kind}, which needs datasets: pip install 'pagoda-train[train]'") from error
-    try:
-        rows = load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
+        rows = datasets.load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row, 0
     except Exception as error:  # pyarrow and datasets have many kinds of errors for damaged files

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,11 +162,9 @@ class RunDir:
 
         Raises ConfigError: the directory cannot be written.
         """
-        try:
+        with self._writing():
             checkpoint.path.rename(name)
             sync_directory(self.checkpoints)
-        except OSError as error:
-            raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
 
     def create(self, config: TrainConfig, tokenizer: Sequence[Path] = ()) -> None:
         """Makes the directory and writes the configuration, atomically and durably, beside files of the tokenizer.
@@ -173,7 +172,7 @@ class RunDir:
         Raises ConfigError: the directory cannot be written.
         """
         settings = json.loads(config.to_json())
-        try:
+        with self._writing():
             make_directories(self.path)
             content = json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n"
             if tokenizer:
@@ -182,6 +181,11 @@ class RunDir:
                 write_durably(self.tokenizer / file.name, file.read_bytes())
             write_durably(self.settings, settings_as_yaml(config).encode())
             write_durably(self.config, content.encode())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(f"--out {self.path} cannot be written: {error.strerror}") from error
 
