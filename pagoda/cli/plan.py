@@ -2,20 +2,21 @@
 
 import shlex
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from pagoda.config.run import Run
 from pagoda.config.settings import flag
 from pagoda.forecast.config import PlanConfig
+from pagoda.train.config import flat
 from pagoda.train.progress import say
 
 if TYPE_CHECKING:
     from pagoda.forecast.forecast import Forecast
 
 DOES_NOT_FIT = 1
-_SAID_OTHERWISE = {"model", "batch_size", "seq_len", "memory", "optim", "trace", "plan"}
+_SAID_OTHERWISE = {"model", "batch_size", "seq_len", "trace", "plan", "memory.host", "memory.device", "memory.ssd"}
 """Settings of a run whose flags do not follow from a value other than the default."""
 
 
@@ -70,15 +71,9 @@ def _train_command(made: "Forecast", config: PlanConfig) -> str:
     if "ssd" in made.bytes:
         ssd = str(config.memory.ssd or "DIR")
         flags.append(f"--memory.ssd {f'DIR:{ssd}' if ssd[:1].isdigit() else ssd}")
-    names = [field.name for field in fields(Run) if field.name not in _SAID_OTHERWISE]
-    parts: tuple[tuple[Any, list[str], str], ...] = (
-        (config, names, ""),
-        (config.memory, ["page_size", "unit_limit"], "memory."),
-        (config.optim, ["moments", "options"], "optim."),
-    )
-    for part, names, prefix in parts:
-        for name in names:
-            value = getattr(part, name)
-            if value != getattr(type(part), name):
-                flags.append(f"{flag(prefix + name)} {shlex.join(value) if isinstance(value, tuple) else value}")
+    settings = {field.name for field in fields(Run)}
+    plain = dict(flat(asdict(PlanConfig(model=config.model, accumulation_steps=1))))
+    for name, value in flat(asdict(config)):
+        if name.partition(".")[0] in settings and name not in _SAID_OTHERWISE and value != plain[name]:
+            flags.append(f"{flag(name)} {shlex.join(value) if isinstance(value, tuple) else value}")
     return f"pagoda train {' '.join(flags)} --steps 100 --out runs/{made.described.name}"

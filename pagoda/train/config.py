@@ -154,19 +154,13 @@ class TrainConfig(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("steps", self.steps, 1)
-        require_count("trace_step", self.trace_step, 1)
+        for name in ("steps", "trace_step", "eval_rows", "sample_tokens"):
+            require_count(name, getattr(self, name), 1)
+        for name in ("eval_every", "patience", "sample_every"):
+            require_count(name, getattr(self, name), 0)
         require(0 <= self.eval_share < 1, "eval_share", self.eval_share, "at least 0, and below 1")
         if self.eval_data is not None and self.eval_share:
             raise ConfigError("give --eval-data, or --eval-share to hold out a part of --data, not both")
-        for name, least in (
-            ("eval_every", 0),
-            ("eval_rows", 1),
-            ("patience", 0),
-            ("sample_every", 0),
-            ("sample_tokens", 1),
-        ):
-            require_count(name, getattr(self, name), least)
         if self.patience and not self.evaluates:
             raise ConfigError("--patience compares evaluations: give --eval-data or --eval-share")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 4294967295")
