@@ -189,25 +189,14 @@ class TrainConfig(Run):
         if self.tile_limit is not None:
             raise ConfigError("--lora.rank adapts whole layers: leave out --tile-limit")
 
-    def to_json(self) -> str:
-        """The configuration as indented JSON; `from_json` reads it back to an equal one."""
-        return json.dumps(asdict(self), indent=2, default=str) + "\n"
-
-    @staticmethod
-    def from_json(text: str) -> "TrainConfig":
-        """Reads what `to_json` wrote.
-
-        Raises ConfigError: not JSON, or a setting is unknown, missing or out of range.
-        """
-        try:
-            settings = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the configuration is not JSON: {error}") from error
-        return TrainConfig.from_settings(settings)
+    def settings(self) -> dict[str, Any]:
+        """All settings as JSON has them; `from_settings` makes an equal configuration of them."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        return found
 
     @staticmethod
     def from_settings(settings: Any) -> "TrainConfig":
-        """As `from_json`, of JSON that is decoded already."""
+        """A configuration from decoded JSON. Raises ConfigError: a setting is unknown, missing or out of range."""
         return decoded(TrainConfig, settings)
 
     def check_resumes(self, started: "TrainConfig") -> None:

@@ -44,7 +44,7 @@ def report(source: Path) -> str:
 
 def _run_page(directory: Path) -> str:
     run = RunDir(directory)
-    config = json.loads(run.started_config().to_json())
+    config = run.started_config().settings()
     steps = read_metrics(run.metrics) if run.metrics.exists() else []
     evals = read_metrics(run.evals) if run.evals.exists() else []
     if not steps:

@@ -1,6 +1,5 @@
 """The flags of `pagoda train`: a configuration in which settings may be left out, to be chosen before the run."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -90,7 +89,7 @@ def settings_as_yaml(config: TrainConfig) -> str:
     """What `TrainRequest.read` reads: all settings of a run but where it is."""
     import yaml
 
-    settings = {k: v for k, v in json.loads(config.to_json()).items() if k not in _NOT_SETTINGS}
+    settings = {k: v for k, v in config.settings().items() if k not in _NOT_SETTINGS}
     text: str = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     return text
 

@@ -171,7 +171,7 @@ class RunDir:
 
         Raises ConfigError: the directory cannot be written.
         """
-        settings = json.loads(config.to_json())
+        settings = config.settings()
         with self._writing():
             make_directories(self.path)
             content = json.dumps({**settings, _HASH: _hash(settings)}, indent=2) + "\n"

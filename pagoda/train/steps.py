@@ -1,6 +1,5 @@
 """The steps of a run, with all that is due between them: metrics, evaluations, samples, checkpoints, the end."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,7 +212,7 @@ class Steps:
         make_directories(self._run_dir.checkpoints)
         extra = {
             "step": step,
-            CONFIG: json.loads(self._config.to_json()),
+            CONFIG: self._config.settings(),
             "text": self._session.batches.rows.tokens.about.fingerprint,
             "samples": self._session.batches.samples_before(step),
         }

@@ -1,7 +1,6 @@
 """What each rank does in a test: functions that `rank_server` calls in every process of a group."""
 
 import io
-import json
 import os
 import pkgutil
 import signal
@@ -322,7 +321,7 @@ def gather_some(out: Path) -> dict[str, Any]:
 def train_run(out: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What `pagoda train` does in each rank."""
     shown = io.StringIO()
-    result = run(TrainConfig.from_json(json.dumps(config)), Console(file=shown))
+    result = run(TrainConfig.from_settings(config), Console(file=shown))
     steps, options = (result.first_step, result.last_step), result.plan.options
     return {"steps": steps, "loss": result.final_loss, "shown": shown.getvalue(), "options": repr(options)}
 

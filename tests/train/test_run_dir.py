@@ -127,7 +127,7 @@ def test_the_configuration_and_the_names_on_its_way_survive_a_power_loss(
 )
 def test_a_setting_of_another_type_is_refused_by_name(name: str, value: object, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    settings = {**json.loads(CONFIG.to_json()), name: value}
+    settings = {**CONFIG.settings(), name: value}
     whole = xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())
     run_dir.config.write_text(json.dumps({**settings, "hash": whole}))
     with pytest.raises(ConfigError, match=rf"config\.json: .*{name}"):
