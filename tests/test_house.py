@@ -155,6 +155,9 @@ import pagoda
 assert (root.handlers, root.level, root.filters) == before, "the root logger was changed"
 heavy = {"transformers", "matplotlib", "tyro", "rich"} & {name.partition(".")[0] for name in sys.modules}
 assert not heavy, f"import pagoda imported {heavy}"
+import pagoda.api
+slow = {"torch._dynamo", "transformers", "matplotlib"} & {*sys.modules}
+assert not slow, f"import pagoda.api imported {slow}, which takes seconds"
 """
     done = run_python(code)
     assert (done.stdout, done.stderr) == ("", "")

@@ -71,12 +71,10 @@ def build_model(
 
 
 def build_from_directory(directory: Path, model_class: Any = None) -> "nn.Module":
-    """Builds the model of a Hugging Face directory as it says itself, in training mode, its parameters fp32.
+    """Builds the model of a directory with a config.json as that says itself, in training mode, its parameters fp32.
 
-    Args:
-        directory: holds a config.json.
-        model_class: a class of transformers, an Auto class or a model's own; by default the first of the
-            config.json's `architectures`, or else `AutoModelForCausalLM`.
+    `model_class` is a class of transformers, an Auto class or a model's own; by default the first of the config.json's
+    `architectures`, or else `AutoModelForCausalLM`.
 
     Raises ConfigError: unusable `config.json`, or transformers is not installed.
     """

@@ -14,15 +14,9 @@ def continued(
 ) -> str:
     """What a model writes after a prompt: most likely tokens, or drawn ones if there is a seed.
 
-    Changes no random number that training draws.
-
-    Args:
-        model: a language model of transformers, wrapped or not. Its key-value cache is used.
-        tokenizer: of the model.
-        prompt: text; for `chat`, what a user says.
-        chat: whether to write the prompt with the tokenizer's chat template.
-        tokens: most tokens to write.
-        seed: of the draws, at temperature 0.8.
+    `model` is a language model of transformers, wrapped or not. `chat` writes the prompt, what a user says, with the
+    tokenizer's chat template. At most so many `tokens` are written. Draws are at temperature 0.8, and change no random
+    number that training draws.
 
     Raises ConfigError: a chat, and the tokenizer has no chat template.
     """

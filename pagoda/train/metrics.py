@@ -80,12 +80,10 @@ class StepMetrics(Entry):
 class MetricsFile(AbstractContextManager["MetricsFile"]):
     """Appends a line per step, or per evaluation. A line is in the file, for any reader, once `write` returns.
 
-    Raises StorageError, here and later, where the disk is full or fails.
+    The file is created if it is missing. Lines after `after_step` are dropped: what an interrupted run did after the
+    checkpoint that it resumes from, and a line cut short by a crash.
 
-    Args:
-        path: the file, created if missing.
-        after_step: keep lines up to this step and drop the rest: what an interrupted run did after the
-            checkpoint that it resumes from, and a line cut short by a crash.
+    Raises StorageError, here and later, where the disk is full or fails.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:

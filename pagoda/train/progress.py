@@ -16,13 +16,8 @@ def say(console: Console, *lines: str) -> None:
 
 
 class Progress(Bar):
-    """Shows loss, tokens per second, stalls and time left of each step.
-
-    Args:
-        console: where to show it; a bar if it is a terminal.
-        steps: last step of the run.
-        done: steps done before, by the run that is resumed.
-    """
+    """Shows loss, tokens per second, stalls and time left of each step: a bar if the console is a terminal. `steps` is
+    the last step of the run, `done` the last one before it was resumed."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
         super().__init__(

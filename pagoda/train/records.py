@@ -49,12 +49,8 @@ Meaning: TypeAlias = Callable[[Mapping[str, Any], str], Document]
 
 
 def read_records(path: Path, column: str | None, read: Callable[[int], None]) -> Iterator[Document]:
-    """The documents of a file of records.
-
-    Args:
-        path: the file.
-        column: the one that holds the text or the conversation; by default the first that is known.
-        read: told how many bytes have been read since it was called last.
+    """The documents of a file of records. `column` holds the text or the conversation, by default the first that is
+    known; `read` is told how many bytes have been read since it was called last.
 
     Raises ConfigError: a line or row that cannot be read, with the reason.
     """

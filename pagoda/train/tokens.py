@@ -83,14 +83,10 @@ def open_tokens(
     column: str | None = None,
     console: Console | None = None,
 ) -> Tokens:
-    """The tokens of what `--data` names, tokenised now if they are not in the cache.
+    """The tokens of what `--data` names (a file, folder, glob, or "stdlib"), tokenised now if they are not in the cache.
 
-    Args:
-        name: file, folder, glob, or "stdlib".
-        tokenizer: by default bytes.
-        cache: directory to keep them in; by default the user's.
-        column: of records, the one with the text or the conversation.
-        console: where to show progress.
+    `column` has the text or the conversation of a record; progress is shown on `console`. Without a tokenizer, tokens
+    are bytes.
 
     Raises ConfigError: data that cannot be read, or holds no text; StorageError: the cache cannot be written.
     """
