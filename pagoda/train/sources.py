@@ -98,8 +98,8 @@ def _of_many(name: str, root: Path, files: tuple[Path, ...], column: str | None)
 
 
 def documents(source: Source, read: Callable[[int], None], skip: Callable[[Skipped], None]) -> Iterator[Document]:
-    """Every document, in order. `read` is told how many bytes of files have been read since it was called last, `skip` of
-    a file of a folder that turns out not to be text.
+    """Every document, in order. `read` is told how many bytes of files have been read since it was called last, `skip`
+    of a file of a folder that turns out not to be text.
 
     Raises ConfigError: a file, line or row that cannot be read, with the reason.
     """

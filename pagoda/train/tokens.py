@@ -83,7 +83,7 @@ def open_tokens(
     column: str | None = None,
     console: Console | None = None,
 ) -> Tokens:
-    """The tokens of what `--data` names (a file, folder, glob, or "stdlib"), tokenised now if they are not in the cache.
+    """The tokens of what `--data` names (file, folder, glob, or "stdlib"), tokenised now if they are not in the cache.
 
     `column` has the text or the conversation of a record; progress is shown on `console`. Without a tokenizer, tokens
     are bytes.
