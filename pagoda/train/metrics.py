@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagoda.errors import StorageError
 from pagoda.memory.files import read_regular, sync_directory, write_durably
-from pagoda.runtime.stats import StepStats
+
+if TYPE_CHECKING:
+    from pagoda.runtime.stats import StepStats
 
 DATA = "data"
 """In `stall_s`, beside the lanes: while the next sequences were read."""
@@ -71,7 +73,7 @@ class StepMetrics(Entry):
     """With asynchronous updates: unit -> steps that its weights lagged, in this step (last) and so far (max, mean)."""
 
     @classmethod
-    def of(cls, stats: StepStats, **own: Any) -> "StepMetrics":
+    def of(cls, stats: "StepStats", **own: Any) -> "StepMetrics":
         """What an optimizer says of its last step, where the names are the same, and figures of the loop's own."""
         said = {**asdict(stats), "faults": stats.faults, "prefetch_hit_rate": stats.prefetch_hit_rate, **own}
         return cls(**{field.name: said[field.name] for field in fields(cls)})
