@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pagoda.config.training import ActivationMode
-from pagoda.forecast.model_description import ModelDescription
+from pagoda.forecast.model_description import ModelDescription, Widths
 from pagoda.memory.sizes import format_bytes
 from pagoda.plan.activations import (
     BUFFERED,
@@ -90,9 +90,7 @@ def estimate_activations(
     offloads = mode in ("offload", "recompute+offload")
     tensor = itemsize * running * (described.hidden if again else max(described.hidden, described.ffn))
     if chunked_loss is None:
-        chunked_loss = chunking_helps(
-            described.hidden, described.ffn, described.vocab, running, tokens, itemsize, again
-        )
+        chunked_loss = chunking_helps(described, running, tokens, itemsize, again)
     largest = max(param.numel for param in described.root.walk())
     tiled_layer = (described.params - described.vocab * described.hidden) // described.layers if running < tokens else 0
     return ActivationEstimate(
@@ -116,12 +114,12 @@ def estimate_sizes(described: ModelDescription, tokens: int, itemsize: int) -> S
 
 
 def chunking_helps(
-    hidden: int, ffn: int, vocab: int, tile_tokens: int, tokens: int, itemsize: int, checkpointing: bool
+    model: ModelDescription | Widths, tile_tokens: int, tokens: int, itemsize: int, checkpointing: bool
 ) -> bool:
     """Whether the loss in one piece would be the peak of activations, and in chunks would not take as much."""
-    logits = _LOGIT_BYTES * tokens * vocab
-    working = itemsize * tile_tokens * (_HIDDEN_TENSORS * hidden + _FFN_TENSORS * ffn) if checkpointing else 0
-    return logits > working and logits > 2 * (2 * itemsize * tokens * hidden + _CHUNK_BYTES)
+    logits, layer = _LOGIT_BYTES * tokens * model.vocab, _HIDDEN_TENSORS * model.hidden + _FFN_TENSORS * model.ffn
+    working = itemsize * tile_tokens * layer if checkpointing else 0
+    return logits > working and logits > 2 * (2 * itemsize * tokens * model.hidden + _CHUNK_BYTES)
 
 
 def _layer(described: ModelDescription, tokens: int, itemsize: int) -> int:

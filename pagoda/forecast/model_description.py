@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagoda.errors import ConfigError
 from pagoda.forecast.config import PlanConfig
@@ -192,13 +192,20 @@ def _moved(name: str, before: str, after: str) -> str:
     return after + name.removeprefix(before) if is_within(name, (before,)) else name
 
 
-def widths(config: Any) -> tuple[int, int, int]:
-    """Hidden width, width inside the MLP, of all experts that see a token, and vocabulary of a language model of
-    transformers."""
+class Widths(NamedTuple):
+    """Of a language model: hidden, inside the MLP, of all experts that see a token, and of the vocabulary."""
+
+    hidden: int
+    ffn: int
+    vocab: int
+
+
+def widths(config: Any) -> Widths:
+    """Those of a model of transformers."""
     hidden = int(config.hidden_size)
     given = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size", "d_ff", "n_inner"))
     ffn = int(next(filter(None, given), 4 * hidden))
-    return hidden, ffn * max(1, experts_per_token(config)), int(config.vocab_size)
+    return Widths(hidden, ffn * max(1, experts_per_token(config)), int(config.vocab_size))
 
 
 def experts_per_token(config: Any) -> int:

@@ -86,16 +86,8 @@ def alternatives(config: PlanConfig, machine: Machine, described: ModelDescripti
         modes = (config.activations,)
     if "auto" in (config.activations, config.batch_tiles) and config.chunked_loss is None:
         # Chunks round: whether there are any follows from what was asked for alone, as in a run.
-        chunks = chunking_helps(
-            described.hidden,
-            described.ffn,
-            described.vocab,
-            config.tile_tokens,
-            config.tokens,
-            config.itemsize,
-            recomputes(config.activations),
-        )
-        config = replace(config, chunked_loss=chunks)
+        sizes = config.tile_tokens, config.tokens, config.itemsize
+        config = replace(config, chunked_loss=chunking_helps(described, *sizes, recomputes(config.activations)))
     return [_with_tiles(replace(config, activations=mode), machine, described) for mode in modes]
 
 

@@ -30,11 +30,11 @@ def chunks_loss(config: TrainConfig, model: Any) -> bool:
     """Whether the loss of a run is computed in chunks: as asked, or where that lowers the peak of activations."""
     if config.chunked_loss is not None:
         return config.chunked_loss
-    hidden, ffn, vocab = widths(model.config.get_text_config())
     tokens = config.batch_size * config.seq_len
     at_a_time = tile_tokens(config.batch_tiles, config.batch_size, config.seq_len)
     itemsize = 2 if config.precision == "bf16" else 4
-    return chunking_helps(hidden, ffn, vocab, at_a_time, tokens, itemsize, recomputes(config.activations))
+    sizes = widths(model.config.get_text_config())
+    return chunking_helps(sizes, at_a_time, tokens, itemsize, recomputes(config.activations))
 
 
 def precision_hint(config: TrainConfig) -> str | None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,12 @@ class TrainRequest(TrainConfig):
 
         Raises ConfigError: a value is out of range.
         """
-        return TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)} | choices)
+        return TrainConfig(**self.shared(TrainConfig) | choices)
 
     @staticmethod
     def like(config: TrainConfig, **changes: Any) -> "TrainRequest":
         """The request in which nothing of a configuration is left open."""
-        return TrainRequest(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)} | changes)
+        return TrainRequest(**config.shared(TrainConfig) | changes)
 
     @staticmethod
     def read(path: Path) -> "TrainRequest":
