@@ -273,7 +273,7 @@ class Builder:
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(self._seed_of(self._names[module], name))
                     initialise()
-            if not any(part.isnan().any() for part in real.flatten().split(_CHECKED_AT_ONCE)):
+            if not any(part.isnan().any() for part in torch.split(real.flatten(), _CHECKED_AT_ONCE)):
                 break
         else:
             raise ConfigError(
