@@ -77,29 +77,20 @@ class Evaluator:
         )
 
 
-@dataclass(frozen=True)
-class History:
-    """The evaluations of a run so far: pairs of step and loss."""
+def read_losses(path: Path, until: int) -> list[tuple[int, float]]:
+    """(step, loss) of the evaluations in a file up to a step."""
+    lines = read_metrics(path) if path.exists() else []
+    known = [(line["step"], line["loss"]) for line in lines if line["step"] <= until]
+    return [(step, math.inf if loss is None else loss) for step, loss in known]
 
-    losses: tuple[tuple[int, float], ...] = ()
 
-    @staticmethod
-    def read(path: Path, until: int) -> "History":
-        """Those in a file of evaluations up to a step."""
-        lines = read_metrics(path) if path.exists() else []
-        known = [(line["step"], line["loss"]) for line in lines if line["step"] <= until]
-        return History(tuple((step, math.inf if loss is None else loss) for step, loss in known))
+def best_step(losses: Sequence[tuple[int, float]]) -> int | None:
+    """Steps done before the lowest loss, the first of equal ones; None before the first evaluation of a step."""
+    trained = [entry for entry in losses if entry[0]]
+    return min(trained, key=lambda entry: entry[1])[0] if trained else None
 
-    @property
-    def best(self) -> int | None:
-        """Steps done before the lowest loss, the first of equal ones; None before the first evaluation of a step."""
-        trained: Sequence[tuple[int, float]] = [entry for entry in self.losses if entry[0]]
-        return min(trained, key=lambda entry: entry[1])[0] if trained else None
 
-    @property
-    def since_best(self) -> int:
-        """Evaluations after the one with the lowest loss, that before the first step included."""
-        if not self.losses:
-            return 0
-        losses = [loss for _, loss in self.losses]
-        return len(losses) - 1 - losses.index(min(losses))
+def since_best(losses: Sequence[tuple[int, float]]) -> int:
+    """Evaluations after the one with the lowest loss, that before the first step included."""
+    found = [loss for _, loss in losses]
+    return len(found) - 1 - found.index(min(found)) if found else 0

@@ -14,7 +14,7 @@ from pagoda.forecast.record import as_lines, machine_record, plan_record, timeli
 from pagoda.memory.files import make_directories, storage_errors, write_durably
 from pagoda.plan.planner import Plan
 from pagoda.train.data import Batches
-from pagoda.train.evaluate import Evaluation, Evaluator, History
+from pagoda.train.evaluate import Evaluation, Evaluator, best_step, read_losses, since_best
 from pagoda.train.generate import continued
 from pagoda.train.loggers import Loggers
 from pagoda.train.progress import Progress, say
@@ -69,7 +69,8 @@ class Steps:
         self._mesh = mesh
         self._console = console
         self._evaluator = None if evaluated is None else Evaluator(evaluated, mesh)
-        self._history = History()
+        self._losses: list[tuple[int, float]] = []
+        """Of evaluations, with the steps done before."""
         self._loggers = Loggers(None if mesh.rank else session.config.log, session.config)
         self._files: MetricsFiles | None = None
         self._first: Evaluation | None = None
@@ -83,7 +84,7 @@ class Steps:
         seconds, step = 0.0, done
         stopped_by: int | None = None
         if self._evaluator is not None:
-            self._history = History.read(self._run_dir.evals, until=done)
+            self._losses = read_losses(self._run_dir.evals, until=done)
             if not done:
                 self._first = self._evaluate(0)
         try:
@@ -125,7 +126,7 @@ class Steps:
             tokens_per_s=len(losses) * self._session.batches.tokens_per_step / seconds,
             checkpoint=self._saved.path if self._saved else None,
             stopped_by=stopped_by,
-            best_step=self._history.best,
+            best_step=best_step(self._losses),
         )
         self._show_end(result)
         return result
@@ -153,12 +154,12 @@ class Steps:
             found = self._evaluate(step)
             files.write_evaluation(found)
             self._loggers.evaluation(found)
-            improved = config.keep_best and self._history.best == step
-            if config.patience and self._history.since_best >= config.patience and not over:
+            improved = config.keep_best and best_step(self._losses) == step
+            if config.patience and since_best(self._losses) >= config.patience and not over:
                 over = True
                 self._say(
-                    f"Stopped early: no evaluation was better than that after step {self._history.best} in "
-                    f"{self._history.since_best} evaluations (--patience {config.patience})"
+                    f"Stopped early: no evaluation was better than that after step {best_step(self._losses)} in "
+                    f"{since_best(self._losses)} evaluations (--patience {config.patience})"
                 )
         if config.sample_every and (over or step % config.sample_every == 0) and not interrupted:
             self._show_samples(step)
@@ -170,7 +171,7 @@ class Steps:
     def _evaluate(self, step: int) -> Evaluation:
         assert self._evaluator is not None
         found = self._evaluator.measure(self._session, step)
-        self._history = History((*self._history.losses, (step, found.loss)))
+        self._losses.append((step, found.loss))
         self._say(str(found))
         return found
 
@@ -218,7 +219,7 @@ class Steps:
         }
         optimizer = self._session.optimizer
         optimizer.wait_for_checkpoint()
-        best = self._history.best if self._config.keep_best else None
+        best = best_step(self._losses) if self._config.keep_best else None
         old = [checkpoint for checkpoint in self._run_dir.all_checkpoints() if checkpoint.step != best]
         keep = self._config.keep_checkpoints
         replaced = old[: max(0, len(old) + (step != best) - keep)] if keep else []
