@@ -39,35 +39,27 @@ def merged(by_rank: Sequence[StepMetrics]) -> StepMetrics:
 
 
 class MetricsFiles:
-    """The metrics of all ranks together and the evaluations, which the first writes, and of several ranks each one's
-    own metrics."""
+    """The files that a rank writes: of several ranks its `own` metrics, and the first one those of all `together`, and
+    `evals`."""
 
     def __init__(self, run_dir: RunDir, mesh: Mesh, after_step: int, evals: bool = False) -> None:
         run_dir.path.mkdir(parents=True, exist_ok=True)
-        self._rank_group = MetricsFile(run_dir.metrics, after_step) if mesh.rank == 0 else None
-        self._evals = MetricsFile(run_dir.evals, after_step) if evals and mesh.rank == 0 else None
-        self._own = MetricsFile(run_dir.metrics_of(mesh.rank), after_step) if mesh.size > 1 else None
+        first, several = mesh.rank == 0, mesh.size > 1
+        paths = {"together": run_dir.metrics, "evals": run_dir.evals, "own": run_dir.metrics_of(mesh.rank)}
+        wanted = {"together": first, "evals": first and evals, "own": several}
+        self._files = {name: MetricsFile(path, after_step) for name, path in paths.items() if wanted[name]}
 
-    def write(self, together: StepMetrics, mine: StepMetrics) -> None:
-        """Append one step."""
-        if self._rank_group is not None:
-            self._rank_group.write(together)
-        if self._own is not None:
-            self._own.write(mine)
-
-    def write_evaluation(self, found: Entry) -> None:
-        """Append an evaluation."""
-        if self._evals is not None:
-            self._evals.write(found)
+    def write(self, **entries: Entry) -> None:
+        """Appends an entry to each of the files named, if this rank writes it."""
+        for name, entry in entries.items():
+            if name in self._files:
+                self._files[name].write(entry)
 
     def sync(self) -> None:
         """Returns once every line would survive a power loss."""
-        for file in self._files():
+        for file in self._files.values():
             file.sync()
 
     def close(self) -> None:
-        for file in self._files():
+        for file in self._files.values():
             file.close()
-
-    def _files(self) -> list[MetricsFile]:
-        return [file for file in (self._rank_group, self._evals, self._own) if file is not None]

@@ -104,7 +104,7 @@ class Steps:
                     losses.append(metrics.loss)
                     seconds += metrics.step_s
                     files = self._opened_files(done)
-                    files.write(metrics, mine)
+                    files.write(together=metrics, own=mine)
                     self._loggers.step(metrics)
                     if traced and self._mesh.rank == 0:
                         self._write_timeline(step)
@@ -142,7 +142,7 @@ class Steps:
                     write_durably(self._run_dir.plan, as_lines({**record, "machine": machine_record()}).encode())
             self._files = MetricsFiles(self._run_dir, self._mesh, after_step=done, evals=self._evaluator is not None)
             if self._first is not None:
-                self._files.write_evaluation(self._first)
+                self._files.write(evals=self._first)
                 self._loggers.evaluation(self._first)
         return self._files
 
@@ -152,7 +152,7 @@ class Steps:
         improved = False
         if self._evaluator is not None and not interrupted and (over or step % config.evaluates_every == 0):
             found = self._evaluate(step)
-            files.write_evaluation(found)
+            files.write(evals=found)
             self._loggers.evaluation(found)
             improved = config.keep_best and best_step(self._losses) == step
             if config.patience and since_best(self._losses) >= config.patience and not over:
