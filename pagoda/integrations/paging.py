@@ -46,10 +46,9 @@ class Paging:
     """What a second, frozen model may take: the reference model of DPO, say. By default it is not paged. An SSD
     directory is used by one model at a time, so this one needs another than `memory`."""
 
-    def wrap_frozen(self, model: nn.Module) -> nn.Module:
+    def wrap_frozen(self, model: nn.Module) -> None:
         """Wrap a model that only computes. Raises as `pagoda.wrap`."""
         wrap(model.requires_grad_(False), AdamW(), memory=self.reference, precision=precision_of(model), mesh=self.mesh)
-        return model
 
     def wrap(
         self,

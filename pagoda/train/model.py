@@ -40,10 +40,8 @@ def takes_positions(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def give_weights(config: TrainConfig, model: nn.Module, console: Console) -> bool:
+def give_weights(config: TrainConfig, model: nn.Module, console: Console) -> None:
     """Lets the model start from the weights beside its config.json, if there are any, and says what it starts from.
-
-    Returns whether there are any.
 
     Raises ConfigError: the directory has not all of its files.
     """
@@ -53,11 +51,10 @@ def give_weights(config: TrainConfig, model: nn.Module, console: Console) -> boo
         _check_download(directory, files)
     if directory is None or not files:
         say(console, f"Weights: random, seed {config.seed}")
-        return False
+        return
     found = attach_weights(model, directory)
     line = f"Weights: {directory}, {format_bytes(found.nbytes)} in {found.files} file{'s' * (found.files > 1)}"
     say(console, line, *found.warnings())
-    return True
 
 
 def _check_download(directory: Path, files: list[Path]) -> None:
