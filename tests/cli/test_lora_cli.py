@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagoda.checkpoint.reader import Checkpoint
@@ -101,6 +100,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
 def test_the_adapter_is_exported_for_peft_and_merged_for_transformers(
     model: Path, trained: Path, tmp_path: Path
 ) -> None:
+    from peft import PeftModel  # takes a second
+
     run = str(trained / "run")
     assert main(["export", run, str(tmp_path / "adapter")]) == 0
     assert main(["export", run, str(tmp_path / "merged"), "--merge"]) == 0

@@ -4,10 +4,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -182,50 +178,26 @@ def test_a_bound_of_zero_gives_the_bits_of_a_synchronous_run(work: Workspace) ->
     assert curve(lagging) == curve(whole)
 
 
-@pytest.fixture
-def running(work: Workspace, request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
-    """A run of very many steps in a process of its own, past its third step; a parameter is settings of it."""
-    args = [sys.executable, "-m", "pagoda", *work.args("run", steps=1_000_000, **getattr(request, "param", {}))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    metrics = work.root / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and len(read_metrics(metrics)) >= 3):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no third step in two minutes"
-        time.sleep(0.05)
-    yield process
-    process.kill()
-    process.communicate()
-
-
 def test_an_interrupted_run_ends_its_step_saves_itself_and_says_how_to_continue(
-    work: Workspace, running: "subprocess.Popen[str]"
+    work: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=120)
-    assert running.returncode == 128 + signal.SIGINT
-    assert err == ""
-    assert f"pagoda train --resume --out {work.root / 'run'}" in out
-    done = len(work.metrics("run"))
-    assert (work.root / "run" / "checkpoints" / f"step-{done:06d}").is_dir()
-    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", str(done + 1)]) == 0
-    assert [line["step"] for line in work.metrics("run")] == list(range(1, done + 2))
+    batch = Batches.batch
 
+    def interrupted(self: Batches, step: int, index: int = 0) -> object:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return batch(self, step, index)
 
-@pytest.mark.parametrize(
-    "running", [{"update": "async", "max_staleness": 2, "checkpoint_every": 1, "memory__host": "4MiB"}], indirect=True
-)
-def test_an_asynchronous_run_that_was_killed_goes_on_from_its_last_checkpoint(
-    work: Workspace, running: "subprocess.Popen[str]"
-) -> None:
-    running.kill()
-    running.communicate(timeout=120)
-    checkpoints = work.root / "run" / "checkpoints"
-    done = max(int(entry.name.removeprefix("step-")) for entry in checkpoints.iterdir() if entry.name[0] != ".")
-    steps = str(done + 2)
-    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", steps]) == 0
-    assert [line["step"] for line in work.metrics("run")] == list(range(1, done + 3))
+    monkeypatch.setattr(Batches, "batch", interrupted)
+    assert main(work.args("run")) == 128 + signal.SIGINT
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert f"pagoda train --resume --out {work.root / 'run'}" in said.out.replace("\n", "")
+    assert [line["step"] for line in work.metrics("run")] == [1, 2, 3]
+    assert (work.root / "run" / "checkpoints" / "step-000003").is_dir()
+    monkeypatch.setattr(Batches, "batch", batch)
+    assert main(["train", "--resume", "--out", str(work.root / "run"), "--steps", "4"]) == 0
+    assert [line["step"] for line in work.metrics("run")] == [1, 2, 3, 4]
 
 
 BAD_INPUT = {

@@ -25,7 +25,7 @@ from pagoda.train import TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 
-from .conftest import ROOT, RankServer
+from .ranks import ROOT, RankServer
 from .tiny_runs import assert_same, started, tiny_config
 
 LONG, SHORT = 40, 6

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import RankServer
+from .ranks import RankServer
 
 RECIPE = {"model": "llama", "precision": "fp32", "steps": 4}
 AFTER = 2

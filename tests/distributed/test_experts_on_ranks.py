@@ -25,7 +25,7 @@ from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
 from tests.tiny import write_mixture, write_text
 
-from .conftest import RankServer
+from .ranks import RankServer
 
 STEPS = 3
 TOKENS = "tokens of experts"

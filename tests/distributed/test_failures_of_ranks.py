@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .conftest import RankServer
+from .ranks import RankServer
 
 
 def errors_of(ranks: RankServer, scenario: str, count: int, out: Path, **settings: object) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import RankServer
+from .ranks import RankServer
 
 Result = dict[str, Any]
 

@@ -16,7 +16,7 @@ from pagoda.plan.planner import Plan, make_plan
 from pagoda.plan.ranks import Ranks, Stage
 from pagoda.plan.units import ModuleSpec, ParamSpec
 
-from .conftest import ROOT
+from .ranks import ROOT
 
 SAY_WHAT_IS_COMMON = """
 import sys

@@ -12,7 +12,7 @@ from zoo import LAYERS
 
 from tests.tiny import write_mixture
 
-from .conftest import RankServer
+from .ranks import RankServer
 from .test_checkpoints_of_ranks import assert_same_state
 
 Result = dict[str, Any]

@@ -16,7 +16,7 @@ from pagoda.train.run_dir import RunDir
 from pagoda.train.tokens import open_tokens
 from tests.forecast.machines import SMALL, figure
 
-from .conftest import RankServer
+from .ranks import RankServer
 from .tiny_runs import STEPS, assert_same, started, tiny_config
 
 

@@ -13,7 +13,7 @@ from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.run_dir import RunDir
 from tests.tiny import write_model, write_text
 
-from .conftest import RankServer
+from .ranks import RankServer
 
 STEPS = 6
 

@@ -1,4 +1,4 @@
-"""One server of ranks for all tests: it imports everything once and forks each group of processes."""
+"""One server of ranks for all tests, in all folders: it imports everything once and forks each group of processes."""
 
 import json
 import os
@@ -23,6 +23,7 @@ class RankServer:
 
     def ask(self, scenario: str, ranks: int, out: Path, **settings: Any) -> list[int | None]:
         """Run a scenario; how each rank ended: exit status, minus the signal, or None if it hung."""
+        out.mkdir(parents=True, exist_ok=True)
         request = {"scenario": scenario, "ranks": ranks, "out": str(out), "timeout_s": 50, "arguments": {}, **settings}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -33,7 +34,6 @@ class RankServer:
 
     def run(self, scenario: str, ranks: int, out: Path, **arguments: Any) -> list[Any]:
         """What each rank returned; fails with the first error of any."""
-        out.mkdir(parents=True, exist_ok=True)
         status = self.ask(scenario, ranks, out, arguments=arguments)
         errors = [path.read_text() for path in (*sorted(out.glob("error-*.txt")), *sorted(out.glob("hang-*.txt")))]
         assert status == [0] * ranks, "\n".join([str(status), *errors])
