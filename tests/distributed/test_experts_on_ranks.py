@@ -1,7 +1,7 @@
 """Experts divided over ranks: the run of one rank on the whole batch, within rounding, and the same checkpoints."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pagoda.train.run_dir import RunDir
 from tests.tiny import write_mixture, write_text
 
 from .ranks import RankServer
+from .tiny_runs import started
 
 STEPS = 3
 TOKENS = "tokens of experts"
@@ -60,9 +61,8 @@ def config_of(model: str, out: Path, count: int = 2, on_ssd: bool = False) -> Tr
 
 def trained(ranks: RankServer, count: int, config: TrainConfig) -> dict[str, list[float]]:
     """What a run says of its steps."""
-    arguments = {"config": json.loads(json.dumps(asdict(config), default=str))}
     out = config.out.parent
-    status = ranks.ask("train_run", count, out, arguments=arguments, timeout_s=150)
+    status = started(ranks, count, out, config, timeout_s=150)
     assert status == [0] * count, "\n".join(path.read_text() for path in out.glob("error-*.txt"))
     lines = list(read_metrics(config.out / "metrics.jsonl"))
     return {figure: [line[figure] for line in lines] for figure in ("loss", "aux_loss", "grad_norm")}

@@ -66,7 +66,7 @@ def test_a_divided_model_has_the_bits_that_it_has_without_pages(
 
 
 @pytest.mark.parametrize(("count", "parts"), [(2, 1), pytest.param(4, 2, marks=SLOW)])
-@pytest.mark.parametrize("name", ["llama", "mixer"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=SLOW), "mixer"])
 def test_a_divided_model_differs_from_an_undivided_one_by_the_order_of_sums_only(
     name: str, count: int, parts: int, ranks: RankServer, tmp_path: Path
 ) -> None:

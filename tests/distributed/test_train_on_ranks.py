@@ -25,15 +25,6 @@ def config(tmp_path: Path) -> TrainConfig:
     return tiny_config(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def whole(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """A run of two ranks that has ended: to be copied, not changed."""
-    folder = tmp_path_factory.mktemp("whole")
-    config = tiny_config(folder)
-    assert started(ranks, 2, folder / "ranks", config) == [0, 0]
-    return config
-
-
 def test_ranks_read_the_batch_that_one_rank_would(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("0123456789abcdef" * 50)
     rows = Rows.of(open_tokens(str(tmp_path / "text")), 4)
@@ -69,18 +60,6 @@ def test_two_ranks_are_one_that_accumulates(ranks: RankServer, whole: TrainConfi
         assert first["loss"] != second["loss"]
         assert two["bytes_moved"]["collective"] > 0
         assert two["step"] == step + 1
-
-
-def test_a_run_that_was_killed_and_restarted_ends_with_the_same_bits(
-    ranks: RankServer, whole: TrainConfig, tmp_path: Path
-) -> None:
-    config = replace(whole, out=tmp_path / "run")
-    assert started(ranks, 2, tmp_path / "b", replace(config, steps=4)) == [0, 0]
-    again = {"environment": {"TORCHELASTIC_RESTART_COUNT": "1"}}
-    assert started(ranks, 2, tmp_path / "c", config, **again) == [0, 0]
-    assert_same(whole, config)
-    lines = read_metrics(RunDir(config.out).metrics)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
 def test_ranks_take_the_plan_that_the_first_finds(ranks: RankServer, config: TrainConfig, tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ def tiny_config(tmp_path: Path) -> TrainConfig:
 
 def started(ranks: RankServer, count: int, out: Path, config: TrainConfig, **settings: Any) -> list[int | None]:
     """Run it on some ranks; how each ended, as `RankServer.ask`."""
-    out.mkdir(parents=True, exist_ok=True)
     settings["arguments"] = {"config": json.loads(json.dumps(asdict(config), default=str))}
     status = ranks.ask("train_run", count, out, **settings)
     assert None not in status, "a rank hangs"

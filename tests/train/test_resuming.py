@@ -207,6 +207,19 @@ def test_a_checkpoint_whose_pages_on_ssd_are_damaged_or_gone_is_not_used(how: st
     assert curve(config) == curve(whole)
 
 
+def test_page_tables_that_were_exchanged_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ssd_config(tmp_path)
+    run(config, Console(quiet=True))
+    first, second = sorted((tmp_path / "ssd").glob("*/commits/*"))
+    aside = first.rename(tmp_path / "aside")
+    second.rename(first)
+    aside.rename(second)
+    assert main(["inspect", str(config.out), "--verify"]) == 1
+    assert "is the page table of commit" in capsys.readouterr().out
+    assert main(["train", "--resume", "--out", str(config.out), f"--steps={STEPS + 1}"]) == 2
+    assert "is the page table of commit" in capsys.readouterr().err
+
+
 def test_a_run_without_a_checkpoint_is_started_by_resuming_it(config: TrainConfig, done: TrainConfig) -> None:
     shutil.rmtree(RunDir(config.out).checkpoints)
     result, shown = resumed(config)
@@ -214,13 +227,6 @@ def test_a_run_without_a_checkpoint_is_started_by_resuming_it(config: TrainConfi
     assert (result.first_step, result.last_step) == (1, 4)
     assert "has no checkpoint yet: the run starts from its first step" in shown
     assert curve(config) == curve(done)
-
-
-def test_a_finished_run_says_so_and_changes_nothing(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    before = content_of(config.out)
-    assert main(["train", "--resume", "--out", str(config.out)]) == 0
-    assert "has finished: 4 of 4 steps are done" in capsys.readouterr().out
-    assert content_of(config.out) == before
 
 
 def edited(path: Path, old: str, new: str) -> None:
