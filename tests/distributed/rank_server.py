@@ -11,6 +11,7 @@ the file `agent` has its process, and the answer its status alone.
 """
 
 import faulthandler
+import gc
 import json
 import os
 import pkgutil
@@ -144,6 +145,8 @@ def attempt(request: dict[str, Any]) -> list[int | None]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     scenarios.warm_up()
+    gc.collect()
+    gc.freeze()  # else each process would look through all that was imported
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

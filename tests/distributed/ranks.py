@@ -42,8 +42,10 @@ class RankServer:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankServer]:
-    """The server, for as long as tests run."""
+    """The server, for as long as tests run. Its hashes are other ones than here."""
+    seed = 1 + int(os.environ.get("PYTHONHASHSEED", "0").replace("random", "0"))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONHASHSEED"] = str(seed)
     command = [sys.executable, "-m", "distributed.rank_server"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT

@@ -5,6 +5,7 @@ import json
 import os
 import pkgutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from pagoda.checkpoint.state import ParameterState
 from pagoda.config.training import ActivationMode
 from pagoda.construction.construct import describe
 from pagoda.distributed.service import Service
+from pagoda.distributed.start import in_common, on_any_rank
 from pagoda.distributed.transport import Transport
 from pagoda.distributed.world import join, launched
 from pagoda.errors import RankError
@@ -41,6 +43,7 @@ from pagoda.plan.layout import GRAD
 from pagoda.plan.options import Options
 from pagoda.plan.placement import Budgets
 from pagoda.plan.planner import make_plan
+from pagoda.plan.ranks import Ranks
 from pagoda.train import TrainConfig, run
 
 PAGE = 4096
@@ -63,12 +66,14 @@ def rule_of(recipe: Recipe) -> pagoda.optim.Rule:
 
 
 def warm_up() -> None:
-    """Compile everything before forks."""
+    """Compile everything before forks, and import what a step and a checkpoint need."""
     for precision in ("bf16", "fp32"):
         warm_up_kernels(pagoda.AdamW(), precision)
         warm_up_kernels(pagoda.Muon(), precision)
     means.warm_up(torch.bfloat16)
     means.warm_up(torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        train_saved(Path(folder), {"model": "llama", "steps": 1}, saves=[f"{folder}/step-1"])
 
 
 def memory_of(kind: str, directory: Path, recipe: Recipe, mesh: pagoda.Mesh) -> pagoda.Memory:
@@ -505,6 +510,17 @@ def ask_services(out: Path) -> dict[str, Any]:
     transport.announce([0])
     service.close()
     return {"error": error, "found": [values.unique().tolist() for values in found]}
+
+
+def say_what_is_common(out: Path) -> list[str]:
+    """What the ranks of some plans must have in common."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    said = []
+    for rule in (pagoda.AdamW(), pagoda.Muon(), pagoda.Adafactor(), pagoda.Optim(torch.optim.Adagrad)):
+        root, states = describe(model), rule.states("bf16")
+        plan = make_plan(root, states, Budgets(1 << 30), Options(PAGE, 16 << 10), Ranks(2, 2), rank=0)
+        said.append(str(on_any_rank(in_common(plan), root)))
+    return said
 
 
 def clip_by_torch(out: Path, stage: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pagoda.plan.traffic import traffic_of
 from pagoda.train import OptimConfig, TrainConfig
 from pagoda.train.metrics import read_metrics
 from pagoda.train.run_dir import RunDir
-from tests.tiny import write_mixture, write_text
+from tests.tiny import tiny_run, write_mixture
 
 from .ranks import RankServer
 from .tiny_runs import started
@@ -43,19 +43,17 @@ def config_of(model: str, out: Path, count: int = 2, on_ssd: bool = False) -> Tr
     memory = Memory(host="1GiB", device="cpu:1MiB", unit_limit="64KiB", page_size="4KiB")
     if on_ssd:
         memory = replace(memory, host=HOST, ssd=out / "ssd")
-    return TrainConfig(
+    return tiny_run(
+        out,
         model=write_mixture(model, out / "model", layers=count),
-        data=write_text(out / "text"),
         steps=STEPS,
         batch_size=4,
-        seq_len=16,
         precision="fp32",
         memory=memory,
         checkpoint_every=STEPS,
         trace=out / "trace.json",
         trace_step=2,
         optim=OptimConfig(schedule="constant"),
-        out=out / "run",
     )
 
 
