@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from files import flip
 from pairwise import each_once
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -145,10 +146,7 @@ def test_no_piece_is_larger_than_a_chunk(
 
 def test_a_flipped_bit_is_found_and_nothing_is_left(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "damaged")
-    weights = tmp_path / "damaged" / "weight.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-20] ^= 4
-    weights.write_bytes(data)
+    flip(tmp_path / "damaged" / "weight.safetensors", -20)
     with pytest.raises(pagoda.CheckpointError, match=r"weight\.safetensors is damaged"):
         export(tmp_path / "damaged", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]

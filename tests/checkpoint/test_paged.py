@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from files import flip
 from zoo import LAYERS, RESIDENT
 
 import pagoda
@@ -122,12 +123,6 @@ def refused(broken: Path, whole: Path, message: str) -> None:
     with pytest.raises(pagoda.CheckpointError, match=message):
         run.load(broken)
     run.load(whole).train(HALF, 2 * HALF).finish().assert_continues_as(uninterrupted(LLAMA))
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def place_of_page(checkpoint: Path, state: str, ssd: Path) -> tuple[Path, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import content_of
 from safetensors.torch import save_file
 
 from pagoda.cli.main import main
@@ -63,10 +64,6 @@ class Workspace:
 @pytest.fixture
 def work(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
-
-
-def content_of(directory: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def curve(metrics: list[dict[str, object]]) -> list[tuple[object, ...]]:

@@ -212,37 +212,6 @@ def train(
     return result
 
 
-def save_and_go_on(
-    out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
-) -> dict[str, Any]:
-    """Train, save a checkpoint on the way, and give back the state at that point and the losses after it."""
-    made = recipe_of(recipe)
-    model, optimizer = wrapped(made, kind, out, stage)
-    outcome = Outcome()
-    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after))
-    optimizer.save_checkpoint(directory, {"step": saved_after}, wait=False)
-    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
-    optimizer.wait_for_checkpoint()
-    extra = optimizer.load_checkpoint(directory)
-    result = {"losses": outcome.losses, "extra": extra, **state_of(model, optimizer)}
-    optimizer.close()
-    return result
-
-
-def resume(
-    out: Path, recipe: dict[str, Any], directory: str, saved_after: int, kind: str = "ram", stage: int = 3
-) -> dict[str, Any]:
-    """Load a checkpoint, give back the state it holds, and go on; every rank takes the same share as before."""
-    made = recipe_of(recipe)
-    model, optimizer = wrapped(made, kind, out, stage)
-    extra = optimizer.load_checkpoint(directory)
-    state = state_of(model, optimizer)
-    outcome = Outcome()
-    take_steps(made, model, optimizer, outcome, place()[1], range(saved_after, made.steps))
-    optimizer.close()
-    return {"losses": outcome.losses, "extra": extra, **state}
-
-
 def train_saved(out: Path, recipe: dict[str, Any], saves: list[str], loads: str | None = None) -> dict[str, Any]:
     """Train from a checkpoint, or from the start, a step for each directory of `saves`, and save a checkpoint there in
     place of the one before; give back the state at each, the tensors copied in, and the commits at the end."""

@@ -115,16 +115,6 @@ def test_a_checkpoint_of_divided_tensors_resumes_however_they_are_divided(
     assert_same_state(saved[0], ranks.run("resume_divided", 1, tmp_path / "alone", tensor=1, **shared)[0])
 
 
-@SLOW
-def test_a_checkpoint_of_four_ranks_resumes_on_others(ranks: RankServer, tmp_path: Path) -> None:
-    shared = {"name": "llama", "directory": str(tmp_path / "step-2"), "parts": 4}
-    saved = ranks.run("save_divided", 4, tmp_path / "save", tensor=2, **shared)
-    for count, tensor, placement in ((4, 2, {"stage": 1}), (2, 2, {}), (2, 1, {"kind": "ssd"}), (4, 1, {})):
-        out = tmp_path / f"{count}-{tensor}"
-        for result in ranks.run("resume_divided", count, out, tensor=tensor, **shared, **placement):
-            assert_same_state(saved[0], result)
-
-
 def test_divided_parameters_are_read_changed_and_loaded_as_wholes(ranks: RankServer, tmp_path: Path) -> None:
     results = ranks.run("change_divided", 2, tmp_path, name="mixer")
     exported = load_file(tmp_path / "exported" / "model.safetensors")

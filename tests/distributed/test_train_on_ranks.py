@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import flip
 
 from pagoda.simulate.hardware import write_hardware
 from pagoda.train import TrainConfig
@@ -88,10 +89,7 @@ def test_ranks_fall_back_together_from_a_damaged_checkpoint(
     config = replace(whole, out=tmp_path / "run")
     shutil.copytree(whole.out, config.out)
     last = RunDir(config.out).checkpoint(STEPS)
-    damaged = last / "exp_avg_sq.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip(last / "exp_avg_sq.safetensors")
     assert started(ranks, 2, tmp_path / "c", replace(config, resume=True)) == [0, 0]
     first, second = (torch.load(tmp_path / "c" / f"rank-{rank}.pt") for rank in range(2))
     assert first["steps"] == second["steps"] == (STEPS - 1, STEPS)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from files import content_of, flip
 from rich.console import Console
 
 from pagoda.cli.main import main
@@ -43,22 +44,12 @@ def config(done: TrainConfig, tmp_path: Path) -> TrainConfig:
     return replace(done, out=tmp_path / "run", resume=True)
 
 
-def content_of(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
 def curve(config: TrainConfig) -> list[tuple[object, ...]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in read_metrics(RunDir(config.out).metrics)]
-
-
-def flip(path: Path, offset: int = -1) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
