@@ -148,27 +148,13 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_one_that_was_not(
 
 
 @contextmanager
-def torchrun(config: TrainConfig) -> Iterator["subprocess.Popen[bytes]"]:
+def torchrun(settings: Path, out: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """`torchrun --max-restarts` of `pagoda train` on two processes; killed with its workers if it still runs."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        f"--max-restarts={RESTARTS}",
-    ]
-    command += ["-m", "pagoda", "train", "--model", config.model, "--data", config.data, "--steps", str(config.steps)]
-    command += ["--batch-size", str(config.batch_size), "--seq-len", str(config.seq_len), "--precision", "fp32"]
-    command += ["--checkpoint-every", str(config.checkpoint_every), "--optim.schedule", "constant"]
-    memory = {"host": config.memory.host, "unit-limit": config.memory.unit_limit, "ssd": config.memory.ssd}
-    memory["page-size"] = config.memory.page_size
-    command += [part for name, value in memory.items() if value for part in (f"--memory.{name}", value)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [f"--max-restarts={RESTARTS}", "-m", "pagoda", "train", "--config", str(settings), "--out", str(out)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"PAGODA_RANK_TIMEOUT": "60", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
-        [*command, "--out", str(config.out)], env=environment, cwd=ROOT, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True) as process:
         try:
             yield process
         finally:
@@ -183,7 +169,7 @@ def test_torchrun_restarts_a_run_whose_ranks_are_killed_until_it_ends_with_the_s
 ) -> None:
     config = config_of(kind, tmp_path, steps=LONG)
     whole = left_alone(config, ranks, tmp_path)
-    with torchrun(config) as process:
+    with torchrun(whole.out / "run.yaml", config.out) as process:
         killer = Killer(lambda: process.pid, config, random.Random(f"torchrun {kind}"), kills=3, start_s=5.0)
         killer.start()
         assert process.wait(HANG_S) == 0, killer.killed

@@ -117,16 +117,12 @@ def lightning_on_ranks(out: Path) -> dict[str, Any]:
 
 
 def _trl(out: Path, kind: str, way: str) -> list[float]:
-    import trl
-
     from integrations import test_trl
 
-    trainer = getattr(trl, f"{kind}Trainer")
-    _, given = test_trl.CASES[kind]
     paging = Paging(memory=test_trl.memory(out / "ssd"), reference=test_trl.memory(out / "reference", "84KiB", "8KiB"))
     callbacks = [Kill(3)] if way == KILL else []
-    more = given(out / "model") | {"callbacks": callbacks}
-    return logged(test_trl.trained(trainer, out / "run", way == RESUME, paging, **more), "loss")
+    more = test_trl.CASES[kind](out / "model") | {"callbacks": callbacks}
+    return logged(test_trl.trained(kind, out / "run", way == RESUME, paging, **more), "loss")
 
 
 def _loop(out: Path, kind: str, way: str) -> list[float]:
