@@ -11,7 +11,7 @@ import transformers
 from transformers import TrainerCallback
 
 import pagoda
-from integrations.tiny_text import arguments, logged, model, samples
+from integrations.tiny_text import arguments, logged, memory, model, samples
 from pagoda.integrations import Paging
 from pagoda.integrations.transformers import Trainer
 
@@ -33,11 +33,10 @@ class Kill(TrainerCallback):
 
 def trainers_of_ranks(out: Path) -> dict[str, Any]:
     """The stock trainer's losses on these ranks, the paged one's, and those of a run that resumes from its middle."""
-    (out / "ssd").mkdir(exist_ok=True)
     settings = {"optim": "sgd", "learning_rate": 0.3, "eval_strategy": "steps", "eval_steps": 3}
     saving = {"save_strategy": "steps", "save_steps": 3, **settings}
     data = {"train_dataset": samples(), "eval_dataset": samples(6)}
-    paging = Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    paging = Paging(memory=memory(out / "ssd", "2MiB"))
     stock = transformers.Trainer(model(), arguments(out / "stock", **settings), **data)
     stock.train()
     found = {"stock": logged(stock, "loss", "eval_loss"), "stock norms": logged(stock, "grad_norm")}
@@ -53,7 +52,6 @@ def trainers_of_ranks(out: Path) -> dict[str, Any]:
 
 def accelerate_on_ranks(out: Path) -> dict[str, Any]:
     """Norms and losses of Accelerate's own loop on these ranks, of the paged one, and after its state was loaded."""
-    (out / "ssd").mkdir(exist_ok=True)
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader
@@ -63,7 +61,7 @@ def accelerate_on_ranks(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("stock", "paged", "loaded"):
         AcceleratorState._reset_state()
-        paging = Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096))
+        paging = Paging(memory=memory(out / "ssd", "2MiB"))
         accelerator = Accelerator(cpu=True) if name == "stock" else PagedAccelerator(cpu=True, paging=paging)
         made = model()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
@@ -89,7 +87,6 @@ def accelerate_on_ranks(out: Path) -> dict[str, Any]:
 
 def lightning_on_ranks(out: Path) -> dict[str, Any]:
     """Losses of Lightning's own strategy on these ranks, of the paged one, and of a run that resumes."""
-    (out / "ssd").mkdir(exist_ok=True)
     import lightning
     from torch.utils.data import DataLoader
 
@@ -105,7 +102,7 @@ def lightning_on_ranks(out: Path) -> dict[str, Any]:
         return trainer, module.losses
 
     def paged() -> Any:
-        return PagodaStrategy(paging=Paging(memory=pagoda.Memory(host="2MiB", ssd=f"{out}/ssd:64MiB", page_size=4096)))
+        return PagodaStrategy(paging=Paging(memory=memory(out / "ssd", "2MiB")))
 
     found = {"stock": fit("ddp")[1]}
     trainer, found["paged"] = fit(paged())
@@ -119,7 +116,7 @@ def lightning_on_ranks(out: Path) -> dict[str, Any]:
 def _trl(out: Path, kind: str, way: str) -> list[float]:
     from integrations import test_trl
 
-    paging = Paging(memory=test_trl.memory(out / "ssd"), reference=test_trl.memory(out / "reference", "84KiB", "8KiB"))
+    paging = Paging(memory=memory(out / "ssd"), reference=memory(out / "reference", "84KiB", "8KiB"))
     callbacks = [Kill(3)] if way == KILL else []
     more = test_trl.CASES[kind](out / "model") | {"callbacks": callbacks}
     return logged(test_trl.trained(kind, out / "run", way == RESUME, paging, **more), "loss")
@@ -127,7 +124,7 @@ def _trl(out: Path, kind: str, way: str) -> list[float]:
 
 def _loop(out: Path, kind: str, way: str) -> list[float]:
     """Four steps of a loop; the state is saved after two, and the process ends after three."""
-    paging = Paging(memory=pagoda.Memory(host="300KiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    paging = Paging(memory=memory(out / "ssd"))
     made, losses, start = model(attention_dropout=0.1), [], 0
     optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-2)
     if kind == "Accelerate":
@@ -174,7 +171,7 @@ def _lightning(out: Path, _: str, way: str) -> list[float]:
             if trainer.global_step == 5 and way == KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    paging = Paging(memory=pagoda.Memory(host="300KiB", ssd=f"{out}/ssd:64MiB", page_size=4096, unit_limit="32KiB"))
+    paging = Paging(memory=memory(out / "ssd"))
     module = Module(torch.optim.AdamW, dropout=0.1)
     saving = ModelCheckpoint(out, save_last=True, every_n_epochs=1)
     trainer = lightning.Trainer(
@@ -186,7 +183,6 @@ def _lightning(out: Path, _: str, way: str) -> list[float]:
 
 def losses_of(out: Path, kind: str, way: str) -> list[float]:
     """The losses of a run of a framework."""
-    (out / "ssd").mkdir(exist_ok=True)
     run = {"SFT": _trl, "DPO": _trl, "GRPO": _trl, "Lightning": _lightning}.get(kind, _loop)
     return run(out, kind, way)
 

@@ -15,7 +15,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 import pagoda  # noqa: E402
-from integrations.tiny_text import arguments, logged, model  # noqa: E402
+from integrations.tiny_text import arguments, logged, memory, model  # noqa: E402
 from pagoda.checkpoint.state import is_paged  # noqa: E402
 from pagoda.integrations import Paging  # noqa: E402
 from pagoda.integrations.transformers import STATE, PagedTrainerMixin  # noqa: E402
@@ -51,11 +51,6 @@ DATA = {
     },
     "GRPO": {"prompt": TEXTS},
 }
-
-
-def memory(directory: Path, host: str = "300KiB", unit_limit: str = "32KiB") -> pagoda.Memory:
-    directory.mkdir(exist_ok=True)
-    return pagoda.Memory(host=host, ssd=f"{directory}:64MiB", page_size=4096, unit_limit=unit_limit)
 
 
 def llama() -> Any:
