@@ -45,12 +45,3 @@ def test_the_run_follows_from_its_seed_alone(config: TrainConfig) -> None:
         return [line["loss"] for line in read_metrics(out / "metrics.jsonl")]
 
     assert losses("a", 0) == losses("b", 0) != losses("c", 1)
-
-
-def test_accumulated_passes_average_to_the_loss_of_one_large_batch(config: TrainConfig) -> None:
-    whole = replace(config, steps=1, batch_size=4, precision="fp32", out=config.out / "whole")
-    parts = replace(whole, batch_size=2, accumulation_steps=2, out=config.out / "parts")
-    (first, _), (second, _) = trained(parts), trained(whole)
-    assert first is not None
-    assert second is not None
-    assert first.first_loss == pytest.approx(second.first_loss, rel=1e-5)
